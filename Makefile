@@ -1,0 +1,88 @@
+# Everything runs in a virtual environment that is built on first use. Needed: Python >= 3.11, make.
+#
+#   make test                                     the python3 of this machine, in .venv
+#   make test PYTHON=python3.13 VENV=.venv313     a second environment beside it
+
+VENV ?= .venv
+# An environment that exists keeps its own Python unless another one is asked for.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
+endif
+# pytest processes: one per core. WORKERS=0 runs in the calling process, for a debugger.
+WORKERS ?= auto
+# More options for pytest, as in make test PYTEST_FLAGS="-k merge".
+PYTEST_FLAGS ?=
+# Enough steps to see an example run to its end, too few to see it learn.
+EXAMPLE_FLAGS ?= --steps 20
+
+SHELL := /bin/sh
+BIN := $(VENV)/bin
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# The name holds the version, so that another PYTHON is noticed and not silently ignored.
+INSTALLED := $(VENV)/.installed-$(PYTHON_VERSION)
+
+# Do not let the type checker ask the network whether a newer release exists.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test doctest examples bench lint types format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(INSTALLED)  ## build the virtual environment, nothing else
+
+demo: $(INSTALLED)  ## train on the digits, mirrored over 8 virtual CPU devices
+	$(BIN)/python examples/digits/train.py
+
+test: $(INSTALLED)  ## all tests
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
+
+doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
+	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \
+	  $(BIN)/python -m pytest --doctest-modules distjax $(PYTEST_FLAGS)
+
+examples: $(INSTALLED)  ## every example, a few steps of each
+	@set -e; for script in $$(grep -l '__name__ == "__main__"' examples/*/*.py); do \
+	  echo "$(BIN)/python $$script $(EXAMPLE_FLAGS)"; \
+	  $(BIN)/python "$$script" $(EXAMPLE_FLAGS); \
+	done
+
+bench: $(INSTALLED)  ## time distjax against hand-written JAX
+	$(BIN)/python -m benchmarks
+
+lint: $(INSTALLED)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## pyright over the package
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(INSTALLED)  ## let ruff rewrite what lint complains about
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove caches and build outputs; environments stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis benchmarks/results
+	find distjax tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "distjax needs Python 3.11 or newer, but PYTHON=$(PYTHON) is $(or $(PYTHON_VERSION),no Python that runs)." >&2; \
+	  echo "Name another one: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@if [ -x $(BIN)/python ]; then \
+	  found=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	  if [ "$$found" != "$(PYTHON_VERSION)" ]; then \
+	    echo "$(VENV) holds Python $$found, but PYTHON=$(PYTHON) is $(PYTHON_VERSION)." >&2; \
+	    echo "Give it a place of its own: make $(or $(MAKECMDGOALS),test) PYTHON=$(PYTHON) VENV=.venv$(subst .,,$(PYTHON_VERSION))" >&2; \
+	    exit 1; \
+	  fi; \
+	else \
+	  echo "Building $(VENV) with Python $(PYTHON_VERSION)"; \
+	  $(PYTHON) -m venv $(VENV) || { \
+	    echo "$(PYTHON) cannot build virtual environments (on Debian and Ubuntu: install python3-venv)." >&2; exit 1; }; \
+	fi
+	@echo "Installing distjax and its tools into $(VENV) (minutes the first time)"
+	$(BIN)/python -m pip install --quiet --editable '.[dev,examples]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks of distjax against hand-written JAX; see `README.md`."""

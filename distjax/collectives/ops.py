@@ -1,0 +1,83 @@
+"""ReduceOp, and reductions in the replica view."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax import jax_compat
+from distjax.errors import describe_value, explain
+
+
+class ReduceOp(enum.Enum):
+    """How values of replicas combine: their sum or their mean.
+
+    Source: tf.distribute.ReduceOp.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+def as_reduce_op(op: Any, where: str = "op") -> ReduceOp:
+    """Returns the ReduceOp that `op` stands for.
+
+    Args:
+      op: a ReduceOp, its name in any case, or VariableAggregation.SUM / MEAN
+        (the seeds use it so).
+      where: the user's name of the argument.
+
+    Raises:
+      ValueError: anything else.
+    """
+    name = op.upper() if isinstance(op, str) else getattr(op, "name", None)
+    is_ours = isinstance(op, str) or type(op).__name__ in ("ReduceOp", "VariableAggregation")
+    if is_ours and name in ReduceOp.__members__:
+        return ReduceOp[name]
+    raise ValueError(
+        explain(
+            f"{where} needs a ReduceOp: ReduceOp.SUM, ReduceOp.MEAN, 'sum', 'mean' (in any "
+            "case), VariableAggregation.SUM or VariableAggregation.MEAN",
+            got=f"{op!r} is not a valid ReduceOp" if isinstance(op, str) else describe_value(op),
+            why="these are the two ways in which values of replicas combine",
+            fix="strategy.reduce('sum', value)",
+        )
+    )
+
+
+def mean_dtype(dtype: Any) -> Any:
+    """Returns the dtype of a mean: true division, integers give the default float."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.dtype(dtype)
+    return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
+
+
+def all_reduce(op: ReduceOp, x: Any, axis_name: str, num_replicas: int) -> Any:
+    """Returns the sum or mean of `x` over the replica axis, on every replica.
+
+    Its derivative is the same all-reduce of the cotangents.
+    """
+    if op is ReduceOp.SUM:
+        return lax.psum(x, axis_name)
+    x = jnp.asarray(x)
+    return lax.psum(x.astype(mean_dtype(x.dtype)), axis_name) / num_replicas
+
+
+def from_first_replica(x: Any, axis_name: str) -> jax.Array:
+    """Returns replica 0's `x` on every replica."""
+    x = jnp.asarray(x)
+    if jax_compat.is_key_dtype(x.dtype):
+        return lax.all_gather(x, axis_name)[0]
+    is_first = lax.axis_index(axis_name) == 0
+    as_number = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+    kept = jnp.where(is_first, as_number, jnp.zeros_like(as_number))
+    return lax.psum(kept, axis_name).astype(x.dtype)
+
+
+def all_gather(x: Any, axis: int, axis_name: str) -> jax.Array:
+    """Returns the replicas' `x`, concatenated along `axis`, on every replica."""
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True)

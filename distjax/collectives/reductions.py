@@ -1,0 +1,128 @@
+"""Reductions, gathering and broadcasting in the global view.
+
+Functions of arrays and of what is static about them, to be called through
+`launch.compiled`. An array that is equal on every replica counts as R copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax.collectives import ops
+from distjax.collectives.mapping import map_replicas
+from distjax.collectives.ops import ReduceOp
+from distjax.placement.topology import Topology
+
+
+def reduce_arrays(
+    arrays: Sequence[Any],
+    topology: Topology,
+    op: ReduceOp,
+    differs: tuple[bool, ...],
+    axes: tuple[int, ...],
+) -> list[jax.Array]:
+    """Returns each array summed or averaged over the replicas.
+
+    Args:
+      arrays: global arrays, [R, ...] where they differ, else [...].
+      topology: the R replicas.
+      op: SUM or MEAN.
+      differs: per array, whether replicas have different values.
+      axes: axes of one replica's value to reduce over as well; a mean is then
+        over all elements of all replicas.
+    """
+    return _reduce(arrays, topology, op, differs, lambda x: _within(op, x, axes))
+
+
+def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    if not axes:
+        return x
+    if op is ReduceOp.MEAN:
+        return jnp.mean(x.astype(ops.mean_dtype(x.dtype)), axis=axes)
+    return lax.reduce_sum(x, axes) if x.dtype != jnp.bool_ else jnp.sum(x, axis=axes)
+
+
+def _reduce(
+    arrays: Sequence[Any], topology: Topology, op: ReduceOp, differs: tuple[bool, ...], within: Any
+) -> list[jax.Array]:
+    def on_replica(*local: Any) -> list[Any]:
+        return [
+            ops.all_reduce(op, within(x), topology.axis_name, topology.num_replicas)
+            if d
+            else _equal_copies(op, within(x), topology.num_replicas)
+            for x, d in zip(local, differs, strict=True)
+        ]
+
+    arrays = [jnp.asarray(a) for a in arrays]
+    return map_replicas(topology, on_replica, arrays, differs, [False] * len(arrays))
+
+
+def _equal_copies(op: ReduceOp, x: jax.Array, num_replicas: int) -> jax.Array:
+    if op is ReduceOp.MEAN:
+        return x.astype(ops.mean_dtype(x.dtype))
+    return x.astype(jnp.int32) * num_replicas if x.dtype == jnp.bool_ else x * num_replicas
+
+
+def reduce_masked(
+    arrays: tuple[Any, Any],
+    topology: Topology,
+    op: ReduceOp,
+    differs: tuple[bool, bool],
+    axes: tuple[int, ...],
+) -> jax.Array:
+    """Returns (value, mask) summed or averaged over replicas, where the mask is True.
+
+    Args:
+      arrays: a value [B, ...] and a mask [B] (any leading part of the value's
+        shape), each with the replica axis in front where it differs.
+      topology: the R replicas.
+      op: SUM, or MEAN over the elements that the mask keeps.
+      differs: whether value and mask differ per replica.
+      axes: axes of the value to reduce over as well.
+    """
+
+    def on_replica(value: Any, mask: Any) -> list[Any]:
+        mask = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
+        mask = jnp.broadcast_to(mask, value.shape)
+        dtype = ops.mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
+        kept = jnp.where(mask, value, jnp.zeros_like(value)).astype(dtype)
+        total = lax.psum(jnp.sum(kept, axis=axes, dtype=dtype), topology.axis_name)
+        if op is ReduceOp.SUM:
+            return [total]
+        return [total / lax.psum(jnp.sum(mask, axis=axes, dtype=dtype), topology.axis_name)]
+
+    values = [jnp.asarray(a) for a in arrays]
+    return map_replicas(topology, on_replica, values, differs, [False])[0]
+
+
+def gather_arrays(
+    arrays: Sequence[Any], topology: Topology, differs: tuple[bool, ...], axis: int
+) -> list[jax.Array]:
+    """Returns the replicas' values of each array end to end along `axis`."""
+
+    def on_replica(*local: Any) -> list[Any]:
+        return [
+            ops.all_gather(x, axis, topology.axis_name)
+            if d
+            else jnp.concatenate([x] * topology.num_replicas, axis)
+            for x, d in zip(local, differs, strict=True)
+        ]
+
+    arrays = [jnp.asarray(a) for a in arrays]
+    return map_replicas(topology, on_replica, arrays, differs, [False] * len(arrays))
+
+
+def combine_components(stored: Any, topology: Topology, rule: str) -> jax.Array:
+    """Returns the components [R, ...] of a variable as one value: sum, mean or first."""
+
+    def on_replica(x: Any) -> list[Any]:
+        if rule == "FIRST":
+            return [ops.from_first_replica(x, topology.axis_name)]
+        return [ops.all_reduce(ReduceOp[rule], x, topology.axis_name, topology.num_replicas)]
+
+    return map_replicas(topology, on_replica, [stored], [True], [False])[0]

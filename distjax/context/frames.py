@@ -1,0 +1,159 @@
+"""The one stack of frames: who is asking, and where variables' values live.
+
+A frame is pushed by `scope` (cross-replica), by `run` (replica), by a merge
+function (cross-replica again) and by `update`. An empty stack is the default
+context: the default strategy with one replica. The stack belongs to a thread; a
+new thread starts in the default context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from distjax.errors import ContextError, StrategyMismatchError, explain
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """One level of the context.
+
+    Attributes:
+      strategy: the strategy in force.
+      replica_context: the ReplicaContext in a replica context, else None.
+      state: where variables are read and written; None means their storage.
+      in_update: whether `extended.update` is running a function on components.
+      is_default: whether this frame leaves the default state in force.
+      from_set_strategy: whether `set_strategy` pushed it.
+    """
+
+    strategy: Any
+    replica_context: Any = None
+    state: Any = None
+    in_update: bool = False
+    is_default: bool = False
+    from_set_strategy: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the context in error texts."""
+        if self.in_update:
+            return f"an update function under {self.strategy!r}"
+        kind = "replica" if self.replica_context is not None else "cross-replica"
+        return f"{kind} context of {self.strategy!r}"
+
+
+_stack: ContextVar[tuple[Frame, ...]] = ContextVar("distjax_frames", default=())
+_default_frame: list[Callable[[], Frame]] = []
+
+
+def set_default_frame(make: Callable[[], Frame]) -> None:
+    """Tells what frame an empty stack stands for (called once, on import)."""
+    _default_frame[:] = [make]
+
+
+def default_frame() -> Frame:
+    """Returns the frame of the default strategy and its one replica."""
+    return _default_frame[0]()
+
+
+def current() -> Frame:
+    """Returns the frame in force."""
+    stack = _stack.get()
+    return stack[-1] if stack else default_frame()
+
+
+def stack() -> tuple[Frame, ...]:
+    """Returns all frames of this thread, outermost first."""
+    return _stack.get()
+
+
+def push(frame: Frame) -> None:
+    """Puts `frame` on the stack."""
+    _stack.set((*_stack.get(), frame))
+
+
+def pop(frame: Frame) -> None:
+    """Takes `frame` off the stack.
+
+    Raises:
+      ContextError: `frame` is not the innermost one; it is taken out anyway.
+    """
+    frames = _stack.get()
+    if frames and frames[-1] is frame:
+        _stack.set(frames[:-1])
+        return
+    _stack.set(tuple(f for f in frames if f is not frame))
+    here = any(f is frame for f in frames)
+    raise ContextError(
+        explain(
+            f"scopes need to be left in the order opposite to entering, "
+            f"here the scope of {frame.strategy!r}",
+            got=f"innermost is {frames[-1].name}" if here else "a scope entered in another thread",
+            why="each thread has one stack of contexts (scope nesting error)",
+            fix="with strategy.scope(): ...",
+        )
+    )
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
+    """Puts `frame` on the stack for a block; restores the stack whatever happens."""
+    before = _stack.get()
+    _stack.set((*before, frame))
+    try:
+        yield frame
+    finally:
+        _stack.set(before)
+
+
+@contextlib.contextmanager
+def handed(frames: tuple[Frame, ...]) -> Iterator[None]:
+    """Gives the calling thread the stack `frames` for a block (for our threads)."""
+    before = _stack.get()
+    _stack.set(frames)
+    try:
+        yield
+    finally:
+        _stack.set(before)
+
+
+def in_replica_context() -> bool:
+    """Returns whether code runs as one replica (the default context counts)."""
+    return current().replica_context is not None
+
+
+def require_cross_replica(strategy: Any, method: str) -> None:
+    """Raises unless `strategy.<method>` may be called here.
+
+    Legal in the default context and in cross-replica context of `strategy`.
+    """
+    frame = current()
+    if frame.is_default or (frame.replica_context is None and frame.strategy is strategy):
+        return
+    if frame.strategy is not strategy:
+        raise StrategyMismatchError(mixing_text(strategy, frame, method))
+    raise ContextError(
+        explain(
+            f"{method} needs cross-replica context",
+            got=frame.name,
+            why="a replica sees its own values only. Method requires being in cross-replica "
+            "context",
+            fix="call it outside run, or inside ctx.merge_call(lambda strategy, x: "
+            f"strategy.{method}(...), args=(x,)); for a reduction: ctx.all_reduce(op, x)",
+        )
+    )
+
+
+def mixing_text(strategy: Any, frame: Frame, what: str) -> str:
+    """Returns the text for a call of one strategy in the context of another."""
+    return explain(
+        f"{what} of {strategy!r} needs this strategy, or none, to be in force",
+        got=frame.name,
+        why="Mixing different tf.distribute.Strategy objects is not possible, nor is mixing "
+        "distjax's: their replicas and variables live in different ways",
+        fix=f"leave the context of {frame.strategy!r} first, or use one strategy throughout",
+    )

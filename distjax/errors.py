@@ -1,0 +1,86 @@
+"""The errors of distjax, and the one way their texts are built.
+
+Every message has four parts: what was expected in the user's own names, what
+came instead, why that is so, and the fix as code. The first line stands alone.
+"""
+
+from __future__ import annotations
+
+
+class ContextError(RuntimeError):
+    """A call was made in the wrong context (replica, cross-replica, update)."""
+
+
+class StrategyMismatchError(RuntimeError):
+    """A value, variable or call belongs to another strategy."""
+
+
+class LocalityError(ValueError):
+    """A value lives in another way, or on other devices, than the call needs."""
+
+
+class AggregationError(ValueError):
+    """A variable cannot be written or read so with its aggregation."""
+
+
+class MergeError(RuntimeError):
+    """A ``merge_call`` or a replica-axis collective stands where none can run."""
+
+
+class DivergenceError(MergeError, LocalityError):
+    """A loop or branch whose predicate differs per replica holds a collective.
+
+    It is a wrong place for a collective and a predicate of the wrong locality
+    at once, so it can be caught as either.
+    """
+
+
+class UnsupportedError(ContextError, NotImplementedError):
+    """The strategy in force does not have what the call needs."""
+
+
+class LocalityWarning(UserWarning):
+    """State went into a step equal on every replica and came out different."""
+
+
+class RecompilationWarning(UserWarning):
+    """The same function is compiled again and again."""
+
+
+class BatchError(ValueError):
+    """A batch cannot be split over the replicas."""
+
+
+class TraceLeakError(RuntimeError):
+    """A variable is read or written where its value would leak out of a trace."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class ClusterError(RuntimeError):
+    """The processes of a job do not agree, or one of them is gone."""
+
+
+def explain(expected: str, *, got: str, why: str, fix: str) -> str:
+    """Returns the text of an error in the four parts that every message has.
+
+    Example:
+      >>> print(explain("f() needs a tuple of arguments", got="an int (5)",
+      ...               why="each item is one positional argument", fix="f((5,))"))
+      f() needs a tuple of arguments.
+        Got: an int (5).
+        Why: each item is one positional argument.
+        Fix: f((5,))
+    """
+    return f"{expected}.\n  Got: {got}.\n  Why: {why}.\n  Fix: {fix}"
+
+
+def describe_value(value: object) -> str:
+    """Returns type, shape and dtype of `value`, never its whole content."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}"
+    text = repr(value)
+    return f"{type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"

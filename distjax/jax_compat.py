@@ -1,0 +1,186 @@
+"""The only door to what differs between JAX versions, and to its machinery.
+
+Everything here uses `jax.*`, `jax.core`, `jax.extend.core` and
+`jax.interpreters` only. Supported: JAX 0.10.2 to 0.12.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+from jax import core
+from jax.interpreters import ad, batching
+
+JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:2])
+
+#: Before JAX 0.12 a CPU process with several devices hangs when about 30
+#: programs with collectives are enqueued and none is awaited.
+CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
+
+Primitive = jec.Primitive
+Literal = jec.Literal
+Var = jec.Var
+Tracer = core.Tracer
+ShapedArray = core.ShapedArray
+
+primitive_jvps = ad.primitive_jvps
+primitive_transposes = ad.primitive_transposes
+primitive_batchers = batching.primitive_batchers
+Zero = ad.Zero
+is_undefined_primal = ad.is_undefined_primal
+
+_trace_numbers = itertools.count()
+
+
+# -- traces -------------------------------------------------------------------
+
+
+def current_trace() -> core.Trace:
+    """Returns the JAX trace that operations of this thread go to."""
+    with jec.take_current_trace() as trace:
+        return trace
+
+
+_EVAL_TRACE_TYPE = type(current_trace())
+
+
+def in_trace(trace: core.Trace) -> AbstractContextManager[Any]:
+    """Returns a context in which operations go to `trace`."""
+    return jec.set_current_trace(trace)
+
+
+def tracing() -> bool:
+    """Returns whether any JAX trace (jit, grad, vmap, ...) is under way."""
+    return not isinstance(current_trace(), _EVAL_TRACE_TYPE)
+
+
+def staging() -> bool:
+    """Returns whether operations on constants are staged (as under `jit`)."""
+    if not tracing():
+        return False
+    return isinstance(jax.lax.add(jax.numpy.int32(0), 0), Tracer)
+
+
+def trace_jaxpr(
+    fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+) -> tuple[jec.Jaxpr, list[Any]]:
+    """Traces `fn` and returns its jaxpr and the constants it closed over.
+
+    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function
+    and avals, not by our frames. An axis name never used before makes every
+    trace a new one, so that no inner function hands back a dead tracer or
+    another strategy's program.
+    """
+    fresh = (f"_distjax_trace_{next(_trace_numbers)}", 1)
+    closed = jax.make_jaxpr(fn, axis_env=[*axis_env, fresh])(*avals)
+    return open_jaxpr(closed)
+
+
+def aval_of(value: Any) -> ShapedArray:
+    """Returns shape, dtype and weak type of an array or Python number."""
+    aval = jax.typeof(value)
+    return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+# -- jaxprs -------------------------------------------------------------------
+
+
+def open_jaxpr(closed: Any) -> tuple[jec.Jaxpr, list[Any]]:
+    """Returns (jaxpr, consts) of a jaxpr that may or may not be closed.
+
+    From JAX 0.12 on there is one class for both.
+    """
+    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", None) or ())
+
+
+def make_jaxpr(
+    like: jec.Jaxpr, constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any],
+    eqns: Sequence[Any],
+) -> jec.Jaxpr:
+    """Returns a jaxpr made of equations of the jaxpr `like`."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    info = like.debug_info._replace(arg_names=None, result_paths=None)
+    return jec.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info)
+
+
+def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates `jaxpr` under whatever trace is current."""
+    return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
+    """Yields the jaxprs that an equation holds in its parameters."""
+    for sub in jec.jaxprs_in_params(eqn.params):
+        yield open_jaxpr(sub)[0]
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """Returns (number of constants, number of carries) of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"]
+    return len(consts), len(carry)
+
+
+def source_line(eqn: Any) -> str:
+    """Returns "file:line (function)" of the user's line behind an equation."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not _is_library_file(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return "an unknown line"
+
+
+_LIBRARY_FOLDERS = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, jax.__file__)
+)
+
+
+def _is_library_file(name: str) -> bool:
+    return name.startswith(_LIBRARY_FOLDERS) or name.startswith("<")
+
+
+# -- arrays -------------------------------------------------------------------
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Returns whether `dtype` is that of typed PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def another_handle(array: jax.Array) -> jax.Array:
+    """Returns a new array object over the same buffers."""
+    shards = [s.data for s in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+# -- meshes -------------------------------------------------------------------
+
+
+def no_context() -> AbstractContextManager[Any]:
+    """Returns a context that changes nothing."""
+    return contextlib.nullcontext()
+
+
+def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
+    """Returns the mesh context of a `shard_map` over `axis_name`: other axes stay Auto."""
+    abstract = mesh.abstract_mesh.update_axis_types({axis_name: jax.sharding.AxisType.Manual})
+    return jax.sharding.use_abstract_mesh(abstract)
+
+
+def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
+    """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return make_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns[::-1])

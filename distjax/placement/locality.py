@@ -1,0 +1,40 @@
+"""Locality: how and where a value lives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import Sharding
+
+PER_REPLICA = "per_replica"
+MIRRORED = "mirrored"
+PARTITIONED = "partitioned"
+HOST = "host"
+UNPLACED = "unplaced"
+
+
+@dataclasses.dataclass(frozen=True)
+class Locality:
+    """How a value lives (`kind`) and on which devices (`sharding`).
+
+    Two localities are equal when the values live in the same way on the same
+    devices, so ``locality(slot) == locality(variable)`` states V(variable).
+
+    Attributes:
+      kind: "per_replica" (a value of its own on each replica), "mirrored" (one
+        value, held by all), "partitioned" (split over the replicas), "host" (in
+        host memory) or "unplaced" (numpy, Python numbers, arrays elsewhere).
+      sharding: the JAX sharding; None for "unplaced".
+
+    Source: locality T, M, V(v) and N of seed 001, "Lower-level concepts".
+    """
+
+    kind: str
+    sharding: Sharding | None = None
+
+    def __repr__(self) -> str:
+        if self.sharding is None:
+            return f"Locality({self.kind})"
+        devices = sorted(self.sharding.device_set, key=lambda d: d.id)
+        place = str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices"
+        return f"Locality({self.kind} on {place})"

@@ -1,0 +1,170 @@
+"""Topology: which devices there are and how replicas lie on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from distjax.errors import describe_value, explain
+
+#: The default name of the mesh axis that runs over the replicas.
+REPLICA_AXIS = "replica"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Topology:
+    """R replicas on D devices, of which each replica owns D / R.
+
+    With `mesh` set every replica has devices of its own. Without one, all
+    replicas share one device: the same program runs under `vmap`.
+
+    Attributes:
+      devices: the D devices, replica by replica.
+      num_replicas: R.
+      axis_name: the name of the replica axis inside a replica function.
+      mesh: mesh of shape [R, *model sizes], axes (axis_name, *model names), all
+        axis types Auto; None where all replicas share one device.
+      model_axes: (name, size) of the axes inside one replica.
+    """
+
+    devices: tuple[jax.Device, ...]
+    num_replicas: int
+    axis_name: str
+    mesh: Mesh | None
+    model_axes: tuple[tuple[str, int], ...] = ()
+
+    def _identity(self) -> tuple[object, ...]:
+        return (self.devices, self.num_replicas, self.axis_name, self.model_axes, self.mesh is None)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Topology) and self._identity() == other._identity()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._identity())
+
+    def __repr__(self) -> str:
+        model = "".join(f", {n}={s}" for n, s in self.model_axes)
+        place = str(self.devices[0]) if len(self.devices) == 1 else f"{len(self.devices)} devices"
+        return f"Topology(R={self.num_replicas} over {self.axis_name!r} on {place}{model})"
+
+    @functools.cached_property
+    def mirrored(self) -> Sharding:
+        """The sharding of a value that every replica holds."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def per_replica(self) -> Sharding:
+        """The sharding of a stacked value [R, ...], one slice per replica."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, PartitionSpec(self.axis_name))
+
+    def replica_devices(self, replica: int) -> tuple[jax.Device, ...]:
+        """Returns the devices of one replica."""
+        if self.mesh is None:
+            return self.devices
+        size = len(self.devices) // self.num_replicas
+        return self.devices[replica * size : (replica + 1) * size]
+
+
+def mesh_topology(
+    devices: Sequence[jax.Device], axis_name: str, model_axes: Mapping[str, int] | None = None
+) -> Topology:
+    """Returns a topology with devices of its own for each replica.
+
+    Args:
+      devices: D devices, replica by replica.
+      axis_name: the name of the replica axis.
+      model_axes: sizes of the axes inside one replica, by name; their product
+        divides D, and R is the quotient.
+
+    Raises:
+      ValueError: no or repeated devices, or axes that do not fit.
+    """
+    devices = tuple(devices)
+    axes = dict(model_axes or {})
+    _require_devices(devices)
+    _require_axes(devices, axis_name, axes)
+    sizes = tuple(axes.values())
+    num_replicas = len(devices) // int(np.prod(sizes, dtype=int))
+    mesh = Mesh(
+        np.array(devices, dtype=object).reshape(num_replicas, *sizes),
+        (axis_name, *axes),
+        axis_types=(AxisType.Auto,) * (1 + len(axes)),
+    )
+    return Topology(devices, num_replicas, axis_name, mesh, tuple(axes.items()))
+
+
+def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
+    """Returns a topology in which R replicas share one device."""
+    if not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(
+            explain(
+                "num_replicas needs a positive int",
+                got=describe_value(num_replicas),
+                why="a step runs on at least one replica",
+                fix="VirtualStrategy(num_replicas=8)",
+            )
+        )
+    return Topology((device,), num_replicas, axis_name, None)
+
+
+def _require_devices(devices: tuple[jax.Device, ...]) -> None:
+    wrong = [d for d in devices if not isinstance(d, jax.Device)]
+    if wrong:
+        raise ValueError(
+            explain(
+                "devices needs a sequence of jax.Device",
+                got=describe_value(wrong[0]),
+                why="replicas are laid on devices of the running backend",
+                fix="MirroredStrategy(jax.devices()[:2])",
+            )
+        )
+    if len(set(devices)) != len(devices) or not devices:
+        repeated = sorted({str(d) for d in devices if devices.count(d) > 1})
+        raise ValueError(
+            explain(
+                "devices needs at least one device. No duplicates allowed",
+                got=f"{len(devices)} devices, repeated: {', '.join(repeated) or 'none'}",
+                why="each replica has devices of its own",
+                fix="MirroredStrategy(jax.devices()); many replicas on one device: "
+                "VirtualStrategy(num_replicas)",
+            )
+        )
+
+
+def _require_axes(
+    devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping[str, int]
+) -> None:
+    per_replica = int(np.prod(tuple(axes.values()), dtype=int))
+    if axis_name in axes:
+        raise ValueError(
+            explain(
+                f"model_axes needs names other than the replica axis {axis_name!r}",
+                got=f"model_axes={dict(axes)}",
+                why="one mesh axis cannot be both",
+                fix=f"rename it, or pass axis_name='replica' (now {axis_name!r})",
+            )
+        )
+    if per_replica < 1 or len(devices) % per_replica:
+        raise ValueError(
+            explain(
+                f"model_axes={dict(axes)} needs a number of devices divisible by {per_replica}",
+                got=f"{len(devices)} devices",
+                why="every replica owns the same number of devices",
+                fix="pass fewer devices, or sizes whose product divides their number",
+            )
+        )

@@ -1,0 +1,187 @@
+"""Locality analysis: which values of a replica function are equal everywhere.
+
+A forward dataflow analysis over jaxprs. A value *differs* (T) if it may be
+different on two replicas, else it is proved equal (M). It may say T for a value
+that is equal; it must never say M for one that may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from distjax import jax_compat
+from distjax.errors import DivergenceError, explain
+from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
+
+#: Collectives whose result is the same on every member of the whole axis.
+_EQUALISING = frozenset(
+    "psum psum_invariant pmax pmin all_gather all_gather_invariant".split()
+)
+#: Primitives that run one inner jaxpr on their own operands.
+_CALLS = frozenset(
+    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr custom_lin".split()
+)
+#: Primitives that give another value each time they run.
+_IMPURE = frozenset("rng_uniform infeed".split())
+
+MERGE_NAME = "distjax_merge_call"
+
+_blind: ContextVar[bool] = ContextVar("distjax_blind_analysis", default=False)
+
+
+@contextlib.contextmanager
+def blind() -> Iterator[None]:
+    """Makes the analysis prove nothing for a block (for tests of its law).
+
+    Programs compiled in the block treat every value as one that differs.
+    """
+    token = _blind.set(True)
+    try:
+        yield
+    finally:
+        _blind.reset(token)
+
+
+class Analysis:
+    """The rules, for one name of the replica axis."""
+
+    def __init__(self, axis_name: str):
+        self.axis_name = axis_name
+
+    def run(self, eqns: Sequence[Any], differs: dict[Any, bool]) -> None:
+        """Adds to `differs` the locality of every output of `eqns`, in order.
+
+        Raises:
+          DivergenceError: a collective stands under a predicate that differs.
+        """
+        for eqn in eqns:
+            ins = [not isinstance(v, Literal) and differs[v] for v in eqn.invars]
+            outs = [True] * len(eqn.outvars) if _blind.get() else None
+            proved = self._outputs(eqn, ins)
+            differs.update(zip(eqn.outvars, outs or proved, strict=True))
+
+    def outputs(self, jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+        """Returns which outputs of `jaxpr` differ, given which inputs do."""
+        differs = dict(zip(jaxpr.invars, ins, strict=True))
+        differs.update((v, False) for v in jaxpr.constvars)
+        self.run(jaxpr.eqns, differs)
+        return [not isinstance(v, Literal) and differs[v] for v in jaxpr.outvars]
+
+    def _outputs(self, eqn: Any, ins: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, ins)
+        if name == "while":
+            return self._while(eqn, ins)
+        if name == "cond":
+            return self._cond(eqn, ins)
+        if name in _CALLS:
+            return self.outputs(next(sub_jaxprs(eqn)), ins)
+        return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
+
+    def _differs(self, eqn: Any, ins: list[bool]) -> bool:
+        if self._over_replicas(eqn):
+            equal = eqn.primitive.name in _EQUALISING
+            return not equal or eqn.params.get("axis_index_groups") is not None
+        if any(ins) or eqn.effects or eqn.primitive.name in _IMPURE:
+            return True
+        return any(self._has_source(sub) for sub in sub_jaxprs(eqn))
+
+    def _over_replicas(self, eqn: Any) -> bool:
+        for key in ("axes", "axis_name", "axis"):
+            axes = eqn.params.get(key)
+            axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+            if any(isinstance(a, str) and a == self.axis_name for a in axes):
+                return True
+        return False
+
+    def _has_source(self, jaxpr: Any) -> bool:
+        return any(
+            self._over_replicas(e)
+            or e.effects
+            or e.primitive.name in _IMPURE
+            or any(self._has_source(sub) for sub in sub_jaxprs(e))
+            for e in jaxpr.eqns
+        )
+
+    # -- loops and branches ---------------------------------------------------
+
+    def _scan(self, eqn: Any, ins: list[bool]) -> list[bool]:
+        num_consts, num_carry = scan_sizes(eqn)
+        body = next(sub_jaxprs(eqn))
+        consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+        xs = ins[num_consts + num_carry :]
+        while True:
+            outs = self.outputs(body, consts + carry + xs)
+            joined = join(carry, outs[:num_carry])
+            if joined == carry:
+                return carry + outs[num_carry:]
+            carry = joined
+
+    def _while(self, eqn: Any, ins: list[bool]) -> list[bool]:
+        cond, _ = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
+        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond_ins, body_ins = ins[:num_cond], ins[num_cond : num_cond + num_body]
+        carry = ins[num_cond + num_body :]
+        while True:
+            if self.outputs(cond, cond_ins + carry)[0]:
+                self.require_uniform(eqn, "while_loop")
+                return [True] * len(carry)
+            joined = join(carry, self.outputs(body, body_ins + carry))
+            if joined == carry:
+                return carry
+            carry = joined
+
+    def _cond(self, eqn: Any, ins: list[bool]) -> list[bool]:
+        if ins[0]:
+            self.require_uniform(eqn, "cond")
+            return [True] * len(eqn.outvars)
+        outs = [False] * len(eqn.outvars)
+        for branch in eqn.params["branches"]:
+            outs = join(outs, self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:]))
+        return outs
+
+    def require_uniform(self, eqn: Any, construct: str) -> None:
+        """Raises if an equation whose predicate differs holds a collective."""
+        found = next((c for sub in sub_jaxprs(eqn) for c in self.collectives(sub)), None)
+        if found is None:
+            return
+        what = "merge_call" if found.primitive.name == MERGE_NAME else found.primitive.name
+        switch = construct == "cond" and len(eqn.params["branches"]) > 2
+        construct = "switch" if switch else construct
+        raise DivergenceError(
+            explain(
+                f"a lax.{construct} that holds {what} needs a predicate that is equal on every "
+                "replica",
+                got=f"a predicate that differs per replica, at {jax_compat.source_line(eqn)}; "
+                f"{what} at {jax_compat.source_line(found)}",
+                why="replicas that take another branch, or leave the loop earlier, never arrive "
+                "at the collective, and the others wait for ever",
+                fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0; or move "
+                f"{what} out of the {construct} and select afterwards with jnp.where",
+            )
+        )
+
+    def collectives(self, jaxpr: Any) -> Iterator[Any]:
+        """Yields equations in which replicas wait for each other."""
+        for eqn in jaxpr.eqns:
+            waits = self._over_replicas(eqn) and eqn.primitive.name != "axis_index"
+            if waits or eqn.primitive.name == MERGE_NAME:
+                yield eqn
+            if eqn.primitive.name != "shard_map":
+                for sub in sub_jaxprs(eqn):
+                    yield from self.collectives(sub)
+
+
+def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
+    """Returns the least locality above both, element by element."""
+    return [x or y for x, y in zip(a, b, strict=True)]
+
+
+def _is_ref(var: Any) -> bool:
+    return "Ref" in type(var.aval).__name__

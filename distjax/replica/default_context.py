@@ -1,0 +1,83 @@
+"""The ReplicaContext of the default strategy: one replica, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distjax.collectives import ops
+from distjax.context import frames
+from distjax.context.frames import Frame, mixing_text
+from distjax.errors import MergeError, StrategyMismatchError, explain
+from distjax.replica.arguments import require_args
+
+
+class DefaultReplicaContext:
+    """One replica: reductions return their input, merges are calls."""
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Any:
+        """The default strategy."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """1."""
+        return 1
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The Python int 0."""
+        return 0
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """JAX's default device."""
+        return self._strategy.extended.topology.devices
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns ``merge_fn(strategy, *args, **kwargs)``, called in cross-replica context."""
+        args, kwargs = require_args(args, kwargs, "merge_call")
+        self._require_current("merge_call")
+        frame = Frame(self._strategy, state=frames.current().state)
+        with frames.entered(frame):
+            return merge_fn(self._strategy, *args, **kwargs)
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Returns `value`."""
+        ops.as_reduce_op(op)
+        self._require_current("all_reduce")
+        return value
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Returns `value`."""
+        self._require_current("all_gather")
+        return value
+
+    def fold_in(self, key: jax.Array) -> jax.Array:
+        """Returns `key` folded with replica number 0, as replica 0 of any strategy does."""
+        return jax.random.fold_in(key, 0)
+
+    def _require_current(self, what: str) -> None:
+        frame = frames.current()
+        if frame.strategy is self._strategy and frame.replica_context is not None:
+            return
+        if frame.strategy is not self._strategy:
+            raise StrategyMismatchError(
+                mixing_text(self._strategy, frame, f"{what} of the default replica context")
+            )
+        raise MergeError(
+            explain(
+                f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
+                got=frame.name,
+                why="a merge function runs in cross-replica context",
+                fix="call it in the replica function, or use strategy.reduce(op, x)",
+            )
+        )

@@ -1,0 +1,148 @@
+"""Discovery: the trace of a cross-replica function, with its variables found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.placement.per_replica import PerReplica
+from distjax.replica.arguments import Template, is_array
+from distjax.variables.creation import Creation
+from distjax.replica.layout import as_stored, laid_out
+from distjax.variables import access
+from distjax.variables.state import TraceState, variable_p
+
+
+class Results:
+    """Results of a program on their way through `jit`: arrays, and how to unpack them.
+
+    Attributes:
+      arrays: the array results, stacked [R, ...] where `wrappers` names a topology.
+      template: the user's tree of results.
+      wrappers: per array the topology of its PerReplica, or None.
+      made_again: whether a constructor was handed a variable made before.
+    """
+
+    def __init__(self, arrays: Sequence[Any], template: Template, wrappers: Any, made_again: bool):
+        self.arrays, self.template = arrays, template
+        self.wrappers, self.made_again = wrappers, made_again
+
+    def unpack(self) -> Any:
+        """Returns the user's results."""
+        arrays = self.arrays
+        if any(self.wrappers):
+            arrays = [
+                a if w is None else PerReplica(a, w)
+                for a, w in zip(arrays, self.wrappers, strict=True)
+            ]
+        return self.template.fill(arrays)
+
+
+jax.tree_util.register_pytree_node(
+    Results,
+    lambda r: ((r.arrays,), (r.template, r.wrappers, r.made_again)),
+    lambda meta, children: Results(children[0], *meta),
+)
+
+
+class Discovered:
+    """A traced function with its variables as inputs and outputs.
+
+    Attributes:
+      reads: variables whose value at the start is needed.
+      writes: variables that are written.
+      created: variables that were created, not yet initialised.
+    """
+
+    def __init__(
+        self, jaxpr: Any, consts: list[Any], signature: Any, template: Template,
+        wrappers: tuple[Any, ...], writes: list[Any], creation: Creation,
+    ):
+        self._consts, self._signature = consts, signature
+        self._template, self._wrappers = template, wrappers
+        self._creation = creation
+        self.writes = writes
+        self.created = list(creation.values)
+        reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
+        self.reads = [e.params["variable"] for e in reads]
+        self._jaxpr = jax_compat.make_jaxpr(
+            jaxpr,
+            jaxpr.constvars,
+            [*jaxpr.invars, *(e.outvars[0] for e in reads)],
+            jaxpr.outvars,
+            [e for e in jaxpr.eqns if e.primitive is not variable_p],
+        )
+        # A result that is a variable's value gets a buffer of its own: the
+        # variable's will be donated while the user holds the result.
+        ends = self._jaxpr.outvars[len(wrappers) : len(wrappers) + len(writes)]
+        state_vars = [*(e.outvars[0] for e in reads), *ends]
+        self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
+
+    def fits(self, tree: Any) -> bool:
+        """Returns whether the trace was made for arguments like these."""
+        return signature_of(tree) == self._signature
+
+    def evaluate(self, tree: Any, values: dict[Any, Any]) -> tuple[Results, dict[Any, Any]]:
+        """Returns the results, and the new values of the variables written."""
+        inputs = [*jax.tree.leaves(tree), *(values[v] for v in self.reads)]
+        outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
+        num_results = len(self._wrappers)
+        new = dict(zip(self.writes, outs[num_results:], strict=False))
+        arrays = [
+            jnp.copy(out) if self._is_state(var) else out
+            for out, var in zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
+        ]
+        results = Results(arrays, self._template, self._wrappers, self._creation.reused)
+        return results, new
+
+    def _is_state(self, atom: Any) -> bool:
+        return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
+
+    def initialize_created(self, tree: Any) -> None:
+        """Computes the initial values of created variables and places them."""
+        start = len(self._wrappers) + len(self.writes)
+        part = jax_compat.needed_for(self._jaxpr, self._jaxpr.outvars[start:])
+        values = [v.storage for v in self.reads]
+        inputs = [*jax.tree.leaves(tree), *values]
+        run = jax.jit(lambda arrays: jax_compat.eval_jaxpr(part, self._consts, arrays))
+        for variable, value in zip(self.created, run(inputs), strict=True):
+            access.initialize(variable, value)
+
+
+def discover(
+    call: Callable[[Any], Any],
+    tree: Any,
+    frame: Callable[[Any], frames.Frame],
+    creation: Creation,
+) -> Discovered:
+    """Traces ``call(tree)`` and returns it with its variables found."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found: dict[str, Any] = {}
+
+    def traced(*arrays: Any) -> list[Any]:
+        state = TraceState(local_view=False, creations=creation)
+        with frames.entered(frame(state)) as entered:
+            template = Template(call(jax.tree.unflatten(treedef, arrays)), is_array)
+        topology = entered.strategy.extended.topology
+        results = [laid_out(leaf, topology) for leaf in template.leaves]
+        template.leaves = []
+        wrappers = tuple(r.topology if isinstance(r, PerReplica) else None for r in results)
+        writes = list(state.written)
+        found.update(template=template, wrappers=wrappers, writes=writes)
+        outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
+        return [*outs, *(as_stored(v, state.read(v)) for v in writes), *creation.values.values()]
+
+    jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
+    return Discovered(jaxpr, consts, signature_of(tree), creation=creation, **found)
+
+
+def signature_of(tree: Any) -> tuple[Any, ...]:
+    """Returns what a trace depends on: the tree, and shape and dtype of each leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    avals = (jax_compat.aval_of(leaf) for leaf in leaves)
+    return treedef, tuple((a.shape, a.dtype, a.weak_type) for a in avals)

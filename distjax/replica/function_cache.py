@@ -1,0 +1,62 @@
+"""A cache keyed by functions, which forgets a function when it is collected."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+
+class FunctionCache:
+    """Maps a function (by identity) and a key to a value.
+
+    A bound method is keyed by (object, function), since every attribute access
+    makes a new method object. The cache keeps neither functions nor objects
+    alive: values must not hold them, and are handed `resolve()` instead.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[Any, ...], tuple[Any, dict[Hashable, Any]]] = {}
+        self._lock = threading.RLock()
+
+    def get(self, fn: Any, key: Hashable, make: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Returns the value for (fn, key), made with `make(resolve)` if absent."""
+        identity = _identity(fn)
+        entry = self._entries.get(identity)
+        if entry is not None and entry[0]() is not None and key in entry[1]:
+            return entry[1][key]
+        with self._lock:
+            entry = self._entries.get(identity)
+            if entry is None or entry[0]() is None:
+                entry = (self._resolver(fn, identity), {})
+                self._entries[identity] = entry
+            if key not in entry[1]:
+                entry[1][key] = make(entry[0])
+            return entry[1][key]
+
+    def _resolver(self, fn: Any, identity: tuple[Any, ...]) -> Callable[[], Any]:
+        def forget(_: Any) -> None:
+            self._entries.pop(identity, None)
+
+        if isinstance(fn, types.MethodType):
+            function = fn.__func__
+            try:
+                owner = weakref.ref(fn.__self__, forget)
+            except TypeError:
+                return lambda: fn
+            return lambda: None if owner() is None else types.MethodType(function, owner())
+        try:
+            return weakref.ref(fn, forget)
+        except TypeError:
+            return lambda: fn
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _identity(fn: Any) -> tuple[Any, ...]:
+    if isinstance(fn, types.MethodType):
+        return ("method", id(fn.__self__), id(fn.__func__))
+    return ("function", id(fn))

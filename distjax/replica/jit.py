@@ -1,0 +1,136 @@
+"""dj.jit: a whole step as one program, variables followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distjax.context import frames
+from distjax.errors import explain
+from distjax.replica.arguments import Static, function_name
+from distjax.replica.program import Program
+
+
+class CompiledFunction:
+    """What `dj.jit` returns: the function, compiled at its first call."""
+
+    def __init__(
+        self, fn: Callable[..., Any], donate_argnums: tuple[int, ...], static: frozenset[str]
+    ):
+        functools.update_wrapper(self, fn)
+        self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
+        self._programs: dict[Any, Program] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program; inside a trace of distjax the function itself."""
+        if frames.current().state is not None:
+            return self._fn(*args, **kwargs)
+        return self._program()(*self._marked(args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Returns the program for these arguments, lowered but not run."""
+        return self._program().lower(*self._marked(args, kwargs))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds a decorated method to its object."""
+        return self if instance is None else functools.partial(self, Static(instance))
+
+    def _program(self) -> Program:
+        frame = frames.current()
+        key = (frame.strategy, frame.replica_context is None, frame.in_update)
+        if key not in self._programs:
+            self._programs[key] = Program(
+                function_name(self._fn),
+                lambda args, kwargs: self._fn(*_unmarked(args), **_unmarked(kwargs)),
+                lambda state: dataclasses.replace(frame, state=state),
+                lambda tree: tree,
+                self._donate_argnums,
+            )
+        return self._programs[key]
+
+    def _marked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._static:
+            return args, kwargs
+        names = list(inspect.signature(self._fn).parameters)
+        args = tuple(
+            Static(a) if i < len(names) and names[i] in self._static else a
+            for i, a in enumerate(args)
+        )
+        return args, {k: Static(v) if k in self._static else v for k, v in kwargs.items()}
+
+
+def _unmarked(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Static) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Static),
+    )
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Any:
+    """Returns ``fn`` compiled into one program, in which variables are followed.
+
+    To `jax.jit` what `nnx.jit` is: several `run`, `reduce` and assignments become
+    one XLA program; variables read become inputs, variables written donated
+    inputs and outputs.
+
+    Args:
+      fn: a function of trees of arrays, PerReplica and hashable Python objects.
+      donate_argnums: positional arguments whose buffers the program may reuse.
+      static_argnames: parameters that are Python values, part of the program.
+
+    Locality: as ``fn``; every JAX array that is not PerReplica is Mirrored inside.
+    Context: any; inside another `dj.jit` or `run` it is the function itself.
+    Raises:
+      ValueError: a static name that ``fn`` does not have.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> with strategy.scope():
+      ...     count = dj.Variable(0, name="count")
+      >>> @dj.jit
+      ... def step(x):
+      ...     total = strategy.reduce("sum", strategy.run(lambda x: x * 2, args=(x,)))
+      ...     count.assign_add(1)
+      ...     return total
+      >>> step(jnp.float32(3)), int(count.value)
+      (Array(12., dtype=float32), 1)
+    """
+    if fn is None:
+        return functools.partial(
+            jit, donate_argnums=donate_argnums, static_argnames=static_argnames
+        )
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    _require_names(fn, static)
+    return CompiledFunction(fn, donate, static)
+
+
+def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
+    if not static:
+        return
+    parameters = inspect.signature(fn).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = sorted(static - set(parameters))
+    if unknown:
+        raise ValueError(
+            explain(
+                f"jit: static_argnames needs names of parameters of {function_name(fn)}",
+                got=f"{unknown}; it has {list(parameters)}",
+                why="a static argument is found by its name",
+                fix=f"dj.jit(fn, static_argnames=({next(iter(parameters), 'name')!r},))",
+            )
+        )

@@ -1,0 +1,179 @@
+"""dj.lax: the loops and branches of `jax.lax`, in which variables may be written.
+
+The body is traced once to find what it writes; that is added to the carry. With
+no trace of ours under way the construct runs step by step, as Python would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.errors import TraceLeakError, explain
+from distjax.variables.state import TraceState
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+    """Returns `jax.lax.scan` of ``f``, which may write variables."""
+    options = dict(length=length, reverse=reverse, unroll=unroll)
+    outer = frames.current().state
+    if outer is None:
+        return _step_by_step(lambda: lax.scan(f, init, xs, **options))
+    first = jax.tree.map(lambda x: x[0], xs)
+    written = _written_by(outer, lambda: f(init, first))
+
+    def body(carry: Any, x: Any) -> Any:
+        (inner, y), values = _with_values(outer, written, carry[1], lambda: f(carry[0], x))
+        return (inner, values), y
+
+    (final, values), ys = lax.scan(body, (init, _values(outer, written)), xs, **options)
+    _write_back(outer, written, values)
+    return final, ys
+
+
+def while_loop(
+    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+) -> Any:
+    """Returns `jax.lax.while_loop`; ``body_fun`` may write variables."""
+    outer = frames.current().state
+    if outer is None:
+        return _step_by_step(lambda: lax.while_loop(cond_fun, body_fun, init_val))
+    _require_no_writes(outer, lambda: cond_fun(init_val))
+    written = _written_by(outer, lambda: body_fun(init_val))
+
+    def cond(carry: Any) -> Any:
+        return _with_values(outer, written, carry[1], lambda: cond_fun(carry[0]))[0]
+
+    def body(carry: Any) -> Any:
+        return _with_values(outer, written, carry[1], lambda: body_fun(carry[0]))
+
+    final, values = lax.while_loop(cond, body, (init_val, _values(outer, written)))
+    _write_back(outer, written, values)
+    return final
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any, Any], Any], init_val: Any) -> Any:
+    """Returns `jax.lax.fori_loop`; ``body_fun`` may write variables."""
+    outer = frames.current().state
+    if outer is None:
+        return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val))
+    written = _written_by(outer, lambda: body_fun(lower, init_val))
+
+    def body(i: Any, carry: Any) -> Any:
+        return _with_values(outer, written, carry[1], lambda: body_fun(i, carry[0]))
+
+    final, values = lax.fori_loop(lower, upper, body, (init_val, _values(outer, written)))
+    _write_back(outer, written, values)
+    return final
+
+
+def cond(
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+) -> Any:
+    """Returns `jax.lax.cond`; both branches may write variables."""
+    outer = frames.current().state
+    if outer is None:
+        return _step_by_step(lambda: lax.cond(pred, true_fun, false_fun, *operands))
+    return _branch(outer, lambda fns: lax.cond(pred, *fns), [true_fun, false_fun], operands)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Returns `jax.lax.switch`; the branches may write variables."""
+    outer = frames.current().state
+    if outer is None:
+        return _step_by_step(lambda: lax.switch(index, branches, *operands))
+    return _branch(outer, lambda fns: lax.switch(index, fns), branches, operands)
+
+
+def _branch(
+    outer: TraceState,
+    select: Callable[[list[Callable[[], Any]]], Any],
+    branches: Sequence[Callable[..., Any]],
+    operands: tuple[Any, ...],
+) -> Any:
+    written: dict[Any, None] = {}
+    for fn in branches:
+        written.update(dict.fromkeys(_written_by(outer, lambda fn=fn: fn(*operands))))
+    start = _values(outer, list(written))
+
+    def traced(fn: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: _with_values(outer, list(written), start, lambda: fn(*operands))
+
+    out, values = select([traced(fn) for fn in branches])
+    _write_back(outer, list(written), values)
+    return out
+
+
+# -- variables as part of the carry -------------------------------------------
+
+
+def _step_by_step(run: Callable[[], Any]) -> Any:
+    if jax_compat.tracing():
+        return run()
+    with jax.disable_jit():
+        return run()
+
+
+def _inner_state(outer: TraceState) -> TraceState:
+    return TraceState(local_view=outer.local_view, parent=outer)
+
+
+def _written_by(outer: TraceState, fn: Callable[[], Any]) -> list[Any]:
+    """Returns the variables that ``fn`` writes, found by one trace for shapes."""
+    written: list[Any] = []
+
+    def traced() -> Any:
+        state = _inner_state(outer)
+        with frames.entered(dataclasses.replace(frames.current(), state=state)):
+            fn()
+        written[:] = list(state.written)
+
+    jax_compat.trace_jaxpr(traced, ())
+    for variable in written:
+        outer.require_writable(variable)
+    return written
+
+
+def _require_no_writes(outer: TraceState, fn: Callable[[], Any]) -> None:
+    for variable in _written_by(outer, fn):
+        raise TraceLeakError(
+            explain(
+                f"cond_fun of while_loop needs to leave variable {variable.name!r} as it is",
+                got="a write inside cond_fun",
+                why="a condition has no carry of its own",
+                fix="write the variable in body_fun",
+            )
+        )
+
+
+def _with_values(
+    outer: TraceState, variables: Sequence[Any], values: Sequence[Any], fn: Callable[[], Any]
+) -> tuple[Any, list[Any]]:
+    state = _inner_state(outer)
+    for variable, value in zip(variables, values, strict=True):
+        state.bind(variable, value)
+    with frames.entered(dataclasses.replace(frames.current(), state=state)):
+        out = fn()
+    return out, [state.read(v) for v in variables]
+
+
+def _values(outer: TraceState, variables: Sequence[Any]) -> list[Any]:
+    return [outer.read(v) for v in variables]
+
+
+def _write_back(outer: TraceState, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        outer.write(variable, value)

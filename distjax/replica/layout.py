@@ -1,0 +1,38 @@
+"""Where the outputs of a program live: on the strategy's devices, as proved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax.collectives.mapping import map_replicas
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+
+
+def laid_out(value: Any, topology: Topology) -> Any:
+    """Returns a result of cross-replica code, laid out for the user to hold."""
+    if isinstance(value, PerReplica):
+        return PerReplica(_constrained(value.stacked, value.topology, True), value.topology)
+    return _constrained(value, topology, False)
+
+
+def as_stored(variable: Any, value: Any) -> jax.Array:
+    """Returns the new value of a variable, laid out as it is stored."""
+    if variable.sharding is None:
+        return value
+    return _constrained(value, variable.strategy.extended.topology, variable.policy.stacked)
+
+
+def _constrained(value: Any, topology: Topology, differs: bool) -> jax.Array:
+    value = jnp.asarray(value)
+    if topology.mesh is None:
+        return value
+    if topology.model_axes:
+        # A constraint would also fix the model axes, which stay automatic.
+        return map_replicas(topology, lambda x: [x], [value], [differs], [differs])[0]
+    sharding = topology.per_replica if differs else topology.mirrored
+    return lax.with_sharding_constraint(value, sharding)

@@ -1,0 +1,67 @@
+"""Located: a global array together with what is proved of its locality."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax.collectives.mapping import map_replicas
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+
+
+class Located(NamedTuple):
+    """A value in the global view.
+
+    Attributes:
+      array: [R, ...] where replicas differ, else [...].
+      differs: False where the value is proved equal on every replica (M), True
+        where it may differ (T).
+    """
+
+    array: Any
+    differs: bool
+
+
+def stacked(value: Located, topology: Topology) -> jax.Array:
+    """Returns the value as [R, ...], a slice per replica, without communication."""
+    if value.differs:
+        return value.array
+    return map_replicas(topology, lambda x: [x], [value.array], [False], [True])[0]
+
+
+def as_user_value(value: Located, topology: Topology) -> Any:
+    """Returns what cross-replica code sees: an array for M, a PerReplica for T.
+
+    With one replica there is nothing to differ from, so it is always an array.
+    """
+    if not value.differs:
+        return value.array
+    if topology.num_replicas == 1:
+        return lax.squeeze(value.array, (0,))
+    return PerReplica(value.array, topology)
+
+
+def from_user_value(value: Any) -> Located:
+    """Returns the Located of an array or PerReplica that cross-replica code made."""
+    if isinstance(value, PerReplica):
+        return Located(value.stacked, True)
+    return Located(jnp.asarray(value), False)
+
+
+def replica_mean(value: Located, topology: Topology) -> jax.Array:
+    """Returns the mean over replicas, as one value [...]."""
+    if not value.differs:
+        return value.array
+    return replica_sum(value, topology) / topology.num_replicas
+
+
+def replica_sum(value: Located, topology: Topology) -> jax.Array:
+    """Returns the sum over replicas, as one value [...]; M counts R times."""
+    if not value.differs:
+        return value.array * topology.num_replicas
+    psum = lambda x: [lax.psum(x, topology.axis_name)]  # noqa: E731
+    return map_replicas(topology, psum, [value.array], [True], [False])[0]

@@ -1,0 +1,218 @@
+"""Program: a cross-replica function compiled once, with variables threaded.
+
+A discovery trace finds which variables the function reads and writes. They
+become inputs and (donated) outputs of one `jax.jit`, which is the cache for
+shapes, trees and shardings. What belongs to one signature and is no array
+(Python results, the tree of results) leaves in the auxiliary data of the output
+tree, since a call that hits runs no Python of ours inside `jit`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax import jax_compat
+from distjax.collectives.launch import launched, make_ticket
+from distjax.context import frames
+from distjax.errors import ContextError, TraceLeakError, explain
+from distjax.replica.arguments import Static, hide_objects
+from distjax.variables.creation import Creation
+from distjax.replica.discovery import Discovered, discover
+from distjax.replica.retraces import RetraceWatch
+from distjax.variables.state import keep_lent_arrays
+
+_DIRECT_TYPES: set[type] = {bool, int, float, complex, np.ndarray, np.float32, np.int32}
+
+
+class _NewVariables(Exception):
+    """A trace met variables that the program does not thread yet."""
+
+    def __init__(self, discovered: Discovered):
+        super().__init__()
+        self.discovered = discovered
+
+
+class Program:
+    """``call(args, kwargs)`` as one compiled program.
+
+    Args:
+      name: the user's name of the function.
+      call: runs the function in the global view, inside a trace.
+      frame: makes the frame that `call` runs in, given the state of variables.
+      place: puts arguments that live elsewhere on the program's devices.
+      donate_argnums: positional arguments whose buffers are donated.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        frame: Callable[[Any], frames.Frame],
+        place: Callable[[Any], Any],
+        donate_argnums: tuple[int, ...] = (),
+    ):
+        self.name = name
+        self._call, self._frame, self._place = call, frame, place
+        self._donate_argnums = donate_argnums
+        self._lock = threading.RLock()
+        self._reads: tuple[Any, ...] = ()
+        self._writes: tuple[Any, ...] = ()
+        self._written = frozenset[Any]()
+        self._jitted: Any = None
+        self._pending: Discovered | None = None
+        self._is_unguarded = False
+        self._watch = RetraceWatch(name)
+
+    # -- calling --------------------------------------------------------------
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the program and returns the user's results."""
+        donated, tree = self._split(args, kwargs)
+        if self._jitted is None:
+            self._prepare(donated, tree)
+        if self._is_unguarded:
+            raise ContextError(_unguarded_text(self.name))
+        if (self._writes or self._reads) and jax_compat.tracing():
+            self._require_no_leak()
+        try:
+            results, new, ticket = self._run(donated, tree)
+        except _NewVariables as news:
+            self._adopt(news.discovered, donated, tree)
+            results, new, ticket = self._run(donated, tree)
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            results, new, ticket = self._run(*self._place((donated, tree)))
+        for variable, array in zip(self._writes, new, strict=True):
+            variable.storage = array
+        launched(ticket)
+        self._note_reuse(results)
+        return results.unpack()
+
+    def _run(self, donated: Any, tree: Any) -> tuple[Any, Any, Any]:
+        if self._written:
+            keep_lent_arrays(self._written)
+        written = [v.storage for v in self._writes]
+        return self._jitted(written, donated, [v.storage for v in self._reads], tree)
+
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the `jax.stages.Lowered` of the program for these arguments."""
+        donated, tree = self._split(args, kwargs)
+        if self._jitted is None:
+            self._prepare(donated, tree)
+        for attempt in range(2):
+            try:
+                return self._jitted.lower(
+                    [v.storage for v in self._writes],
+                    donated,
+                    [v.storage for v in self._reads],
+                    tree,
+                )
+            except _NewVariables as news:
+                if attempt:
+                    raise
+                self._adopt(news.discovered, donated, tree)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        types = set(map(type, jax.tree.leaves((args, kwargs))))
+        if not types <= _DIRECT_TYPES:
+            args, kwargs = hide_objects((args, kwargs))
+            leaves = jax.tree.leaves((args, kwargs))
+            _DIRECT_TYPES.update(t for t in map(type, leaves) if _is_concrete_array_type(t))
+        if not self._donate_argnums:
+            return (), (args, kwargs)
+        donated = tuple(args[i] for i in self._donate_argnums)
+        kept = tuple(None if i in self._donate_argnums else a for i, a in enumerate(args))
+        return donated, (kept, kwargs)
+
+    def _join(self, donated: Any, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = list(tree[0]), tree[1]
+        for index, arg in zip(self._donate_argnums, donated, strict=True):
+            args[index] = arg
+        return tuple(args), kwargs
+
+    # -- building -------------------------------------------------------------
+
+    def _prepare(self, donated: Any, tree: Any) -> None:
+        with self._lock:
+            if self._jitted is not None:
+                return
+            self._adopt(self._discover(donated, tree, Creation()), donated, tree)
+
+    def _discover(self, donated: Any, tree: Any, creation: Creation) -> Discovered:
+        def call(packed: Any) -> Any:
+            return self._call(*self._join(*packed))
+
+        return discover(call, (donated, tree), self._frame, creation)
+
+    def _adopt(self, discovered: Discovered, donated: Any, tree: Any) -> None:
+        """Threads the variables of one more trace, once those it created exist."""
+        with self._lock:
+            created = discovered.created
+            if created:
+                discovered.initialize_created((donated, tree))
+                discovered = self._discover(donated, tree, Creation(made=created))
+            writes = dict.fromkeys((*self._writes, *discovered.writes))
+            reads = dict.fromkeys((*self._reads, *discovered.reads))
+            self._writes = tuple(writes)
+            self._reads = tuple(v for v in reads if v not in writes)
+            self._written = frozenset(writes)
+            self._pending = discovered
+            self._jitted = jax.jit(self._body(), donate_argnums=(0, 1))
+
+    def _body(self) -> Callable[..., Any]:
+        writes, reads = self._writes, self._reads
+        threaded = {*writes, *reads}
+
+        def body(written: Sequence[Any], donated: Any, read: Sequence[Any], tree: Any) -> Any:
+            discovered, self._pending = self._pending, None
+            if discovered is None or not discovered.fits((donated, tree)):
+                self._watch.saw((donated, tree))
+                discovered = self._discover(donated, tree, Creation())
+            touched = (*discovered.reads, *discovered.writes, *discovered.created)
+            if not threaded.issuperset(touched):
+                raise _NewVariables(discovered)
+            values = dict(zip((*writes, *reads), (*written, *read), strict=True))
+            results, new = discovered.evaluate((donated, tree), values)
+            return results, [new.get(v, values[v]) for v in writes], make_ticket()
+
+        body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
+        return body
+
+    def _note_reuse(self, results: Any) -> None:
+        if results.made_again:
+            self._is_unguarded = True
+
+    def _require_no_leak(self) -> None:
+        variable = (*self._writes, *self._reads)[0]
+        if not self._writes and not jax_compat.staging():
+            return
+        raise TraceLeakError(
+            explain(
+                f"{self.name} reads or writes variable {variable.name!r} and needs to be called "
+                "outside of JAX traces, or inside distjax.jit",
+                got="a call inside jax.jit, grad or another JAX trace",
+                why="the trace would bake in the variable's value of today and lose its new one",
+                fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
+            )
+        )
+
+
+def _is_concrete_array_type(kind: type) -> bool:
+    if issubclass(kind, jax_compat.Tracer) or kind is Static:
+        return False
+    return issubclass(kind, (jax.Array, np.ndarray, np.generic))
+
+
+def _unguarded_text(name: str) -> str:
+    return explain(
+        f"{name} needs to create its variables once",
+        got="a second call of a function whose variable constructors are not guarded",
+        why="the constructor runs at every trace, but a compiled call runs none",
+        fix="create the variables outside, or guard: `if self.v is None: self.v = dj.Variable(...)`",
+    )

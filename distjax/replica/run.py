@@ -1,0 +1,249 @@
+"""Running a replica function in a trace: trace it, cut it, hand out results."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import LocalityError, LocalityWarning, explain
+from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.replica.arguments import Template, argument_names, function_name, is_array, is_number
+from distjax.replica.context import ReplicaContext
+from distjax.variables.creation import Creation
+from distjax.replica.cut import Cutter
+from distjax.replica.located import Located, as_user_value, stacked
+from distjax.replica.user_merge import require_mirrored
+from distjax.variables.state import TraceState, variable_p
+
+
+@dataclasses.dataclass
+class ReplicaTrace:
+    """A traced replica function.
+
+    Attributes:
+      jaxpr, consts: the replica view; outputs are the array results, then the
+        written variables, then the initial values of created ones.
+      result: the tree of results.
+      written: variables that the function wrote.
+      created: variables that it created.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    result: Template
+    written: list[Any]
+    created: list[Any]
+
+
+def run_in_trace(
+    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Any
+) -> Any:
+    """Emits ``fn`` on every replica into the current trace.
+
+    Args:
+      strategy: whose replicas run.
+      fn: the replica function.
+      args: positional arguments, in the global view.
+      kwargs: keyword arguments.
+      outer: the state of variables around the call.
+
+    Returns:
+      The results in the global view: arrays where proved equal, PerReplica
+      where not, Python objects and variables as they are.
+    """
+    topology = strategy.extended.topology
+    template = Template((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
+    names = argument_names(fn, len(args))
+    for leaf, path in zip(template.leaves, template.paths, strict=True):
+        if isinstance(leaf, PerReplica):
+            where = f"argument {_user_path(path, names)} of {function_name(fn)}"
+            require_same_topology(leaf, topology, where)
+    located = [_as_located(leaf) for leaf in template.leaves]
+    traced = trace_replica(strategy, fn, template, located, outer)
+    outs = _emit(topology, traced, located, outer)
+    num_results, num_written = len(traced.result.leaves), len(traced.written)
+    results, finals = outs[:num_results], outs[num_results : num_results + num_written]
+    for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
+        first = value.array[0] if value.differs else value.array
+        outer.creations.collect(variable, first)
+        outer.bind(variable, jnp.broadcast_to(first, variable.storage_shape))
+    for variable, value in zip(traced.written, finals, strict=True):
+        outer.write(variable, _final(variable, value, topology))
+    if topology.num_replicas > 1:
+        _check_state(fn, names, template, located, traced.result, results)
+    return traced.result.fill([as_user_value(r, topology) for r in results])
+
+
+def _as_located(leaf: Any) -> Located:
+    if isinstance(leaf, PerReplica):
+        return Located(leaf.stacked, True)
+    return Located(jnp.asarray(leaf), False)
+
+
+def _final(variable: Any, value: Located, topology: Any) -> Any:
+    if variable.policy.stacked:
+        return stacked(value, topology)
+    return require_mirrored(variable, value, topology)
+
+
+# -- tracing ------------------------------------------------------------------
+
+
+def trace_replica(
+    strategy: Any,
+    fn: Callable[..., Any],
+    template: Template,
+    located: Sequence[Located],
+    outer: Any,
+) -> ReplicaTrace:
+    """Traces ``fn`` once, as one replica sees it."""
+    topology = strategy.extended.topology
+    found: dict[str, Any] = {}
+
+    def traced(*local: Any) -> list[Any]:
+        creation = Creation.within(outer)
+        state = TraceState(local_view=True, creations=creation)
+        args, kwargs = template.fill(local)
+        with frames.entered(Frame(strategy, ReplicaContext(strategy), state)):
+            result = Template(fn(*args, **kwargs), is_array)
+        result.leaves = [_refuse_per_replica(leaf, fn) for leaf in result.leaves]
+        created = list(creation.values) if creation is not None else []
+        found.update(result=result, written=list(state.written), created=created)
+        inits = [creation.values[v] for v in created]
+        return [*result.leaves, *(state.read(v) for v in state.written), *inits]
+
+    avals = [_replica_aval(x) for x in located]
+    axis_env = [(topology.axis_name, topology.num_replicas)]
+    with _model_axes_in_scope(topology):
+        jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    return ReplicaTrace(jaxpr, consts, **found)
+
+
+def _replica_aval(value: Located) -> Any:
+    aval = jax_compat.aval_of(value.array)
+    if value.differs:
+        return jax_compat.ShapedArray(aval.shape[1:], aval.dtype)
+    return aval
+
+
+def _model_axes_in_scope(topology: Any) -> Any:
+    """Returns a context in which sharding constraints may name the model axes."""
+    if not topology.model_axes:
+        return jax_compat.no_context()
+    return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+
+
+def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    raise LocalityError(
+        explain(
+            f"{function_name(fn)} needs to return values of one replica",
+            got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
+            why="inside a replica function a value is that replica's own",
+            fix="pass it as an argument: strategy.run(fn, args=(x,))",
+        )
+    )
+
+
+def _emit(topology: Any, traced: ReplicaTrace, args: Sequence[Located], outer: Any) -> list[Any]:
+    known = {}
+    for eqn in traced.jaxpr.eqns:
+        if eqn.primitive is variable_p:
+            variable = eqn.params["variable"]
+            known[eqn.outvars[0]] = Located(outer.read(variable), variable.policy.stacked)
+    return Cutter(topology).emit(traced.jaxpr, traced.consts, args, known)
+
+
+# -- state that went in equal and came out different --------------------------
+
+
+def _check_state(
+    fn: Any,
+    names: Sequence[str],
+    template: Template,
+    located: Sequence[Located],
+    result: Template,
+    results: Sequence[Located],
+) -> None:
+    """Warns (for Flax parameters: raises) where state went in M and came out T."""
+    args, _ = template.fill(located)
+    outs = result.fill(results)
+    for name, arg in zip(names, args, strict=True):
+        for candidate in _subtrees(outs):
+            if _structure(candidate) != _structure(arg) or _is_lone_leaf(arg):
+                continue
+            changed = _changed_paths(name, arg, candidate)
+            if changed:
+                _report(fn, arg, changed)
+                break
+
+
+def _is_located(value: Any) -> bool:
+    return isinstance(value, Located)
+
+
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=_is_located)
+
+
+def _is_lone_leaf(tree: Any) -> bool:
+    return not isinstance(tree, (tuple, list, dict)) and jax.tree_util.treedef_is_leaf(
+        _structure(tree)
+    ) or _is_located(tree)
+
+
+def _subtrees(tree: Any) -> list[Any]:
+    inner = []
+    if isinstance(tree, (tuple, list)) and not _is_located(tree):
+        inner = [s for child in tree for s in _subtrees(child)]
+    elif isinstance(tree, dict):
+        inner = [s for child in tree.values() for s in _subtrees(child)]
+    return [tree, *inner]
+
+
+def _changed_paths(name: str, arg: Any, out: Any) -> list[str]:
+    befores = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_is_located)
+    afters = jax.tree.leaves(out, is_leaf=_is_located)
+    return [
+        name + jax.tree_util.keystr(path)
+        for (path, before), after in zip(befores, afters, strict=True)
+        if _is_located(before)
+        and _is_located(after)
+        and not before.differs
+        and after.differs
+        and before.array.shape == after.array.shape[1:]
+    ]
+
+
+def _report(fn: Any, arg: Any, paths: list[str]) -> None:
+    train_state = sys.modules.get("flax.training.train_state")
+    is_train_state = train_state is not None and isinstance(arg, train_state.TrainState)
+    strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
+    text = explain(
+        f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",
+        got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
+        + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
+        why="a missing all_reduce makes every replica train a model of its own",
+        fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update",
+    )
+    if strict:
+        raise LocalityError(text)
+    warnings.warn(text, LocalityWarning, stacklevel=3)
+
+
+def _user_path(path: str, names: Sequence[str]) -> str:
+    """Returns "x['a']" for the path "[0][0]['a']" of ((x, ...), kwargs)."""
+    if path.startswith("[0]["):
+        index, _, rest = path[4:].partition("]")
+        return names[int(index)] + rest
+    return path[3:] if path.startswith("[1]") else path

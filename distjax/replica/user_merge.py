@@ -1,0 +1,173 @@
+"""The merge of a user's function: from `ctx.merge_call` to an equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import LocalityError, MergeError, explain
+from distjax.jax_compat import ShapedArray
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+from distjax.replica.analysis import Analysis
+from distjax.replica.arguments import Template, function_name, is_array
+from distjax.replica.located import Located, as_user_value, from_user_value, stacked
+from distjax.replica.merge import merge_p
+from distjax.variables.creation import Creation
+from distjax.variables.state import ShapeState, TraceState
+
+
+class UserMerge:
+    """A merge function with its arguments and the variables that it touches.
+
+    Operands: the array arguments, then a value for each variable in `read`.
+    Results: the array results, then a value for each variable in `written`.
+    """
+
+    def __init__(self, strategy: Any, fn: Callable[..., Any], args: Template):
+        self.strategy, self.fn, self.args = strategy, fn, args
+        self.read: list[Any] = []
+        self.written: list[Any] = []
+        self.created: list[Any] = []
+        self.result: Template | None = None
+        self.out_avals: list[ShapedArray] = []
+
+    def find_shapes(self) -> None:
+        """Runs the function once, abstractly, for shapes and for its variables.
+
+        Every array is passed as mirrored: any operation is legal then, and gives
+        the same replica shape and dtype. If that raises, once with every array
+        per replica.
+        """
+        try:
+            self._find_shapes(as_per_replica=False)
+        except Exception:
+            if not self.args.leaves or self.topology.num_replicas == 1:
+                raise
+            try:
+                self._find_shapes(as_per_replica=True)
+                return
+            except Exception:  # the first error counts
+                pass
+            raise
+
+    @property
+    def topology(self) -> Topology:
+        """The replicas that meet."""
+        return self.strategy.extended.topology
+
+    def _find_shapes(self, *, as_per_replica: bool) -> None:
+        topology = self.topology
+        lead = (topology.num_replicas,) if as_per_replica else ()
+        avals = []
+        for leaf in self.args.leaves:
+            aval = jax_compat.aval_of(leaf)
+            weak = aval.weak_type and not as_per_replica
+            avals.append(ShapedArray((*lead, *aval.shape), aval.dtype, weak_type=weak))
+
+        def traced(*arrays: Any) -> list[Any]:
+            creation = Creation(makes_at_once=True)
+            state = ShapeState(local_view=False, creations=creation)
+            values = [PerReplica(a, topology) if as_per_replica else a for a in arrays]
+            result = self._call(values, state)
+            outs = [from_user_value(leaf) for leaf in result.leaves]
+            self.read, self.written = state.read_order, list(state.written)
+            self.created = creation.remembered
+            self.result = result
+            self.out_avals = [_replica_aval(o) for o in outs]
+            self.out_avals += [ShapedArray(v.shape, v.dtype) for v in self.written]
+            return [o.array for o in outs]
+
+        jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
+        self._require_no_bare_collective(jaxpr)
+
+    def _call(self, values: Sequence[Any], state: TraceState) -> Template:
+        args, kwargs = self.args.fill(values)
+        with frames.entered(Frame(self.strategy, state=state)):
+            return Template(self.fn(self.strategy, *args, **kwargs), is_array)
+
+    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+        """Calls the function in the global view, on proved localities."""
+        num_args = len(self.args.leaves)
+        creation = Creation(made=self.created, makes_at_once=True)
+        state = TraceState(local_view=False, creations=creation)
+        for variable, value in zip(self.read, values[num_args:], strict=True):
+            state.bind(variable, _stored(variable, value, topology))
+        result = self._call([as_user_value(v, topology) for v in values[:num_args]], state)
+        outs = [from_user_value(leaf) for leaf in result.leaves]
+        if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
+            raise MergeError(
+                explain(
+                    f"merge function {function_name(self.fn)} needs to do the same on every call",
+                    got="other results or other variables than at its first trace",
+                    why="a merge function may be traced more than once and must be pure except "
+                    "through variables",
+                    fix="keep Python state out of it",
+                )
+            )
+        written = [(v, state.read(v)) for v in self.written]
+        return outs + [Located(x, v.policy.stacked) for v, x in written]
+
+    def _require_no_bare_collective(self, jaxpr: Any) -> None:
+        found = next(Analysis(self.topology.axis_name).collectives(jaxpr), None)
+        if found is None:
+            return
+        raise MergeError(
+            explain(
+                f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
+                "of replicas",
+                got=f"a bare {found.primitive.name} over axis {self.topology.axis_name!r}, at "
+                f"{jax_compat.source_line(found)}",
+                why="a merge function runs once, in cross-replica context, where there is no "
+                "replica axis",
+                fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",
+            )
+        )
+
+
+def _replica_aval(value: Located) -> ShapedArray:
+    aval = jax_compat.aval_of(value.array)
+    if value.differs:
+        return ShapedArray(aval.shape[1:], aval.dtype)
+    return aval
+
+
+def _stored(variable: Any, value: Located, topology: Topology) -> Any:
+    if variable.policy.stacked:
+        return stacked(value, topology)
+    return require_mirrored(variable, value, topology)
+
+
+def require_mirrored(variable: Any, value: Located, topology: Topology) -> Any:
+    """Returns the one value of a mirrored variable, or raises a LocalityError."""
+    if not value.differs:
+        return value.array
+    if topology.num_replicas == 1:
+        return jax.lax.squeeze(value.array, (0,))
+    raise LocalityError(
+        explain(
+            f"variable {variable.name!r} needs a value that is equal on every replica",
+            got="a value that differs per replica",
+            why="it is mirrored: its copies would diverge",
+            fix="reduce the value before it is written: ctx.all_reduce('mean', x)",
+        )
+    )
+
+
+def bind_merge(strategy: Any, state: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Binds a merge equation in the current trace and returns each replica's result."""
+    merge = UserMerge(strategy, fn, Template((args, kwargs), is_array))
+    merge.find_shapes()
+    for variable in merge.written:
+        state.require_writable(variable)
+    operands = [*merge.args.leaves, *(state.read(v) for v in merge.read)]
+    outs = merge_p.bind(*operands, merge=merge)
+    num_results = len(merge.result.leaves)
+    for variable, value in zip(merge.written, outs[num_results:], strict=True):
+        state.write(variable, value)
+    return merge.result.fill(outs[:num_results])

@@ -1,0 +1,31 @@
+"""From a component that was handed out back to its variable."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+
+class ContainerRegistry:
+    """Remembers, weakly, which variable a component array came from."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+    def remember(self, variable: Any, parts: Sequence[Any]) -> None:
+        """Records that `parts` are components of `variable`."""
+        for part in parts:
+            key = id(part)
+
+            def forget(_: Any, key: int = key) -> None:
+                self._entries.pop(key, None)
+
+            self._entries[key] = (weakref.ref(part, forget), weakref.ref(variable))
+
+    def container_of(self, value: Any) -> Any:
+        """Returns the variable of a component, or `value` if it is none."""
+        part, variable = self._entries.get(id(value), (None, None))
+        if part is None or part() is not value or variable() is None:
+            return value
+        return variable()

@@ -1,0 +1,101 @@
+"""The default strategy: ordinary behaviour, one replica, nothing wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import UnsupportedError, explain
+from distjax.placement.topology import REPLICA_AXIS, Topology, one_device_topology
+from distjax.replica.arguments import require_args
+from distjax.replica.default_context import DefaultReplicaContext
+from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.strategies.strategy import Strategy
+from distjax.variables.placement import PlainPlacement
+
+
+class DefaultExtended(StrategyExtended):
+    """Runs functions as they are: nothing is traced, wrapped or placed."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        super().__init__(None, PlainPlacement(), wraps=False)  # type: ignore[arg-type]
+
+    @property
+    def topology(self) -> Topology:  # type: ignore[override]
+        """One replica on the default device, which is looked up when needed."""
+        return one_device_topology(default_devices("one")[0], 1, REPLICA_AXIS)
+
+    @topology.setter
+    def topology(self, value: None) -> None:
+        pass  # importing distjax must not start a backend
+
+    @property
+    def num_replicas(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def public_axis_name(self) -> None:
+        """There is no replica axis: `run` calls the function as it is."""
+        return None
+
+    @property
+    def worker_devices(self) -> NoReturn:
+        """Raises: the default strategy has no devices of its own."""
+        raise UnsupportedError(_no_devices_text("worker_devices"))
+
+    @property
+    def parameter_devices(self) -> NoReturn:
+        """Raises: the default strategy has no devices of its own."""
+        raise UnsupportedError(_no_devices_text("parameter_devices"))
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls ``fn`` in a fresh replica context."""
+        args, kwargs = require_args(args, kwargs, "run")
+        frames.require_cross_replica(self.strategy, "run")
+        frame = Frame(
+            self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
+        )
+        with frames.entered(frame):
+            return fn(*args, **kwargs)
+
+    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
+        """Returns `value`: there is one replica."""
+        frames.require_cross_replica(self.strategy, "reduce_to")
+        return value
+
+    def broadcast_to(self, value: Any, destinations: Any = None) -> NoReturn:
+        """Raises: there is nothing to broadcast to."""
+        frames.require_cross_replica(self.strategy, "broadcast_to")
+        raise UnsupportedError(_no_devices_text("broadcast_to"))
+
+
+def _no_devices_text(what: str) -> str:
+    return explain(
+        f"{what} needs a strategy that has devices",
+        got="the default strategy",
+        why="it stands for code that knows nothing of strategies and leaves placement to JAX",
+        fix="strategy = dj.OneDeviceStrategy(); with strategy.scope(): ...",
+    )
+
+
+class DefaultStrategy(Strategy):
+    """The strategy in force where there is none. Got by `dj.get_strategy()`."""
+
+    def __init__(self) -> None:
+        super().__init__(DefaultExtended())
+
+    def __repr__(self) -> str:
+        return "DefaultStrategy()"
+
+
+DEFAULT_STRATEGY = DefaultStrategy()
+_frame = Frame(DEFAULT_STRATEGY, DefaultReplicaContext(DEFAULT_STRATEGY), is_default=True)
+frames.set_default_frame(lambda: _frame)

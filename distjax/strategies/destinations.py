@@ -1,0 +1,92 @@
+"""Destinations: what a value can be reduced or broadcast to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from distjax import jax_compat
+from distjax.errors import describe_value, explain
+from distjax.placement.per_replica import PerReplica
+from distjax.variables.variable import Variable
+
+
+def resolve(extended: Any, destinations: Any, method: str) -> Sharding | None:
+    """Returns where a value for `destinations` has to be; None: anywhere.
+
+    Args:
+      extended: the strategy.
+      destinations: a variable, an array or PerReplica (its devices), a
+        jax.Device or its name, a sequence of them, or None (all workers).
+      method: the user's name of the call.
+
+    Raises:
+      ValueError: anything else, or an empty sequence or string.
+    """
+    topology = extended.topology
+    if destinations is None:
+        return topology.mirrored
+    if isinstance(destinations, Variable):
+        mirrored = destinations.strategy.extended.topology.mirrored
+        return mirrored if destinations.sharding is not None else None
+    if isinstance(destinations, PerReplica):
+        return destinations.topology.mirrored
+    if isinstance(destinations, jax_compat.Tracer):
+        return topology.mirrored
+    if isinstance(destinations, jax.Array):
+        on_all = destinations.sharding.device_set == set(topology.devices)
+        return topology.mirrored if on_all else _over(sorted_devices(destinations), topology)
+    if isinstance(destinations, (jax.Device, str)):
+        destinations = [destinations]
+    if isinstance(destinations, (tuple, list)) and destinations:
+        return _over([_device(d, method) for d in destinations], topology)
+    raise ValueError(_text(method, destinations))
+
+
+def sorted_devices(array: jax.Array) -> list[jax.Device]:
+    """Returns the devices of an array in order of their ids."""
+    return sorted(array.sharding.device_set, key=lambda d: d.id)
+
+
+def _device(item: Any, method: str) -> jax.Device:
+    if isinstance(item, jax.Device):
+        return item
+    if isinstance(item, str) and item:
+        for device in jax.devices():
+            if item.lower().lstrip("/") in (
+                f"{device.platform}:{device.id}",
+                f"device:{device.platform}:{device.id}",
+            ):
+                return device
+    raise ValueError(_text(method, item))
+
+
+def _over(devices: list[jax.Device], topology: Any) -> Sharding:
+    if tuple(devices) == topology.devices:
+        return topology.mirrored
+    if len(devices) == 1:
+        return jax.sharding.SingleDeviceSharding(devices[0])
+    mesh = Mesh(np.array(devices, dtype=object), ("copy",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place_on(value: Any, target: Sharding | None) -> Any:
+    """Returns `value` at `target`; in a trace values are placed by their use."""
+    if target is None or isinstance(value, jax_compat.Tracer):
+        return value
+    if not isinstance(value, jax.Array):
+        return jax.device_put(value, target) if hasattr(value, "dtype") else value
+    return value if value.sharding == target else jax.device_put(value, target)
+
+
+def _text(method: str, destinations: Any) -> str:
+    return explain(
+        f"{method}: destinations can not be empty and needs a variable, an array, a PerReplica, a "
+        "jax.Device, a sequence of devices, or None",
+        got=describe_value(destinations),
+        why="it says on which devices the result is needed",
+        fix=f"{method}(..., destinations=v) for a variable v; None for all workers",
+    )

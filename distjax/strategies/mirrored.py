@@ -1,0 +1,46 @@
+"""MirroredStrategy: a replica per device, a copy of each variable on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from distjax.placement.topology import REPLICA_AXIS, mesh_topology
+from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.strategies.strategy import Strategy
+from distjax.variables.placement import MirroredPlacement
+
+
+class MirroredStrategy(Strategy):
+    """A replica per device (or per group of devices), synchronous training.
+
+    Args:
+      devices: the D devices, replica by replica; default: all local ones.
+      axis_name: the name of the replica axis inside `run`; code written for
+        `pmap(axis_name="batch")` runs unchanged with axis_name="batch".
+      model_axes: sizes of axes inside one replica, by name. A replica then owns
+        their product of devices, its code may shard over these axes with
+        `lax.with_sharding_constraint`, and R = D / product.
+
+    Raises:
+      ValueError: no or repeated devices, or axes that do not fit.
+
+    Example:
+      >>> strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
+      >>> strategy.num_replicas_in_sync, strategy.mesh.shape["model"]
+      (2, 2)
+
+    Source: tf.distribute.MirroredStrategy.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        axis_name: str = REPLICA_AXIS,
+        model_axes: Mapping[str, int] | None = None,
+    ):
+        devices = default_devices("all") if devices is None or not len(devices) else devices
+        topology = mesh_topology(devices, axis_name, model_axes)
+        super().__init__(StrategyExtended(topology, MirroredPlacement(topology)))

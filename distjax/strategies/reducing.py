@@ -1,0 +1,235 @@
+"""reduce, reduce_to, broadcast_to and gather, by locality of their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.collectives.gathering import require_gather_axis
+from distjax.collectives.launch import compiled
+from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
+from distjax.errors import BatchError, LocalityError, describe_value, explain
+from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.replica.located import Located
+from distjax.strategies.destinations import place_on, resolve
+from distjax.strategies.values import is_leaf, is_mirrored
+from distjax.variables.access import stored_components
+from distjax.variables.variable import Variable
+
+
+def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
+    """Returns `value` reduced over the replicas: see `Strategy.reduce`."""
+    op = as_reduce_op(op)
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
+    if (axis is not None or mask is not None) and not jax.tree_util.treedef_is_leaf(treedef):
+        raise TypeError(
+            explain(
+                "reduce with an axis or a mask needs one value",
+                got=f"a tree of {len(leaves)} values",
+                why="an axis belongs to one shape",
+                fix="jax.tree.map(lambda x: strategy.reduce(op, x, axis=0), tree, "
+                "is_leaf=lambda x: isinstance(x, dj.PerReplica))",
+            )
+        )
+    if mask is not None:
+        return _reduce_masked(extended, op, leaves[0], axis, mask)
+    axes = _axes(axis, leaves[0]) if axis is not None else ()
+    return jax.tree.unflatten(treedef, _reduce_leaves(extended, op, leaves, axes))
+
+
+def _reduce_leaves(extended: Any, op: ReduceOp, leaves: list[Any], axes: tuple[int, ...]) -> Any:
+    located = [_locate(extended, op, leaf) for leaf in leaves]
+    found = [x for x in located if x is not None]
+    reduced = iter(
+        compiled(
+            reduce_arrays,
+            [x.array for x in found],
+            extended.topology,
+            op,
+            tuple(x.differs for x in found),
+            axes,
+        )
+        if found
+        else ()
+    )
+    return [
+        next(reduced) if x is not None else _reduced_elsewhere(extended, op, leaf, axes)
+        for x, leaf in zip(located, leaves, strict=True)
+    ]
+
+
+def _locate(extended: Any, op: ReduceOp, leaf: Any) -> Located | None:
+    """Returns where `leaf` is, or None if it is not on the replicas."""
+    if isinstance(leaf, PerReplica):
+        require_same_topology(leaf, extended.topology, "the value to reduce")
+        return Located(leaf.stacked, True)
+    if isinstance(leaf, Variable):
+        return _locate_variable(extended, op, leaf)
+    if is_mirrored(extended.topology, leaf):
+        return Located(leaf, False)
+    return None
+
+
+def _locate_variable(extended: Any, op: ReduceOp, variable: Variable) -> Located:
+    if variable.policy.stacked:
+        return Located(stored_components(variable), True)
+    if op is ReduceOp.SUM and extended.num_replicas > 1:
+        raise LocalityError(
+            explain(
+                f"reduce(SUM) needs a value per replica, not mirrored variable {variable.name!r}",
+                got=repr(variable),
+                why="its copies are equal: their sum would be R times the variable",
+                fix="use v.value as it is; R times it is reduce('sum', v.value)",
+            )
+        )
+    return Located(variable.value, False)
+
+
+def _reduced_elsewhere(extended: Any, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
+    if op is ReduceOp.SUM and extended.num_replicas > 1:
+        raise ValueError(
+            explain(
+                f"A non-DistributedValues value {describe_value(leaf)} cannot be reduced with the "
+                "given reduce op ReduceOp.SUM: reduce(SUM) needs a value on the replicas",
+                got=describe_value(leaf),
+                why="it is not on the strategy's devices, so it is unclear whether it stands for "
+                "one value or for R of them",
+                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(x)",
+            )
+        )
+    if not axes:
+        return leaf
+    reduced = np.sum if op is ReduceOp.SUM else np.mean
+    return jnp.asarray(reduced(np.asarray(leaf), axis=axes))
+
+
+def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for a in axes:
+        if isinstance(a, bool) or not isinstance(a, (int, np.integer)):
+            raise TypeError(
+                explain(
+                    "reduce: axis needs to be None, an int or a tuple of ints",
+                    got=describe_value(axis),
+                    why="it names axes of one replica's value",
+                    fix="strategy.reduce('mean', x, axis=0)",
+                )
+            )
+    ndim = len(leaf.shape) if hasattr(leaf, "shape") else np.ndim(leaf)
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                explain(
+                    f"reduce: axis needs to be between {-ndim} and {ndim - 1}",
+                    got=f"axis {a} of a value with {ndim} axes per replica",
+                    why="the replica axis does not count: axes are those of one replica's value",
+                    fix="strategy.reduce('mean', x, axis=None) to reduce over replicas only",
+                )
+            )
+    return tuple(int(a) % ndim for a in axes)
+
+
+def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any) -> Any:
+    located = _locate(extended, ReduceOp.MEAN, value) or Located(jnp.asarray(value), False)
+    located_mask = _locate(extended, ReduceOp.MEAN, mask) or Located(jnp.asarray(mask), False)
+    shape = located.array.shape[int(located.differs) :]
+    mask_shape = located_mask.array.shape[int(located_mask.differs) :]
+    if located_mask.array.dtype != jnp.bool_ or mask_shape != shape[: len(mask_shape)]:
+        raise BatchError(
+            explain(
+                f"reduce: mask needs bool values of shape {shape[:1]} per replica",
+                got=f"{located_mask.array.dtype} of shape {mask_shape}",
+                why="it says for each example whether it counts",
+                fix="strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)",
+            )
+        )
+    axes = _axes(axis, jax.ShapeDtypeStruct(shape, located.array.dtype)) if axis is not None else ()
+    return compiled(
+        reduce_masked,
+        (located.array, located_mask.array),
+        extended.topology,
+        op,
+        (located.differs, located_mask.differs),
+        axes,
+    )
+
+
+# -- reduce_to, broadcast_to --------------------------------------------------
+
+
+def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
+    """Returns the values of (value, destinations) pairs, reduced and placed."""
+    op = as_reduce_op(op)
+    pairs = [_require_pair(pair) for pair in pairs]
+    targets = [resolve(extended, destinations, "reduce_to") for _, destinations in pairs]
+    flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value, _ in pairs]
+    leaves = [leaf for values, _ in flat for leaf in values]
+    reduced = iter(_reduce_leaves(extended, op, leaves, ()))
+    return [
+        jax.tree.unflatten(treedef, [place_on(next(reduced), target) for _ in values])
+        for (values, treedef), target in zip(flat, targets, strict=True)
+    ]
+
+
+def _require_pair(pair: Any) -> tuple[Any, Any]:
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
+        return pair[0], pair[1]
+    raise ValueError(
+        explain(
+            "batch_reduce_to needs a sequence of (value, destinations) pairs",
+            got=describe_value(pair),
+            why="each value is reduced to destinations of its own",
+            fix="batch_reduce_to('sum', [(grad, variable), ...])",
+        )
+    )
+
+
+def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
+    """Returns copies of the leaves of `value` on `destinations`."""
+    target = resolve(extended, destinations, "broadcast_to")
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, PerReplica):
+            raise LocalityError(
+                explain(
+                    "broadcast_to needs one value",
+                    got=f"a PerReplica of {x.num_replicas} values",
+                    why="every destination gets the same value",
+                    fix="strategy.reduce('mean', x), or strategy.local_results(x)[0]",
+                )
+            )
+        x = x.value if isinstance(x, Variable) else x
+        is_traced = isinstance(x, jax_compat.Tracer)
+        return x if is_traced else place_on(jnp.array(x, copy=True), target)
+
+    return jax.tree.map(leaf, value, is_leaf=is_leaf)
+
+
+# -- gather -------------------------------------------------------------------
+
+
+def gather(extended: Any, value: Any, axis: int) -> Any:
+    """Returns the replicas' values end to end: see `Strategy.gather`."""
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
+    located = [_locate(extended, ReduceOp.MEAN, leaf) for leaf in leaves]
+    found = [x for x in located if x is not None]
+    for x in found:
+        require_gather_axis(x.array.ndim - int(x.differs), axis, "gather")
+    gathered = iter(
+        compiled(
+            gather_arrays,
+            [x.array for x in found],
+            extended.topology,
+            tuple(x.differs for x in found),
+            axis,
+        )
+        if found
+        else ()
+    )
+    outs = [next(gathered) if x is not None else v for x, v in zip(located, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, outs)

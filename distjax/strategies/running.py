@@ -1,0 +1,57 @@
+"""Running replica functions: compiled outside of traces, emitted inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.placement.per_replica import is_per_replica
+from distjax.replica.arguments import function_name
+from distjax.replica.function_cache import FunctionCache
+from distjax.replica.program import Program
+from distjax.replica.run import run_in_trace
+
+
+class ReplicaRunner:
+    """Runs functions on the replicas of one strategy."""
+
+    def __init__(self, extended: Any):
+        self._extended = extended
+        self._programs = FunctionCache()
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the results of ``fn`` on every replica, in the global view."""
+        strategy, state = self._extended.strategy, frames.current().state
+        if state is not None:
+            return run_in_trace(strategy, fn, args, kwargs, state)
+        return self._programs.get(fn, "run", self._make_program(fn))(args, kwargs)
+
+    def _make_program(self, fn: Callable[..., Any]) -> Callable[[Callable[[], Any]], Program]:
+        name, extended = function_name(fn), self._extended
+
+        def make(resolve: Callable[[], Any]) -> Program:
+            def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                state = frames.current().state
+                return run_in_trace(extended.strategy, resolve(), args, kwargs, state)
+
+            return Program(
+                name, call, lambda state: Frame(extended.strategy, state=state), self._placed
+            )
+
+        return make
+
+    def _placed(self, tree: Any) -> Any:
+        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
+        topology = self._extended.topology
+
+        def place(leaf: Any) -> Any:
+            is_elsewhere = isinstance(leaf, jax.Array) and leaf.sharding.device_set != set(
+                topology.devices
+            )
+            return jax.device_put(leaf, topology.mirrored) if is_elsewhere else leaf
+
+        return jax.tree.map(place, tree, is_leaf=is_per_replica)

@@ -1,0 +1,99 @@
+"""Scopes, and the free functions that ask for the current context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import ContextError, StrategyMismatchError, explain
+
+
+@contextlib.contextmanager
+def scope(strategy: Any) -> Iterator[None]:
+    """Puts `strategy` in force for a block."""
+    frame = _scope_frame(strategy)
+    frames.push(frame)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ContextError):  # the error under way counts
+            frames.pop(frame)
+        raise
+    frames.pop(frame)
+
+
+def _scope_frame(strategy: Any) -> Frame:
+    now = frames.current()
+    if strategy.extended.is_default:
+        _require_nothing_to_nest(strategy, now)
+        return now if not frames.stack() else Frame(strategy, now.replica_context, is_default=True)
+    if not now.is_default and now.strategy is not strategy:
+        raise StrategyMismatchError(frames.mixing_text(strategy, now, "scope()"))
+    if now.replica_context is not None and not now.is_default:
+        frames.require_cross_replica(strategy, "scope()")
+    return Frame(strategy, state=now.state, in_update=now.in_update)
+
+
+def _require_nothing_to_nest(strategy: Any, now: Frame) -> None:
+    if not has_strategy():
+        return
+    raise StrategyMismatchError(
+        explain(
+            "Must not nest tf.distribute.Strategy scopes: the default strategy's scope needs no "
+            "other strategy to be in force",
+            got=now.name,
+            why="inside it the default strategy would have to be in force, and it is not",
+            fix="leave the scope first",
+        )
+    )
+
+
+def get_strategy() -> Any:
+    """Returns the strategy in force; the default strategy if there is none."""
+    return frames.current().strategy
+
+
+def has_strategy() -> bool:
+    """Returns whether a strategy other than the default one is in force."""
+    return not frames.current().strategy.extended.is_default
+
+
+def get_replica_context() -> Any:
+    """Returns the ReplicaContext, or None in cross-replica context.
+
+    With no strategy in force: the context of the default strategy's one replica.
+    """
+    return frames.current().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Returns whether code runs once for all replicas."""
+    return not frames.in_replica_context()
+
+
+def set_strategy(strategy: Any) -> None:
+    """Puts `strategy` in force from here on, in place of the one set before.
+
+    Args:
+      strategy: the strategy; None takes the one set before out of force.
+
+    Raises:
+      ContextError: inside a `with strategy.scope():` block.
+    """
+    stack = frames.stack()
+    if len(stack) > 1 or (stack and not stack[0].from_set_strategy):
+        raise ContextError(
+            explain(
+                "set_strategy Must not be called inside a `tf.distribute.Strategy` scope",
+                got=frames.current().name,
+                why="the block would end under another strategy than it began",
+                fix="leave the block first, or use `with strategy.scope():` alone",
+            )
+        )
+    if stack:
+        frames.pop(stack[0])
+    if strategy is not None and not strategy.extended.is_default:
+        frames.push(Frame(strategy, from_set_strategy=True))

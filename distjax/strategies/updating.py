@@ -1,0 +1,167 @@
+"""extended.update: a function on each copy of a variable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distjax.collectives.mapping import map_replicas
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import (
+    LocalityError,
+    StrategyMismatchError,
+    describe_value,
+    explain,
+)
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.replica.arguments import Template, argument_names, function_name, is_array
+from distjax.replica.program import Program
+from distjax.strategies.values import is_mirrored, split
+from distjax.variables.state import TraceState
+from distjax.variables.variable import Variable
+
+
+def require_variable(value: Any, method: str) -> None:
+    """Raises a TypeError unless `value` is a variable."""
+    if isinstance(value, Variable):
+        return
+    raise TypeError(
+        explain(
+            f"{method} needs a distjax.Variable",
+            got=describe_value(value),
+            why="only a variable has a strategy and copies",
+            fix="with strategy.scope(): v = dj.Variable(...)",
+        )
+    )
+
+
+def update(
+    extended: Any,
+    variable: Variable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: bool,
+) -> Any:
+    """Runs ``fn`` on each copy of `variable`: see `StrategyExtended.update`."""
+    require_variable(variable, "update")
+    _require_own(extended, variable)
+    _require_args(extended, variable, fn, args, kwargs)
+    if variable.policy.stacked:
+        result = _update_components(extended, variable, fn, args, kwargs)
+    else:
+        frame = frames.current()
+        inside = Frame(extended.strategy, state=frame.state, in_update=True)
+        with frames.entered(inside):
+            result = fn(variable, *args, **kwargs)
+    return result if group else _ungrouped(extended, variable, result)
+
+
+def _require_own(extended: Any, variable: Variable) -> None:
+    if variable.strategy is extended.strategy:
+        return
+    raise StrategyMismatchError(
+        explain(
+            f"update needs a variable of {extended.strategy!r}",
+            got=f"variable {variable.name!r} of {variable.strategy!r}",
+            why="the function runs where the variable's copies are",
+            fix="v.strategy.extended.update(v, fn, args), or create v under this strategy's scope",
+        )
+    )
+
+
+def _require_args(
+    extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    names = argument_names(fn, len(args) + 1)[1:]
+    named = [*zip(names, args, strict=True), *kwargs.items()]
+    for name, arg in named:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_per_replica):
+            if not isinstance(leaf, PerReplica):
+                continue
+            where = f"argument {name}{jax.tree_util.keystr(path)}"
+            require_same_topology(leaf, extended.topology, where)
+            if not variable.policy.stacked:
+                raise LocalityError(_per_replica_text(variable, fn, where, leaf))
+
+
+def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica) -> str:
+    return explain(
+        f"update of variable {variable.name!r} by {function_name(fn)} needs {where} to be one "
+        "value, equal on every copy",
+        got=f"a value that differs per replica: a PerReplica of {leaf.num_replicas} values of "
+        f"shape {leaf.shape}",
+        why="every copy of a mirrored variable gets the same update, or the copies diverge",
+        fix="reduce it first: g = strategy.extended.reduce_to('sum', g, v); then "
+        "strategy.extended.update(v, fn, args=(g,))",
+    )
+
+
+def _ungrouped(extended: Any, variable: Variable, result: Any) -> Any:
+    """Returns the result with each leaf a list, one element per copy."""
+    count = variable.num_components
+
+    def leaf(x: Any) -> list[Any]:
+        if isinstance(x, PerReplica):
+            return list(split(extended.topology, x.stacked, True))
+        if count > 1 and is_mirrored(extended.topology, x):
+            return list(split(extended.topology, x, False))
+        return [x] * count
+
+    return jax.tree.map(leaf, result, is_leaf=is_per_replica)
+
+
+# -- sync-on-read variables: component by component ---------------------------
+
+
+def _update_components(
+    extended: Any,
+    variable: Variable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    state = frames.current().state
+    if state is not None:
+        return _update_in_trace(extended, variable, fn, args, kwargs, state)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = frames.current().state
+        return _update_in_trace(extended, variable, fn, args, kwargs, inner)
+
+    program = Program(
+        f"update of {variable.name}",
+        call,
+        lambda state: Frame(extended.strategy, state=state),
+        lambda tree: tree,
+    )
+    return program(args, kwargs)
+
+
+def _update_in_trace(
+    extended: Any, variable: Variable, fn: Any, args: Any, kwargs: Any, outer: Any
+) -> Any:
+    topology = extended.topology
+    template = Template((args, kwargs), is_array)
+    leaves = [x.stacked if isinstance(x, PerReplica) else x for x in template.leaves]
+    differs = [isinstance(x, PerReplica) for x in template.leaves]
+    found: list[Template] = []
+
+    def on_copy(component: Any, *local: Any) -> list[Any]:
+        state = TraceState(local_view=True, parent=outer)
+        state.bind(variable, component)
+        inner_args, inner_kwargs = template.fill(local)
+        with frames.entered(Frame(extended.strategy, state=state, in_update=True)):
+            result = Template(fn(variable, *inner_args, **inner_kwargs), is_array)
+        found[:] = [result]
+        return [state.read(variable), *result.leaves]
+
+    outs = map_replicas(
+        topology, on_copy, [outer.read(variable), *leaves], [True, *differs], True
+    )
+    outer.write(variable, outs[0])
+    wrapped = [x[0] if topology.num_replicas == 1 else PerReplica(x, topology) for x in outs[1:]]
+    return found[0].fill(wrapped)

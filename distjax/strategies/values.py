@@ -1,0 +1,193 @@
+"""Values as a strategy sees them: which locality, which parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.errors import LocalityError, describe_value, explain
+from distjax.placement import locality as kinds
+from distjax.placement.locality import Locality
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.topology import Topology
+from distjax.variables.variable import Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is made for.
+
+    Attributes:
+      replica_id_in_sync_group: its number, 0 to R - 1.
+      num_replicas_in_sync: R.
+
+    Source: tf.distribute.experimental.ValueContext.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"tf.distribute.ValueContext(replica id {self.replica_id_in_sync_group},  "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )
+
+
+def locality(x: Any) -> Locality:
+    """Returns how and where `x` lives.
+
+    Args:
+      x: a variable, PerReplica, array, or anything else.
+
+    Returns:
+      A Locality; equal for values that live in the same way on the same devices.
+
+    Example:
+      >>> dj.locality(np.zeros(3))
+      Locality(unplaced)
+      >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
+      >>> with strategy.scope():
+      ...     w, slot = dj.Variable(jnp.ones(3)), dj.Variable(jnp.zeros(3))
+      >>> dj.locality(w), dj.locality(slot) == dj.locality(w)
+      (Locality(mirrored on 2 devices), True)
+    """
+    if isinstance(x, Variable):
+        kind = kinds.PER_REPLICA if x.policy.stacked else kinds.MIRRORED
+        return Locality(kind, x.storage.sharding if x.sharding is None else x.sharding)
+    if isinstance(x, PerReplica):
+        return Locality(kinds.PER_REPLICA, x.topology.per_replica)
+    if isinstance(x, jax_compat.Tracer):
+        return Locality(kinds.MIRRORED)
+    if not isinstance(x, jax.Array):
+        return Locality(kinds.UNPLACED)
+    if x.sharding.memory_kind not in (None, "device", "unpinned_host"):
+        return Locality(kinds.HOST, x.sharding)
+    if not x.committed:
+        return Locality(kinds.UNPLACED)
+    return Locality(kinds.MIRRORED if x.is_fully_replicated else kinds.PARTITIONED, x.sharding)
+
+
+def is_mirrored(topology: Topology, value: Any) -> bool:
+    """Returns whether `value` is an array that every replica of `topology` holds."""
+    if isinstance(value, jax_compat.Tracer):
+        return True
+    if not isinstance(value, jax.Array):
+        return False
+    if jax_compat.staging():
+        return True
+    if value.sharding.device_set != set(topology.devices):
+        return False
+    return topology.mesh is None or bool(topology.model_axes) or value.is_fully_replicated
+
+
+def is_leaf(value: Any) -> bool:
+    """Returns whether distjax's own functions treat `value` as one value."""
+    return is_per_replica(value)
+
+
+# -- taking apart -------------------------------------------------------------
+
+
+def local_results(extended: Any, value: Any) -> tuple[Any, ...]:
+    """Returns the values of the replicas: see `Strategy.local_results`."""
+    if not extended.wraps:
+        return (value,)
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
+    if not leaves and value is None:
+        return (None,)
+    parts = [_leaf_results(extended, leaf) for leaf in leaves]
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return parts[0]
+    count = max((len(p) for p in parts), default=1)
+    if not any(_is_distributed(extended, leaf) for leaf in leaves):
+        count = extended.num_replicas
+    rows = [p if len(p) == count else p[:1] * count for p in parts]
+    return tuple(jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(count))
+
+
+def _is_distributed(extended: Any, leaf: Any) -> bool:
+    return isinstance(leaf, (PerReplica, Variable)) or is_mirrored(extended.topology, leaf)
+
+
+def _leaf_results(extended: Any, leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, Variable):
+        return leaf.local_results()
+    if isinstance(leaf, PerReplica):
+        require_same_topology(leaf, extended.topology, "local_results")
+        return split(extended.topology, leaf.stacked, True)
+    if is_mirrored(extended.topology, leaf):
+        return split(extended.topology, leaf, False)
+    return (leaf,)
+
+
+def split(topology: Topology, array: jax.Array, differs: bool) -> tuple[jax.Array, ...]:
+    """Returns R arrays [...]: the slices of [R, ...], or the copies of a mirrored array."""
+    count = topology.num_replicas
+    is_traced = isinstance(array, jax_compat.Tracer)
+    if is_traced or topology.mesh is None or topology.model_axes:
+        return tuple(array[i] for i in range(count)) if differs else (array,) * count
+    shards = {s.device: s.data for s in array.addressable_shards}
+    local = [shards[d] for d in topology.devices if d in shards]
+    if len(local) != count:
+        return (array,) * count
+    return tuple(x[0] for x in local) if differs else tuple(local)
+
+
+# -- making -------------------------------------------------------------------
+
+
+def values_from_function(extended: Any, fn: Callable[[Any], Any]) -> Any:
+    """Returns a PerReplica of what ``fn`` gives for each replica."""
+    if not extended.wraps:
+        return fn(ValueContext())
+    topology = extended.topology
+    trees = [fn(ValueContext(i, topology.num_replicas)) for i in range(topology.num_replicas)]
+    flat = [jax.tree.flatten(tree) for tree in trees]
+    for replica, (_, treedef) in enumerate(flat):
+        if treedef != flat[0][1]:
+            raise LocalityError(
+                _values_text(f"a tree {treedef} on replica {replica}, {flat[0][1]} on replica 0")
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return jax.tree.unflatten(flat[0][1], [_stack(topology, column) for column in columns])
+
+
+def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
+    for value in column:
+        if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            raise LocalityError(_values_text(describe_value(value)))
+        if getattr(value, "dtype", None) == np.dtype(object):
+            raise LocalityError(_values_text(describe_value(value)))
+    shapes = {np.shape(value) for value in column}
+    if len(shapes) > 1:
+        raise LocalityError(_values_text(f"shapes {sorted(shapes)}"))
+    if any(isinstance(value, jax.Array) for value in column):
+        stacked = jnp.stack([jnp.asarray(_off_device(value)) for value in column])
+    else:
+        stacked = np.stack([np.asarray(value) for value in column])
+    return PerReplica(jax.device_put(stacked, topology.per_replica), topology)
+
+
+def _off_device(value: Any) -> Any:
+    """Returns an array that can be combined with arrays of other devices."""
+    if isinstance(value, jax.Array) and not jax_compat.is_key_dtype(value.dtype):
+        return value if isinstance(value, jax_compat.Tracer) else np.asarray(value)
+    return value
+
+
+def _values_text(got: str) -> str:
+    return explain(
+        "distribute_values_from_function needs arrays or numbers of one tree and one shape from "
+        "all replicas",
+        got=got,
+        why="the values are slices of one array [R, ...]: sparse, ragged and Python-object values "
+        "cannot be",
+        fix="pad the values to one shape, and pass Python objects to run as they are",
+    )

@@ -1,0 +1,41 @@
+"""VirtualStrategy: R replicas on one device."""
+
+from __future__ import annotations
+
+import jax
+
+from distjax.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.strategies.strategy import Strategy
+from distjax.variables.placement import MirroredPlacement
+
+
+class VirtualStrategy(Strategy):
+    """R replicas on one device: the numerics of a pod on a laptop.
+
+    The same program as MirroredStrategy's, under `vmap` in place of `shard_map`.
+
+    Args:
+      num_replicas: R.
+      device: the device; default: the first local one.
+      axis_name: the name of the replica axis inside `run`.
+
+    Raises:
+      ValueError: num_replicas is no positive int.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(64)
+      >>> strategy.run(lambda: dj.get_replica_context().all_reduce("sum", 1))
+      Array(64, dtype=int32, weak_type=True)
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        device: jax.Device | None = None,
+        *,
+        axis_name: str = REPLICA_AXIS,
+    ):
+        device = default_devices("one")[0] if device is None else device
+        topology = one_device_topology(device, num_replicas, axis_name)
+        super().__init__(StrategyExtended(topology, MirroredPlacement(topology)))

@@ -1,0 +1,301 @@
+"""Reading and writing a variable, by context and by the policy table."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.collectives import ops
+from distjax.collectives.ops import ReduceOp
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import (
+    AggregationError,
+    ContextError,
+    LocalityError,
+    StrategyMismatchError,
+    describe_value,
+    explain,
+)
+from distjax.placement.per_replica import PerReplica
+from distjax.variables import state as states
+from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
+
+
+def read(variable: Any) -> jax.Array:
+    """Returns the value of `variable` that the current context sees."""
+    frame = frames.current()
+    state = _state_for(variable, frame, "read")
+    if state is not states.STORAGE:
+        return _seen(variable, state, frame)
+    if variable.policy.stacked:
+        return _seen(variable, state, frame)
+    state.read(variable)
+    return states.lend(variable)
+
+
+def write(variable: Any, value: Any, method: str) -> jax.Array:
+    """Writes `value` by the rules of the current context; returns what it then sees."""
+    frame = frames.current()
+    state = _state_for(variable, frame, "write")
+    state.require_writable(variable)
+    value = value.value if hasattr(value, "require_initialized") else value
+    _require_one_value(variable, value, method, frame)
+    array = _converted(variable, value, method)
+    if frame.in_update or variable.policy is PLAIN:
+        _write_component(variable, state, array, method)
+    elif _is_local(variable, frame):
+        _write_in_replica(variable, state, value, array, method)
+    else:
+        _write_across(variable, state, array, method)
+    return read(variable)
+
+
+def components(variable: Any) -> tuple[jax.Array, ...]:
+    """Returns the components of `variable` in replica order."""
+    frame = frames.current()
+    state = _state_for(variable, frame, "read")
+    if state.local_view:
+        return (state.read(variable),)
+    state.read(variable)
+    stored = states.lend(variable) if state is states.STORAGE else state.read(variable)
+    return variable.strategy.extended.split_components(variable, stored)
+
+
+def stored_components(variable: Any) -> jax.Array:
+    """Returns the components [R, ...] of a sync-on-read variable, for a reduction."""
+    return _state_for(variable, frames.current(), "read").read(variable)
+
+
+def initialize(variable: Any, value: Any) -> None:
+    """Gives a new variable its storage: a copy of `value` [...] in each component."""
+    if variable.policy.stacked:
+        value = jnp.broadcast_to(jnp.asarray(value), variable.storage_shape)
+    variable.storage = variable.copied(value)
+
+
+# -- who may ------------------------------------------------------------------
+
+
+def _state_for(variable: Any, frame: Frame, action: str) -> Any:
+    owner = variable.strategy
+    state = states.STORAGE if frame.state is None else frame.state
+    if owner is frame.strategy or frame.strategy.extended.is_default:
+        return state
+    if owner.extended.is_default and action == "read":
+        return state
+    if owner.extended.is_default and frame.replica_context is None:
+        return state
+    raise StrategyMismatchError(
+        explain(
+            f"a {action} of variable {variable.name!r} needs its own strategy, {owner!r}, to be "
+            "in force",
+            got=frame.name,
+            why="Mixing different tf.distribute.Strategy objects: the variable lives on the "
+            "devices of another strategy",
+            fix=f"create it under the strategy that uses it: with strategy.scope(): "
+            f"v = dj.Variable(...) (here strategy is {frame.strategy!r})",
+        )
+    )
+
+
+def _is_local(variable: Any, frame: Frame) -> bool:
+    return frame.replica_context is not None and frame.strategy is variable.strategy
+
+
+# -- reads --------------------------------------------------------------------
+
+
+def _seen(variable: Any, state: Any, frame: Frame) -> jax.Array:
+    stored = state.read(variable)
+    if not variable.policy.stacked or state.local_view:
+        return stored
+    if frame.in_update:
+        raise ContextError(
+            explain(
+                f"a read of sync-on-read variable {variable.name!r} needs a context with one value",
+                got=f"{frame.name} for another variable",
+                why="the function runs once for all copies, and each has a component of its own",
+                fix=f"read it before the update and pass it: update(v, fn, args=({variable.name}"
+                ".value,))",
+            )
+        )
+    return aggregated(variable, stored)
+
+
+def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
+    """Returns the cross-replica value of stored components [R, ...]."""
+    rule = variable.policy.cross_read
+    if rule is Combine.REFUSE:
+        raise AggregationError(
+            explain(
+                f"a cross-replica read of variable {variable.name!r} needs an aggregation",
+                got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
+                why=f"its {variable.num_components} components differ and nothing says how they "
+                "combine",
+                fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
+                "look at v.local_results()",
+            )
+        )
+    return variable.strategy.extended.combine_components(rule, stored)
+
+
+# -- writes -------------------------------------------------------------------
+
+
+def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
+    new = _applied(variable, state.read(variable), array, method)
+    is_users = state is states.STORAGE and method == "assign"
+    state.write(variable, variable.copied(new) if is_users else new)
+
+
+def _write_in_replica(
+    variable: Any, state: Any, value: Any, array: jax.Array, method: str
+) -> None:
+    rule = variable.policy.replica_write
+    if rule is Combine.REFUSE:
+        raise AggregationError(_no_aggregation_text(variable, method))
+    if rule is Combine.SUM and _is_python_number(value):
+        raise ValueError(
+            explain(
+                f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
+                got=f"the Python number {value!r}. A non-DistributedValues value {value} cannot be "
+                "reduced with the given reduce op ReduceOp.SUM",
+                why="it is the same object on every replica, so it is unclear whether it is to be "
+                "summed",
+                fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas",
+            )
+        )
+    if rule is not Combine.EACH and not (rule is Combine.MEAN and _is_python_number(value)):
+        context = variable.strategy.extended
+        array = _combined_in_replica(rule, array, context.axis_name, context.num_replicas)
+    _write_component(variable, state, array.astype(variable.dtype), method)
+
+
+def _combined_in_replica(rule: Combine, array: Any, axis_name: str, num_replicas: int) -> Any:
+    if rule is Combine.FIRST:
+        return ops.from_first_replica(array, axis_name)
+    return ops.all_reduce(ReduceOp[rule.name], array, axis_name, num_replicas)
+
+
+def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> None:
+    rule = variable.policy.cross_assign if method == "assign" else variable.policy.cross_add
+    if rule is Combine.REFUSE:
+        raise AggregationError(_cross_write_text(variable, method))
+    if rule is Combine.SPLIT:
+        array = _split(array, variable.num_components)
+    elif variable.policy.stacked:
+        array = jnp.broadcast_to(array, variable.storage_shape)
+    _write_component(variable, state, array, method)
+
+
+def _split(total: jax.Array, num_components: int) -> jax.Array:
+    """Returns components [R, ...] whose sum is `total`, exactly for integers."""
+    if jnp.issubdtype(total.dtype, jnp.integer):
+        index = jnp.arange(num_components, dtype=total.dtype)
+        index = index.reshape((num_components,) + (1,) * total.ndim)
+        share, rest = total // num_components, total % num_components
+        return share[None] + (index < rest[None]).astype(total.dtype)
+    return jnp.broadcast_to((total / num_components).astype(total.dtype),
+                            (num_components, *total.shape))
+
+
+def _applied(variable: Any, old: jax.Array, array: jax.Array, method: str) -> jax.Array:
+    if method == "assign":
+        return array if array.shape == old.shape else jnp.broadcast_to(array, old.shape)
+    return old + array if method == "assign_add" else old - array
+
+
+# -- checks -------------------------------------------------------------------
+
+
+def _is_python_number(value: Any) -> bool:
+    return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
+
+
+def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> None:
+    if not isinstance(value, PerReplica):
+        return
+    raise LocalityError(
+        explain(
+            f"{method} of variable {variable.name!r} needs one value",
+            got=f"a PerReplica of {value.num_replicas} values in {frame.name}",
+            why="in one assignment every copy of the variable gets the same value",
+            fix=f"reduce it first: v.{method}(strategy.reduce('sum', x)); components are written "
+            "in a replica function or by strategy.extended.update",
+        )
+    )
+
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def _kind(dtype: Any) -> int:
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
+
+
+def _converted(variable: Any, value: Any, method: str) -> jax.Array:
+    if not hasattr(value, "dtype") and not isinstance(value, (numbers.Number, list, tuple)):
+        raise TypeError(_conversion_text(variable, method, describe_value(value)))
+    if isinstance(value, jax.Array):
+        array = value
+    elif jax_compat.is_key_dtype(variable.dtype):
+        raise TypeError(_conversion_text(variable, method, describe_value(value)))
+    else:
+        array = np.asarray(value)
+    same_keys = jax_compat.is_key_dtype(array.dtype) or jax_compat.is_key_dtype(variable.dtype)
+    if same_keys and array.dtype != variable.dtype:
+        raise TypeError(_conversion_text(variable, method, f"dtype {array.dtype}"))
+    if not same_keys and _kind(array.dtype) > _kind(variable.dtype):
+        raise TypeError(_conversion_text(variable, method, f"dtype {array.dtype}"))
+    if array.shape != variable.shape:
+        raise ValueError(
+            explain(
+                f"{method} of variable {variable.name!r} needs shape {variable.shape}",
+                got=f"shape {array.shape}",
+                why="a variable keeps its shape",
+                fix="reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
+            )
+        )
+    if same_keys or (isinstance(array, jax.Array) and array.dtype == variable.dtype):
+        return array
+    return jnp.asarray(array, variable.dtype)
+
+
+def _conversion_text(variable: Any, method: str, got: str) -> str:
+    return explain(
+        f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
+        got=got,
+        why="a conversion that loses information is not made in silence",
+        fix=f"v.{method}(x.astype(v.dtype))",
+    )
+
+
+def _no_aggregation_text(variable: Any, method: str) -> str:
+    return explain(
+        f"You must specify an aggregation method to update variable {variable.name!r} "
+        f"in a replica context ({method})",
+        got="aggregation NONE",
+        why="each replica would write a value of its own and the mirrored copies would diverge",
+        fix="dj.Variable(..., aggregation=dj.VariableAggregation.SUM) (or MEAN, "
+        "ONLY_FIRST_REPLICA), or write it in cross-replica context: "
+        f"ctx.merge_call(lambda strategy, x: v.{method}(strategy.reduce('sum', x)), args=(x,))",
+    )
+
+
+def _cross_write_text(variable: Any, method: str) -> str:
+    on_read = variable.synchronization is VariableSynchronization.ON_READ
+    mode = f"{'ON_READ' if on_read else 'ON_WRITE'} + {variable.aggregation.name}"
+    return explain(
+        f"SyncOnReadVariable does not support `{method}` in cross-replica context with "
+        f"aggregation {variable.aggregation.name} (variable {variable.name!r})",
+        got=f"{mode}, in cross-replica context",
+        why="nothing says how one value is shared out among the components",
+        fix=f"{method} it in a replica function, or by strategy.extended.update(v, fn); with "
+        "aggregation SUM, v.assign(x) in cross-replica context divides x among them",
+    )

@@ -1,0 +1,119 @@
+"""Making variables: from a constructor call to storage, in any context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.errors import LocalityError, explain
+from distjax.placement.per_replica import PerReplica
+from distjax.variables import access
+from distjax.variables.creation import require_no_trace, require_own_trace
+from distjax.variables.placement import VariablePlacement
+from distjax.variables.variable import Variable
+
+
+def make_variable(
+    strategy: Any,
+    placement: VariablePlacement,
+    initial_value: Any,
+    *,
+    trainable: bool | None,
+    name: str,
+    dtype: Any,
+    modes: Any,
+) -> Variable:
+    """Returns a new variable of `strategy`, or the one made at this place before."""
+    state = frames.current().state
+    make_initial = _initializer(initial_value, dtype, name)
+    if state is None:
+        require_no_trace(name)
+        aval = jax.eval_shape(make_initial)
+    elif _is_concrete_in_merge(state, initial_value):
+        aval = jax.eval_shape(make_initial)
+    else:
+        require_own_trace(state, name)
+        value = make_initial()
+        aval = jax_compat.aval_of(value)
+    policy = placement.policy(modes, aval.dtype, name)
+    again = None
+    if state is not None and state.creations is not None:
+        again = state.creations.take(shape=aval.shape, dtype=aval.dtype, name=name)
+    if again is not None:
+        return again
+    variable = Variable.declared(
+        strategy=strategy,
+        shape=aval.shape,
+        dtype=aval.dtype,
+        name=name,
+        trainable=trainable,
+        modes=modes,
+        policy=policy,
+        sharding=placement.sharding(policy),
+        num_components=placement.num_components,
+    )
+    if state is None or state.creations is None:
+        _initialize_now(variable, initial_value, make_initial)
+    elif state.creations.makes_at_once:
+        _initialize_now(variable, initial_value, make_initial)
+        state.creations.remember(variable)
+    else:
+        state.creations.collect(variable, value)
+        is_components = variable.policy.stacked and not state.local_view
+        shape = variable.storage_shape if is_components else variable.shape
+        state.bind(variable, jnp.broadcast_to(value, shape))
+    return variable
+
+
+def _is_concrete_in_merge(state: Any, initial_value: Any) -> bool:
+    creations = state.creations
+    if creations is None or not creations.makes_at_once:
+        return False
+    return callable(initial_value) or not isinstance(initial_value, jax_compat.Tracer)
+
+
+def _initializer(initial_value: Any, dtype: Any, name: str) -> Callable[[], jax.Array]:
+    if isinstance(initial_value, Variable):
+        initial_value = initial_value.value
+    if isinstance(initial_value, PerReplica):
+        raise LocalityError(
+            explain(
+                f"variable {name!r} needs one initial value",
+                got=f"a PerReplica of {initial_value.num_replicas} values",
+                why="every copy of a variable starts from the same value",
+                fix="strategy.reduce('mean', x) first; components are set in a replica function",
+            )
+        )
+
+    def make() -> jax.Array:
+        value = initial_value() if callable(initial_value) else initial_value
+        if hasattr(value, "dtype") and dtype is None:
+            return jnp.asarray(value)
+        return jnp.asarray(value, dtype)
+
+    return make
+
+
+def _initialize_now(
+    variable: Variable, initial_value: Any, make_initial: Callable[[], jax.Array]
+) -> None:
+    """Gives the variable its storage, outside of any trace of ours."""
+    if callable(initial_value):
+        # Compiled with its output sharding: nothing is first whole on one device.
+        def make() -> jax.Array:
+            return jnp.broadcast_to(make_initial(), variable.storage_shape)
+
+        with jax.ensure_compile_time_eval():
+            variable.storage = jax.jit(make, out_shardings=variable.sharding)()
+        return
+    with jax.ensure_compile_time_eval():
+        value = initial_value.value if isinstance(initial_value, Variable) else initial_value
+        if not isinstance(value, jax.Array):
+            value = np.asarray(value)
+        access.initialize(variable, value.astype(variable.dtype))

@@ -1,0 +1,146 @@
+"""What each synchronization x aggregation pair allows, as one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax.numpy as jnp
+
+from distjax.errors import explain
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together.
+
+    AUTO is ON_WRITE. NONE is refused under a strategy. Source:
+    tf.VariableSynchronization.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How values of replicas combine when they meet in a variable.
+
+    Source: tf.VariableAggregation.
+    """
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+class Combine(enum.Enum):
+    """What happens to values of several replicas, or to one value for all."""
+
+    REFUSE = "refuse"
+    SUM = "sum"
+    MEAN = "mean"
+    FIRST = "first"
+    EACH = "each copy on its own"
+    SPLIT = "divided among the copies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a variable does when it is read and written.
+
+    Attributes:
+      stacked: storage is [R, ...], a component per replica, else one value.
+      replica_write: how values that replicas write combine.
+      cross_read: how components become the value of a cross-replica read.
+      cross_assign: what one value assigned in cross-replica context does.
+      cross_add: the same for assign_add and assign_sub.
+    """
+
+    stacked: bool
+    replica_write: Combine
+    cross_read: Combine
+    cross_assign: Combine
+    cross_add: Combine
+
+
+_W, _R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
+_A, _C = VariableAggregation, Combine
+
+#: Rows: seed 001 and tf.distribute (semantics, 8.1-8.3), with decisions 9-12.
+POLICIES: dict[tuple[VariableSynchronization, VariableAggregation], Policy] = {
+    (_W, _A.NONE): Policy(False, _C.REFUSE, _C.EACH, _C.EACH, _C.EACH),
+    (_W, _A.SUM): Policy(False, _C.SUM, _C.EACH, _C.EACH, _C.EACH),
+    (_W, _A.MEAN): Policy(False, _C.MEAN, _C.EACH, _C.EACH, _C.EACH),
+    (_W, _A.ONLY_FIRST_REPLICA): Policy(False, _C.FIRST, _C.EACH, _C.EACH, _C.EACH),
+    (_R, _A.NONE): Policy(True, _C.EACH, _C.REFUSE, _C.REFUSE, _C.REFUSE),
+    (_R, _A.SUM): Policy(True, _C.EACH, _C.SUM, _C.SPLIT, _C.REFUSE),
+    (_R, _A.MEAN): Policy(True, _C.EACH, _C.MEAN, _C.EACH, _C.EACH),
+    (_R, _A.ONLY_FIRST_REPLICA): Policy(True, _C.EACH, _C.FIRST, _C.EACH, _C.EACH),
+}
+
+#: One copy on one device: synchronization and aggregation have no effect.
+PLAIN = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH)
+
+
+def resolve_modes(
+    synchronization: Any, aggregation: Any, name: str
+) -> tuple[VariableSynchronization, VariableAggregation]:
+    """Returns the two modes of a new variable, AUTO resolved, or raises ValueError."""
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ValueError(
+            explain(
+                f"Invalid variable synchronization mode: {synchronization} for variable: {name}",
+                got=repr(synchronization),
+                why="it says when the copies of the variable meet",
+                fix="synchronization=dj.VariableSynchronization.ON_READ (or ON_WRITE, AUTO)",
+            )
+        )
+    if aggregation is None:
+        aggregation = VariableAggregation.NONE
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(
+            explain(
+                f"Invalid variable aggregation mode: {aggregation} for variable: {name}",
+                got=repr(aggregation),
+                why="it says how values of several replicas combine",
+                fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA, NONE)",
+            )
+        )
+    if synchronization is VariableSynchronization.AUTO:
+        synchronization = VariableSynchronization.ON_WRITE
+    return synchronization, aggregation
+
+
+def policy_for(
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+    dtype: Any,
+    name: str,
+) -> Policy:
+    """Returns the table's row for a variable of a strategy with replicas.
+
+    Raises:
+      ValueError: synchronization NONE, or MEAN of a dtype that is not inexact.
+    """
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            explain(
+                f"`NONE` variable synchronization mode is not supported for variable {name!r}",
+                got="synchronization=VariableSynchronization.NONE under a strategy",
+                why="a strategy has to know when the copies meet",
+                fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
+            )
+        )
+    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            explain(
+                f"variable {name!r} needs a floating dtype for aggregation MEAN",
+                got=f"dtype {jnp.dtype(dtype)}",
+                why="a mean of integers is no integer",
+                fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
+            )
+        )
+    return POLICIES[synchronization, aggregation]

@@ -1,0 +1,206 @@
+"""Where variables are read and written: their storage, or a trace.
+
+During a trace a variable's value lives in the trace's state. The first read
+stages a `variable` equation in the trace that owns the state, however deep in
+inner traces the reader is; whoever compiles the trace turns these equations
+into inputs, and the written values into outputs.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.errors import TraceLeakError, explain
+from distjax.jax_compat import ShapedArray
+
+variable_p = jax_compat.Primitive("distjax_variable")
+
+
+@variable_p.def_abstract_eval
+def _variable_abstract_eval(*, variable: Any, stacked: bool) -> ShapedArray:
+    shape = variable.storage_shape if stacked else variable.shape
+    return ShapedArray(shape, variable.dtype)
+
+
+class StorageState:
+    """Reads and writes act on the stored arrays at once (no trace of ours)."""
+
+    local_view = False
+
+    def read(self, variable: Any) -> Any:
+        """Returns the stored array of `variable`."""
+        if jax_compat.staging():
+            raise TraceLeakError(_leak_text(variable, "read", "a trace that distjax does not own"))
+        return variable.storage
+
+    def write(self, variable: Any, stored: Any) -> None:
+        """Replaces the stored array of `variable`."""
+        self.require_writable(variable)
+        variable.storage = variable.placed(stored)
+
+    def require_writable(self, variable: Any) -> None:
+        """Raises a TraceLeakError inside any JAX trace."""
+        if jax_compat.tracing():
+            raise TraceLeakError(_leak_text(variable, "write", "a trace that distjax does not own"))
+
+
+STORAGE = StorageState()
+
+
+class TraceState:
+    """Values of variables during one trace, in one of the two views.
+
+    Attributes:
+      local_view: values are those of one replica; else they are laid out as
+        stored ([R, ...] for a variable with a component per replica).
+      trace: the JAX trace that owns the values.
+      read_order: variables whose value at the start of the trace is needed.
+      written: variables written, in order of their first write.
+      creations: the log of variables made in this trace, None where none can be.
+    """
+
+    def __init__(self, *, local_view: bool, parent: Any = None, creations: Any = None):
+        self.local_view = local_view
+        self.trace = jax_compat.current_trace()
+        self.parent = parent
+        self.creations = creations
+        self.read_order: list[Any] = []
+        self.written: dict[Any, None] = {}
+        self._values: dict[Any, Any] = {}
+
+    def read(self, variable: Any) -> Any:
+        """Returns the value of `variable` in this state's view."""
+        if variable not in self._values:
+            self.read_order.append(variable)
+            self._values[variable] = self._initial(variable)
+        return self._values[variable]
+
+    def _initial(self, variable: Any) -> Any:
+        variable.require_initialized()
+        if self.parent is not None:
+            return self.parent.read(variable)
+        stacked = variable.policy.stacked and not self.local_view
+        with jax_compat.in_trace(self.trace):
+            return variable_p.bind(variable=variable, stacked=stacked)
+
+    def bind(self, variable: Any, value: Any) -> None:
+        """Sets the value that `variable` has at the start of the trace."""
+        self._values[variable] = value
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Sets a new value of `variable`."""
+        self.require_writable(variable)
+        self._values[variable] = value
+        self.written[variable] = None
+
+    def require_writable(self, variable: Any) -> None:
+        """Raises a TraceLeakError inside an inner trace."""
+        if jax_compat.current_trace() is not self.trace:
+            raise TraceLeakError(_leak_text(variable, "write", "an inner trace"))
+
+
+class ShapeState(TraceState):
+    """The state of a trace that is made for shapes only.
+
+    Reads give placeholders of the right shape and dtype.
+    """
+
+    def _initial(self, variable: Any) -> Any:
+        variable.require_initialized()
+        shape = variable.shape if self.local_view else variable.storage_shape
+        with jax_compat.in_trace(self.trace):
+            return _placeholder(shape, variable.dtype)
+
+
+def _placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
+    if jax_compat.is_key_dtype(dtype):
+        return jax.random.split(jax.random.key(0), shape)
+    return jax.lax.full(shape, 0, dtype)
+
+
+# -- arrays that were handed out ----------------------------------------------
+
+_lent: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def lend(variable: Any) -> jax.Array:
+    """Returns a handle on the stored array and remembers it by weak reference."""
+    handle = jax_compat.another_handle(variable.storage)
+    held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
+    variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
+    _lent.add(variable)
+    return handle
+
+
+def keep_lent_arrays(to_donate: frozenset[Any]) -> None:
+    """Copies, on the device, stored arrays that a user still holds.
+
+    Called before the storage of the variables `to_donate` is donated; copies
+    nothing that nobody holds.
+    """
+    for variable in list(_lent):
+        if variable not in to_donate:
+            continue
+        if any(r() is not None for r in variable.lent_handles):
+            variable.storage = jax.numpy.copy(variable.storage)
+        variable.lent_handles = []
+        _lent.discard(variable)
+
+
+# -- the text of a leak -------------------------------------------------------
+
+_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch", "map", "associative_scan"}
+_TRANSFORMS = {
+    "value_and_grad_f": "grad",
+    "grad_f": "grad",
+    "vjp": "vjp",
+    "jvp": "jvp",
+    "linearize": "linearize",
+    "vmap_f": "vmap",
+    "cache_miss": "jit",
+    "make_jaxpr_f": "make_jaxpr",
+    "eval_shape": "eval_shape",
+    "fun_remat": "checkpoint",
+}
+
+
+def _enclosing_construct() -> str | None:
+    """Returns the innermost JAX construct on the call stack (for error texts)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("jax."):
+            name = frame.f_code.co_name
+            if name in _LOOPS:
+                return name
+            if name in _TRANSFORMS:
+                return _TRANSFORMS[name]
+        elif frame.f_globals.get("__name__", "").startswith("distjax.replica.program"):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _leak_text(variable: Any, action: str, place: str) -> str:
+    construct = _enclosing_construct()
+    inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"
+    inside = inside if construct else place
+    if construct in _LOOPS and construct in ("scan", "while_loop", "fori_loop", "cond", "switch"):
+        fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
+    elif place.startswith("an inner"):
+        fix = "return the new value from the inner function and assign it outside"
+    else:
+        fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"
+    return explain(
+        f"a {action} of variable {variable.name!r} needs to happen in the function that "
+        "distjax traces",
+        got=f"a {action} inside {inside}",
+        why="the value would be baked into the inner program"
+        if action == "read"
+        else "the new value belongs to the inner trace and would leak out of it",
+        fix=fix,
+    )

@@ -1,0 +1,87 @@
+"""Trains the network of `train.py` with functional state: `TrainState` in, `TrainState` out.
+
+    python examples/digits/functional.py --strategy mirrored --replicas 8
+
+In `train.py` the replicas meet in cross-replica context, where variables are updated. Here they
+only exchange gradients (`all_reduce`), and each computes the new state for itself. distjax proves
+that all of them compute the same one, so one state comes back from `run`, not one per replica.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+import data
+import distjax as dj
+import loop
+import model
+import options
+import report
+
+
+class TrainState(train_state.TrainState):
+    """Parameters, optimizer state and batch statistics of one training run."""
+
+    batch_stats: Any
+
+
+def make_state(
+    network: model.ConvNet, optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+    """The state before the first step."""
+    initial = model.initialize(network, seed)
+    return TrainState.create(apply_fn=network.apply, tx=optimizer, **initial)
+
+
+def train_step(
+    state: TrainState, images: jax.Array, labels: jax.Array
+) -> tuple[TrainState, jax.Array]:
+    """One replica's part of a training step; the new state, and the mean loss over all replicas."""
+
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, updates = state.apply_fn(variables, images, train=True, mutable="batch_stats")
+        return model.mean_loss(logits, labels), updates["batch_stats"]
+
+    (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    loss, grads = dj.get_replica_context().all_reduce("mean", (loss, grads))
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+
+def test_step(
+    state: TrainState, images: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One replica's part of a test step; right predictions and examples, over all replicas."""
+    logits = state.apply_fn(
+        {"params": state.params, "batch_stats": state.batch_stats}, images, train=False
+    )
+    right, count = jnp.sum(logits.argmax(-1) == labels), jnp.sum(labels != data.PADDING_LABEL)
+    return dj.get_replica_context().all_reduce("sum", (right, count))
+
+
+def main() -> None:
+    """Trains, tests, reports."""
+    chosen = options.parse(__doc__)
+    strategy = options.make_strategy(chosen.strategy, chosen.replicas)
+    num_steps = chosen.epochs * data.steps_per_epoch(chosen.global_batch)
+    network = model.ConvNet(axis_name=strategy.axis_name)
+    state = make_state(network, model.make_optimizer(num_steps), chosen.seed)
+
+    def train(images, labels):
+        nonlocal state
+        state, loss = strategy.run(train_step, args=(state, images, labels))
+        return loss
+
+    def test(batches):
+        counts = [strategy.run(test_step, args=(state, *batch)) for batch in batches]
+        right, count = (sum(int(each) for each in column) for column in zip(*counts, strict=True))
+        return right / count
+
+    report.write(chosen, strategy, loop.fit(chosen, strategy, train, test))
+
+
+if __name__ == "__main__":
+    main()

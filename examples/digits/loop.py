@@ -1,0 +1,48 @@
+"""The training loop: epochs, progress bar, test after each epoch. It knows nothing of replicas."""
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from tqdm import tqdm
+
+import data
+import distjax as dj
+from report import History
+
+
+def fit(
+    options: argparse.Namespace,
+    strategy: dj.Strategy,
+    train: Callable[[Any, Any], Any],
+    test: Callable[[list[tuple[Any, Any]]], float],
+) -> History:
+    """Trains and tests; the course of the run.
+
+    Args:
+        options: The command line.
+        strategy: The strategy that cuts global batches into batches per replica.
+        train: Takes images and labels per replica, does one step, returns the loss of them all.
+        test: Takes a list of batches per replica, returns the accuracy over them all.
+    """
+    train_split, test_split = data.load()
+    size = options.global_batch
+    test_set = [data.per_replica(strategy, batch) for batch in data.test_batches(test_split, size)]
+    steps_per_epoch = data.steps_per_epoch(size)
+    all_steps = options.epochs * steps_per_epoch
+    num_steps = min(options.steps or all_steps, all_steps)
+    batches = islice(data.train_batches(train_split, size, options.seed), num_steps)
+
+    losses, accuracies = [], []
+    start = time.perf_counter()
+    with tqdm(batches, total=num_steps, desc=options.strategy, unit="step") as bar:
+        for step, batch in enumerate(bar, start=1):
+            losses.append(train(*data.per_replica(strategy, batch)))
+            if step % steps_per_epoch == 0 or step == num_steps:
+                accuracies.append((step, test(test_set)))
+                bar.set_postfix(
+                    loss=f"{float(losses[-1]):.4f}", test_accuracy=f"{accuracies[-1][1]:.2%}"
+                )
+    return History([float(loss) for loss in losses], accuracies, time.perf_counter() - start)

@@ -1,0 +1,70 @@
+"""The command line, and the one place where the strategy is chosen."""
+
+import argparse
+from pathlib import Path
+
+import jax
+
+import data
+import distjax as dj
+
+STRATEGIES = ("one_device", "mirrored", "virtual", "default")
+OUT = Path(__file__).parent / "out"
+
+
+def parse(description: str) -> argparse.Namespace:
+    """The options of one training run."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="mirrored", help="default: mirrored")
+    add("--replicas", type=int, default=8, help="of a mirrored or virtual strategy (8)")
+    add("--epochs", type=int, default=10, help="passes over the training set (10)")
+    add("--steps", type=int, help="stop after so many steps, at the same learning rates")
+    add("--global-batch", type=int, default=64, help="examples per step, all replicas (64)")
+    add("--seed", type=int, default=0, help="of the parameters and the order of examples (0)")
+    add("--out", type=Path, default=OUT, help="folder for the learning curve (out, beside this)")
+    add("--dump-losses", type=Path, metavar="FILE", help="write the loss of each step as JSON")
+    parser.set_defaults(script=Path(parser.prog).stem)
+    options = parser.parse_args()
+
+    for name in ("replicas", "epochs", "steps", "global_batch"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.global_batch > data.NUM_TRAIN:
+        parser.error(f"--global-batch must be at most {data.NUM_TRAIN}, the whole training set")
+    if options.strategy in ("mirrored", "virtual") and options.global_batch % options.replicas:
+        parser.error(
+            f"--replicas {options.replicas} does not divide --global-batch {options.global_batch}"
+        )
+    return options
+
+
+def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
+    """The strategy of that name; to be called before anything touches a device.
+
+    Args:
+        name: One of `STRATEGIES`.
+        num_replicas: Replicas of a mirrored strategy, which has each on a device of its own, or
+            of a virtual one, which has them all on one.
+
+    Raises:
+        SystemExit: If a mirrored strategy is to have more replicas than there are devices.
+    """
+    # Has no effect on other platforms. A CPU shows itself as so many devices.
+    jax.config.update("jax_num_cpu_devices", num_replicas)
+    if name == "one_device":
+        return dj.OneDeviceStrategy()
+    if name == "virtual":
+        return dj.VirtualStrategy(num_replicas)
+    if name == "default":
+        return dj.get_strategy()
+    devices = jax.devices()
+    if len(devices) < num_replicas:
+        raise SystemExit(
+            f"--strategy mirrored --replicas {num_replicas} needs as many devices, and there are "
+            f"{len(devices)}: {devices}. Ask for fewer replicas, or for --strategy virtual, which "
+            "has all replicas on one device."
+        )
+    return dj.MirroredStrategy(devices[:num_replicas])

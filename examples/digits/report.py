@@ -1,0 +1,70 @@
+"""What a run leaves behind: a learning curve, a table and, on request, the losses."""
+
+import argparse
+import json
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+import distjax as dj
+
+
+@dataclass(frozen=True)
+class History:
+    """The course of one training run.
+
+    Attributes:
+        losses: Mean loss over the global batch, one for each step.
+        accuracies: Pairs of (step, accuracy on the test set), one for each epoch.
+        seconds: Wall time of training and testing, compilation included.
+    """
+
+    losses: list[float]
+    accuracies: list[tuple[int, float]]
+    seconds: float
+
+
+def write(options: argparse.Namespace, strategy: dj.Strategy, history: History) -> None:
+    """Saves the learning curve (and the losses, if asked for), then prints the table."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    curve = options.out / f"{options.script}_{options.strategy}.png"
+    learning_curve(options.strategy, history).savefig(curve, dpi=120)
+    if options.dump_losses is not None:
+        options.dump_losses.write_text(json.dumps(history.losses))
+    print(f"learning curve: {curve}")
+    print(table(options.strategy, strategy, history))
+
+
+def learning_curve(name: str, history: History) -> Figure:
+    """Training loss and test accuracy against the step."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    loss_axes = figure.add_subplot(title=f"digits, {name} strategy", xlabel="step", yscale="log")
+    loss_axes.plot(range(1, len(history.losses) + 1), history.losses, color="tab:blue", linewidth=1)
+    loss_axes.set_ylabel("training loss", color="tab:blue")
+    steps, accuracies = zip(*history.accuracies, strict=True)
+    accuracy_axes = loss_axes.twinx()
+    accuracy_axes.plot(
+        steps, [100 * accuracy for accuracy in accuracies], color="tab:orange", marker="o"
+    )
+    accuracy_axes.set_ylabel("test accuracy (%)", color="tab:orange")
+    return figure
+
+
+def table(name: str, strategy: dj.Strategy, history: History) -> str:
+    """One run as a table with a line of heads and a line of values."""
+    devices = strategy.extended.worker_devices
+    columns = {
+        "strategy": name,
+        "replicas": str(strategy.num_replicas_in_sync),
+        "devices": f"{len(devices)} {devices[0].platform}",
+        "steps": str(len(history.losses)),
+        "train loss": f"{history.losses[-1]:.6f}",
+        "test accuracy": f"{history.accuracies[-1][1]:.2%}",
+        "seconds": f"{history.seconds:.1f}",
+    }
+    widths = [max(len(head), len(value)) for head, value in columns.items()]
+    lines = (columns.keys(), ("-" * width for width in widths), columns.values())
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )

@@ -125,8 +125,9 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     """Returns (number of constants, number of carries) of a `scan` equation."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"]
-    return len(consts), len(carry)
+    # JAX 0.12 keeps the operands' tree in place of their numbers.
+    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def source_line(eqn: Any) -> str:

@@ -148,6 +148,16 @@ def require_cross_replica(strategy: Any, method: str) -> None:
     )
 
 
+def require_enterable(strategy: Any, method: str) -> None:
+    """Raises unless `strategy.<method>` may put `strategy` in force here.
+
+    Legal in cross-replica context of `strategy` and wherever no strategy is in
+    force, functions that the default strategy runs among them.
+    """
+    if not current().strategy.extended.is_default:
+        require_cross_replica(strategy, method)
+
+
 def mixing_text(strategy: Any, frame: Frame, what: str) -> str:
     """Returns the text for a call of one strategy in the context of another."""
     return explain(

@@ -68,6 +68,8 @@ class Template:
 
     def fill(self, leaves: Sequence[Any]) -> Any:
         """Returns the tree with `leaves` in the places of the data leaves."""
+        if len(self._where) == len(self._all):
+            return jax.tree_util.tree_unflatten(self._treedef, leaves)
         filled = list(self._all)
         for i, leaf in zip(self._where, leaves, strict=True):
             filled[i] = leaf

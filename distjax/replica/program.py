@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.launch import launched, make_ticket
 from distjax.context import frames
 from distjax.errors import ContextError, TraceLeakError, explain
-from distjax.replica.arguments import Static, hide_objects
+from distjax.replica.arguments import hide_objects
 from distjax.variables.creation import Creation
 from distjax.replica.discovery import Discovered, discover
 from distjax.replica.retraces import RetraceWatch
 from distjax.variables.state import keep_lent_arrays
 
-_DIRECT_TYPES: set[type] = {bool, int, float, complex, np.ndarray, np.float32, np.int32}
+#: Held while stored arrays are read, donated and replaced.
+_storage_lock = threading.RLock()
 
 
 class _NewVariables(Exception):
@@ -63,6 +63,8 @@ class Program:
         self._reads: tuple[Any, ...] = ()
         self._writes: tuple[Any, ...] = ()
         self._written = frozenset[Any]()
+        self._threads = False
+        self._hides_objects = False
         self._jitted: Any = None
         self._pending: Discovered | None = None
         self._is_unguarded = False
@@ -72,37 +74,58 @@ class Program:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program and returns the user's results."""
+        if self._jitted is None or self._hides_objects:
+            args, kwargs = self._hidden(args, kwargs)
         donated, tree = self._split(args, kwargs)
         if self._jitted is None:
             self._prepare(donated, tree)
         if self._is_unguarded:
             raise ContextError(_unguarded_text(self.name))
-        if (self._writes or self._reads) and jax_compat.tracing():
-            self._require_no_leak()
         try:
-            results, new, ticket = self._run(donated, tree)
+            results = self._run(donated, tree)
         except _NewVariables as news:
             self._adopt(news.discovered, donated, tree)
-            results, new, ticket = self._run(donated, tree)
-        except ValueError as error:
-            if "incompatible devices" not in str(error):
-                raise
-            results, new, ticket = self._run(*self._place((donated, tree)))
-        for variable, array in zip(self._writes, new, strict=True):
-            variable.storage = array
-        launched(ticket)
-        self._note_reuse(results)
+            results = self._run(donated, tree)
+        except (TypeError, ValueError) as error:
+            results = self._run(*self._repaired(error, args, kwargs))
+        if results.made_again:
+            self._is_unguarded = True
         return results.unpack()
 
-    def _run(self, donated: Any, tree: Any) -> tuple[Any, Any, Any]:
-        if self._written:
+    def _run(self, donated: Any, tree: Any) -> Any:
+        if not self._threads:
+            results, _, ticket = self._jitted((), donated, (), tree)
+            launched(ticket)
+            return results
+        if self._writes and jax_compat.tracing():
+            raise TraceLeakError(self._leak_text())
+        with _storage_lock:
             keep_lent_arrays(self._written)
-        written = [v.storage for v in self._writes]
-        return self._jitted(written, donated, [v.storage for v in self._reads], tree)
+            written = [v.storage for v in self._writes]
+            read = [v.storage for v in self._reads]
+            results, new, ticket = self._jitted(written, donated, read, tree)
+            if results.arrays and isinstance(results.arrays[0], jax_compat.Tracer):
+                self._require_eager()
+            for variable, array in zip(self._writes, new, strict=True):
+                variable.storage = array
+        launched(ticket)
+        return results
+
+    def _repaired(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns arguments that `jit` takes in place of those it refused, or re-raises."""
+        hidden = hide_objects((args, kwargs))
+        if not self._hides_objects and jax.tree.structure(hidden) != jax.tree.structure(
+            (args, kwargs)
+        ):
+            self._hides_objects = True
+            return self._split(*hidden)
+        if "incompatible devices" in str(error):
+            return self._place(self._split(*hidden))
+        raise error
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""
-        donated, tree = self._split(args, kwargs)
+        donated, tree = self._split(*self._hidden(args, kwargs))
         if self._jitted is None:
             self._prepare(donated, tree)
         for attempt in range(2):
@@ -118,12 +141,13 @@ class Program:
                     raise
                 self._adopt(news.discovered, donated, tree)
 
+    def _hidden(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        hidden = hide_objects((args, kwargs))
+        if jax.tree.structure(hidden) != jax.tree.structure((args, kwargs)):
+            self._hides_objects = True
+        return hidden
+
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        types = set(map(type, jax.tree.leaves((args, kwargs))))
-        if not types <= _DIRECT_TYPES:
-            args, kwargs = hide_objects((args, kwargs))
-            leaves = jax.tree.leaves((args, kwargs))
-            _DIRECT_TYPES.update(t for t in map(type, leaves) if _is_concrete_array_type(t))
         if not self._donate_argnums:
             return (), (args, kwargs)
         donated = tuple(args[i] for i in self._donate_argnums)
@@ -162,6 +186,7 @@ class Program:
             self._writes = tuple(writes)
             self._reads = tuple(v for v in reads if v not in writes)
             self._written = frozenset(writes)
+            self._threads = bool(writes or reads)
             self._pending = discovered
             self._jitted = jax.jit(self._body(), donate_argnums=(0, 1))
 
@@ -184,29 +209,20 @@ class Program:
         body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
         return body
 
-    def _note_reuse(self, results: Any) -> None:
-        if results.made_again:
-            self._is_unguarded = True
+    def _require_eager(self) -> None:
+        """Raises if the program was called in a JAX trace that bakes variables in."""
+        if jax_compat.staging():
+            raise TraceLeakError(self._leak_text())
 
-    def _require_no_leak(self) -> None:
+    def _leak_text(self) -> str:
         variable = (*self._writes, *self._reads)[0]
-        if not self._writes and not jax_compat.staging():
-            return
-        raise TraceLeakError(
-            explain(
-                f"{self.name} reads or writes variable {variable.name!r} and needs to be called "
-                "outside of JAX traces, or inside distjax.jit",
-                got="a call inside jax.jit, grad or another JAX trace",
-                why="the trace would bake in the variable's value of today and lose its new one",
-                fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
-            )
+        return explain(
+            f"{self.name} reads or writes variable {variable.name!r} and needs to be called "
+            "outside of JAX traces, or inside distjax.jit",
+            got="a call inside jax.jit, grad or another JAX trace",
+            why="the trace would bake in the variable's value of today and lose its new one",
+            fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
         )
-
-
-def _is_concrete_array_type(kind: type) -> bool:
-    if issubclass(kind, jax_compat.Tracer) or kind is Static:
-        return False
-    return issubclass(kind, (jax.Array, np.ndarray, np.generic))
 
 
 def _unguarded_text(name: str) -> str:

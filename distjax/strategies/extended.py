@@ -89,7 +89,7 @@ class StrategyExtended:
     ) -> Any:
         """Runs ``fn`` on every replica: see `Strategy.run`."""
         args, kwargs = require_args(args, kwargs, "run")
-        frames.require_cross_replica(self.strategy, "run")
+        frames.require_enterable(self.strategy, "run")
         return self._runner.run(fn, args, kwargs)
 
     # -- cross-replica operations ---------------------------------------------

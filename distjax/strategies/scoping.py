@@ -30,10 +30,7 @@ def _scope_frame(strategy: Any) -> Frame:
     if strategy.extended.is_default:
         _require_nothing_to_nest(strategy, now)
         return now if not frames.stack() else Frame(strategy, now.replica_context, is_default=True)
-    if not now.is_default and now.strategy is not strategy:
-        raise StrategyMismatchError(frames.mixing_text(strategy, now, "scope()"))
-    if now.replica_context is not None and not now.is_default:
-        frames.require_cross_replica(strategy, "scope()")
+    frames.require_enterable(strategy, "scope()")
     return Frame(strategy, state=now.state, in_update=now.in_update)
 
 

@@ -149,6 +149,8 @@ def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
 
 
 def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
+    if state is states.STORAGE:
+        array = variable.beside(array)
     new = _applied(variable, state.read(variable), array, method)
     is_users = state is states.STORAGE and method == "assign"
     state.write(variable, variable.copied(new) if is_users else new)

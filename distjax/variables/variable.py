@@ -124,6 +124,13 @@ class Variable:
             return value
         return jax.device_put(value, self.sharding)
 
+    def beside(self, value: Any) -> Any:
+        """Returns `value` where it can be combined with the stored array."""
+        if not isinstance(value, jax.Array) or not value.committed or self.sharding is None:
+            return value
+        devices = self.sharding.device_set
+        return value if value.sharding.device_set == devices else np.asarray(value)
+
     def copied(self, value: Any) -> jax.Array:
         """Returns a copy of `value` [...] on the variable's devices, shared with nobody."""
         if isinstance(value, jax.Array):

@@ -88,17 +88,18 @@ FORMS = {
 def _time_copies(
     form: _Form, num_leaves: int, num_pairs: int, ours_first: bool
 ) -> list[tuple[float, float]]:
-    if ours_first:
-        ours = form.make(num_leaves)
-        baseline = by_hand(num_leaves, form.donate)
-    else:
-        baseline = by_hand(num_leaves, form.donate)
-        ours = form.make(num_leaves)
-    slower = max(dispatch_seconds(call, _WARM_UP_CALLS) for call in (ours, baseline))
-    num_calls = max(_MIN_CALLS, math.ceil(_BATCH_SECONDS / slower))
+    makers: dict[str, Callable[[], Call]] = {
+        "ours": lambda: form.make(num_leaves),
+        "baseline": lambda: by_hand(num_leaves, form.donate),
+    }
+    calls, seconds = {}, {}
+    for side in ("ours", "baseline") if ours_first else ("baseline", "ours"):
+        calls[side] = makers[side]()
+        seconds[side] = dispatch_seconds(calls[side], _WARM_UP_CALLS)
+    num_calls = max(_MIN_CALLS, math.ceil(_BATCH_SECONDS / max(seconds.values())))
     return interleave(
-        lambda: dispatch_seconds(ours, num_calls),
-        lambda: dispatch_seconds(baseline, num_calls),
+        lambda: dispatch_seconds(calls["ours"], num_calls),
+        lambda: dispatch_seconds(calls["baseline"], num_calls),
         num_pairs,
     )
 

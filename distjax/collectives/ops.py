@@ -71,7 +71,8 @@ def from_first_replica(x: Any, axis_name: str) -> jax.Array:
     """Returns replica 0's `x` on every replica."""
     x = jnp.asarray(x)
     if jax_compat.is_key_dtype(x.dtype):
-        return lax.all_gather(x, axis_name)[0]
+        first = from_first_replica(jax.random.key_data(x), axis_name)
+        return jax.random.wrap_key_data(first, impl=jax.random.key_impl(x))
     is_first = lax.axis_index(axis_name) == 0
     as_number = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
     kept = jnp.where(is_first, as_number, jnp.zeros_like(as_number))

@@ -26,6 +26,8 @@ class Frame:
       replica_context: the ReplicaContext in a replica context, else None.
       state: where variables are read and written; None means their storage.
       in_update: whether `extended.update` is running a function on components.
+      colocate_with: the sharding that variables are created with; None: the
+        strategy's policy.
       is_default: whether this frame leaves the default state in force.
       from_set_strategy: whether `set_strategy` pushed it.
     """
@@ -34,6 +36,7 @@ class Frame:
     replica_context: Any = None
     state: Any = None
     in_update: bool = False
+    colocate_with: Any = None
     is_default: bool = False
     from_set_strategy: bool = False
 

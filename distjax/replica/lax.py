@@ -32,8 +32,7 @@ def scan(
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.scan(f, init, xs, **options))
-    first = jax.tree.map(lambda x: x[0], xs)
-    written = _written_by(outer, lambda: f(init, first))
+    written = _written_by(outer, lambda x: f(init, x), jax.tree.map(_slice_shape, xs))
 
     def body(carry: Any, x: Any) -> Any:
         (inner, y), values = _with_values(outer, written, carry[1], lambda: f(carry[0], x))
@@ -131,17 +130,22 @@ def _inner_state(outer: TraceState) -> TraceState:
     return TraceState(local_view=outer.local_view, parent=outer)
 
 
-def _written_by(outer: TraceState, fn: Callable[[], Any]) -> list[Any]:
+def _slice_shape(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax_compat.aval_of(x)
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
+
+
+def _written_by(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list[Any]:
     """Returns the variables that ``fn`` writes, found by one trace for shapes."""
     written: list[Any] = []
 
-    def traced() -> Any:
+    def traced(*args: Any) -> Any:
         state = _inner_state(outer)
         with frames.entered(dataclasses.replace(frames.current(), state=state)):
-            fn()
+            fn(*args)
         written[:] = list(state.written)
 
-    jax_compat.trace_jaxpr(traced, ())
+    jax_compat.trace_jaxpr(traced, shapes)
     for variable in written:
         outer.require_writable(variable)
     return written

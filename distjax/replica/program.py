@@ -20,7 +20,7 @@ from distjax.collectives.launch import launched, make_ticket
 from distjax.context import frames
 from distjax.errors import ContextError, TraceLeakError, explain
 from distjax.replica.arguments import hide_objects
-from distjax.variables.creation import Creation
+from distjax.variables.creation import Creation, require_no_trace
 from distjax.replica.discovery import Discovered, discover
 from distjax.replica.retraces import RetraceWatch
 from distjax.variables.state import keep_lent_arrays
@@ -179,6 +179,7 @@ class Program:
         with self._lock:
             created = discovered.created
             if created:
+                require_no_trace(created[0].name)
                 discovered.initialize_created((donated, tree))
                 discovered = self._discover(donated, tree, Creation(made=created))
             writes = dict.fromkeys((*self._writes, *discovered.writes))

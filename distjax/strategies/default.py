@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 
@@ -15,6 +15,7 @@ from distjax.replica.default_context import DefaultReplicaContext
 from distjax.strategies.extended import StrategyExtended, default_devices
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import PlainPlacement
+from distjax.variables.variable import Variable
 
 
 class DefaultExtended(StrategyExtended):
@@ -53,6 +54,20 @@ class DefaultExtended(StrategyExtended):
     def parameter_devices(self) -> NoReturn:
         """Raises: the default strategy has no devices of its own."""
         raise UnsupportedError(_no_devices_text("parameter_devices"))
+
+    @property
+    def between_graph(self) -> NoReturn:
+        """Raises: a matter of strategies with replicas."""
+        raise UnsupportedError(_no_devices_text("between_graph"))
+
+    @property
+    def should_init(self) -> NoReturn:
+        """Raises: a matter of strategies with replicas."""
+        raise UnsupportedError(_no_devices_text("should_init"))
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """Returns the first variable by name, on whose device all others are."""
+        return min(var_list, key=lambda v: v.name, default=self.topology.devices)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import jax
@@ -15,7 +16,7 @@ from distjax.context import frames
 from distjax.errors import explain
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_args
-from distjax.strategies import reducing, updating, values
+from distjax.strategies import colocating, reducing, updating, values
 from distjax.strategies.containers import ContainerRegistry
 from distjax.strategies.running import ReplicaRunner
 from distjax.variables.creating import make_variable
@@ -81,6 +82,33 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[jax.Device, ...]:
         """The devices that hold variables."""
         return self.topology.devices
+
+    # -- what the strategy says of itself --------------------------------------
+
+    @property
+    def require_static_shapes(self) -> bool:
+        """Whether all batches need one shape; no: a new shape is compiled anew."""
+        return False
+
+    @property
+    def between_graph(self) -> bool:
+        """Whether each process runs a program of its own."""
+        return False
+
+    @property
+    def should_init(self) -> bool:
+        """Whether this process initialises variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries."""
+        return True
 
     # -- replicas -------------------------------------------------------------
 
@@ -201,6 +229,49 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "update")
         args, kwargs = require_args(args, kwargs, "update")
         return updating.update(self, var, fn, args, kwargs, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs ``fn(*args, **kwargs)`` on the non-slot devices.
+
+        Args:
+          colocate_with: what `non_slot_devices` returned.
+          fn: the function; per-replica arguments go copy by copy.
+          args: positional arguments.
+          kwargs: keyword arguments.
+          group: as in `update`.
+
+        Locality: N in and out. Context: cross-replica or default.
+        Source: seed 001, `update_non_slot`.
+        """
+        frames.require_cross_replica(self.strategy, "update_non_slot")
+        args, kwargs = require_args(args, kwargs, "update_non_slot")
+        return updating.update_non_slot(self, colocate_with, fn, args, kwargs, group)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """Returns the devices for variables that belong to no other variable.
+
+        Pass them to `colocate_vars_with` and `update_non_slot`. Source: seed 001.
+        """
+        return self.parameter_devices
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Returns a context in which new variables live where a variable does.
+
+        Args:
+          colocate_with_variable: a variable of this strategy, or what
+            `non_slot_devices` returned.
+
+        Locality: variables created inside have V(variable), or N.
+        Context: inside this strategy's scope. Source: seed 001.
+        """
+        return colocating.colocated(self, colocate_with_variable)
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""

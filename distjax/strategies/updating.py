@@ -51,13 +51,13 @@ def update(
     _require_own(extended, variable)
     _require_args(extended, variable, fn, args, kwargs)
     if variable.policy.stacked:
-        result = _update_components(extended, variable, fn, args, kwargs)
+        result = _on_each_copy(extended, variable, fn, args, kwargs)
     else:
         frame = frames.current()
         inside = Frame(extended.strategy, state=frame.state, in_update=True)
         with frames.entered(inside):
             result = fn(variable, *args, **kwargs)
-    return result if group else _ungrouped(extended, variable, result)
+    return result if group else _as_lists(extended, variable.num_components, result)
 
 
 def _require_own(extended: Any, variable: Variable) -> None:
@@ -100,9 +100,8 @@ def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica)
     )
 
 
-def _ungrouped(extended: Any, variable: Variable, result: Any) -> Any:
-    """Returns the result with each leaf a list, one element per copy."""
-    count = variable.num_components
+def _as_lists(extended: Any, count: int, result: Any) -> Any:
+    """Returns the result with each leaf a list of `count` elements, one per copy."""
 
     def leaf(x: Any) -> list[Any]:
         if isinstance(x, PerReplica):
@@ -114,26 +113,64 @@ def _ungrouped(extended: Any, variable: Variable, result: Any) -> Any:
     return jax.tree.map(leaf, result, is_leaf=is_per_replica)
 
 
-# -- sync-on-read variables: component by component ---------------------------
-
-
-def _update_components(
+def update_non_slot(
     extended: Any,
-    variable: Variable,
+    devices: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: bool,
+) -> Any:
+    """Runs ``fn`` on the non-slot devices: see `StrategyExtended.update_non_slot`."""
+    require_non_slot_devices(extended, devices, "update_non_slot")
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
+    if any(isinstance(leaf, PerReplica) for leaf in leaves):
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
+        result = _on_each_copy(extended, None, fn, args, kwargs)
+    else:
+        inside = Frame(extended.strategy, state=frames.current().state, in_update=True)
+        with frames.entered(inside):
+            result = fn(*args, **kwargs)
+    return result if group else _as_lists(extended, extended.placement.num_components, result)
+
+
+def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:
+    """Raises a ValueError unless `devices` is a result of `non_slot_devices`."""
+    is_own = isinstance(devices, Variable) and devices.strategy is extended.strategy
+    if is_own or devices == extended.non_slot_devices([]):
+        return
+    raise ValueError(
+        explain(
+            f"{method} needs the tuple of devices that non_slot_devices returns",
+            got=describe_value(devices),
+            why="all non-slot variables have to live on the same devices",
+            fix=f"extended.{method}(extended.non_slot_devices(variables), ...)",
+        )
+    )
+
+
+# -- copies that differ: component by component -------------------------------
+
+
+def _on_each_copy(
+    extended: Any,
+    variable: Variable | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     state = frames.current().state
     if state is not None:
-        return _update_in_trace(extended, variable, fn, args, kwargs, state)
+        return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, state)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = frames.current().state
-        return _update_in_trace(extended, variable, fn, args, kwargs, inner)
+        return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, inner)
 
     program = Program(
-        f"update of {variable.name}",
+        f"update of {variable.name}" if variable is not None else "update_non_slot",
         call,
         lambda state: Frame(extended.strategy, state=state),
         lambda tree: tree,
@@ -141,27 +178,30 @@ def _update_components(
     return program(args, kwargs)
 
 
-def _update_in_trace(
-    extended: Any, variable: Variable, fn: Any, args: Any, kwargs: Any, outer: Any
+def _on_each_copy_in_trace(
+    extended: Any, variable: Variable | None, fn: Any, args: Any, kwargs: Any, outer: Any
 ) -> Any:
     topology = extended.topology
     template = Template((args, kwargs), is_array)
+    slots = [] if variable is None else [variable]
     leaves = [x.stacked if isinstance(x, PerReplica) else x for x in template.leaves]
     differs = [isinstance(x, PerReplica) for x in template.leaves]
     found: list[Template] = []
 
-    def on_copy(component: Any, *local: Any) -> list[Any]:
+    def on_copy(*local: Any) -> list[Any]:
         state = TraceState(local_view=True, parent=outer)
-        state.bind(variable, component)
-        inner_args, inner_kwargs = template.fill(local)
+        for slot, component in zip(slots, local, strict=False):
+            state.bind(slot, component)
+        inner_args, inner_kwargs = template.fill(local[len(slots) :])
         with frames.entered(Frame(extended.strategy, state=state, in_update=True)):
-            result = Template(fn(variable, *inner_args, **inner_kwargs), is_array)
+            result = Template(fn(*slots, *inner_args, **inner_kwargs), is_array)
         found[:] = [result]
-        return [state.read(variable), *result.leaves]
+        return [*(state.read(slot) for slot in slots), *result.leaves]
 
-    outs = map_replicas(
-        topology, on_copy, [outer.read(variable), *leaves], [True, *differs], True
-    )
-    outer.write(variable, outs[0])
-    wrapped = [x[0] if topology.num_replicas == 1 else PerReplica(x, topology) for x in outs[1:]]
+    inputs = [*(outer.read(slot) for slot in slots), *leaves]
+    outs = map_replicas(topology, on_copy, inputs, [*(True for _ in slots), *differs], True)
+    for slot, value in zip(slots, outs, strict=False):
+        outer.write(slot, value)
+    results = outs[len(slots) :]
+    wrapped = [x[0] if topology.num_replicas == 1 else PerReplica(x, topology) for x in results]
     return found[0].fill(wrapped)

@@ -16,6 +16,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation import require_no_trace, require_own_trace
 from distjax.variables.placement import VariablePlacement
+from distjax.variables.policy import Policy
 from distjax.variables.variable import Variable
 
 
@@ -55,7 +56,7 @@ def make_variable(
         trainable=trainable,
         modes=modes,
         policy=policy,
-        sharding=placement.sharding(policy),
+        sharding=_colocated(placement, policy),
         num_components=placement.num_components,
     )
     if state is None or state.creations is None:
@@ -69,6 +70,11 @@ def make_variable(
         shape = variable.storage_shape if is_components else variable.shape
         state.bind(variable, jnp.broadcast_to(value, shape))
     return variable
+
+
+def _colocated(placement: VariablePlacement, policy: Policy) -> Any:
+    beside = frames.current().colocate_with
+    return placement.sharding(policy) if beside is None else beside(policy)
 
 
 def _is_concrete_in_merge(state: Any, initial_value: Any) -> bool:
@@ -116,4 +122,6 @@ def _initialize_now(
         value = initial_value.value if isinstance(initial_value, Variable) else initial_value
         if not isinstance(value, jax.Array):
             value = np.asarray(value)
-        access.initialize(variable, value.astype(variable.dtype))
+        if value.dtype != variable.dtype:  # PRNG keys have no astype
+            value = value.astype(variable.dtype)
+        access.initialize(variable, value)

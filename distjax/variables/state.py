@@ -42,6 +42,7 @@ class StorageState:
         """Replaces the stored array of `variable`."""
         self.require_writable(variable)
         variable.storage = variable.placed(stored)
+        variable.lent_handles = []  # what was handed out has the former buffers
 
     def require_writable(self, variable: Any) -> None:
         """Raises a TraceLeakError inside any JAX trace."""
@@ -172,19 +173,25 @@ _TRANSFORMS = {
 
 
 def _enclosing_construct() -> str | None:
-    """Returns the innermost JAX construct on the call stack (for error texts)."""
-    frame = sys._getframe(1)
+    """Returns the innermost JAX construct on the call stack (for error texts).
+
+    JAX builds one on another (`fori_loop` on `scan`, `grad` on `linearize`): of
+    calls with none of the user's between them the outermost is the user's word.
+    Loops that `dj.lax` called are left out: they carry variables.
+    """
+    frame, found = sys._getframe(1), None
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("jax."):
-            name = frame.f_code.co_name
-            if name in _LOOPS:
-                return name
-            if name in _TRANSFORMS:
-                return _TRANSFORMS[name]
-        elif frame.f_globals.get("__name__", "").startswith("distjax.replica.program"):
-            return None
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("jax."):
+            is_loop = name in _LOOPS and ".lax." in module
+            found = name if is_loop else _TRANSFORMS.get(name, found)
+        elif module == "distjax.replica.lax":
+            found = None
+        elif module not in ("contextlib", "functools"):
+            if found or module == "distjax.replica.program":
+                return found
         frame = frame.f_back
-    return None
+    return found
 
 
 def _leak_text(variable: Any, action: str, place: str) -> str:
@@ -193,7 +200,7 @@ def _leak_text(variable: Any, action: str, place: str) -> str:
     inside = inside if construct else place
     if construct in _LOOPS and construct in ("scan", "while_loop", "fori_loop", "cond", "switch"):
         fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
-    elif place.startswith("an inner"):
+    elif place.startswith("an inner") or construct not in (None, "jit"):
         fix = "return the new value from the inner function and assign it outside"
     else:
         fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"

@@ -31,9 +31,10 @@ class TrainState(train_state.TrainState):
 def make_state(
     network: model.ConvNet, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step: one replica's, and the same on each."""
     initial = model.initialize(network, seed)
-    return TrainState.create(apply_fn=network.apply, tx=optimizer, **initial)
+    state = TrainState.create(apply_fn=network.apply, tx=optimizer, **initial)
+    return state.replace(step=jnp.zeros((), jnp.int32))  # an array, as after each step
 
 
 def train_step(
@@ -68,15 +69,24 @@ def main() -> None:
     strategy = options.make_strategy(chosen.strategy, chosen.replicas)
     num_steps = chosen.epochs * data.steps_per_epoch(chosen.global_batch)
     network = model.ConvNet(axis_name=strategy.axis_name)
-    state = make_state(network, model.make_optimizer(num_steps), chosen.seed)
+    optimizer = model.make_optimizer(num_steps)
+    state = strategy.run(make_state, args=(network, optimizer, chosen.seed))
+
+    @dj.jit(donate_argnums=0)
+    def next_state(state, images, labels):
+        return strategy.run(train_step, args=(state, images, labels))
+
+    @dj.jit
+    def count_right(state, images, labels):
+        return strategy.run(test_step, args=(state, images, labels))
 
     def train(images, labels):
         nonlocal state
-        state, loss = strategy.run(train_step, args=(state, images, labels))
+        state, loss = next_state(state, images, labels)
         return loss
 
     def test(batches):
-        counts = [strategy.run(test_step, args=(state, *batch)) for batch in batches]
+        counts = [count_right(state, *batch) for batch in batches]
         right, count = (sum(int(each) for each in column) for column in zip(*counts, strict=True))
         return right / count
 

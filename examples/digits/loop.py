@@ -37,7 +37,8 @@ def fit(
 
     losses, accuracies = [], []
     start = time.perf_counter()
-    with tqdm(batches, total=num_steps, desc=options.strategy, unit="step") as bar:
+    # disable=None: no bar where standard error is not a terminal.
+    with tqdm(batches, total=num_steps, desc=options.strategy, unit="step", disable=None) as bar:
         for step, batch in enumerate(bar, start=1):
             losses.append(train(*data.per_replica(strategy, batch)))
             if step % steps_per_epoch == 0 or step == num_steps:
@@ -45,4 +46,9 @@ def fit(
                 bar.set_postfix(
                     loss=f"{float(losses[-1]):.4f}", test_accuracy=f"{accuracies[-1][1]:.2%}"
                 )
-    return History([float(loss) for loss in losses], accuracies, time.perf_counter() - start)
+    return History(
+        losses=[float(loss) for loss in losses],
+        accuracies=accuracies,
+        seconds=time.perf_counter() - start,
+        devices=losses[-1].devices(),
+    )

@@ -39,7 +39,8 @@ class ConvNet(nn.Module):
 def initialize(network: ConvNet, seed: int) -> dict[str, Any]:
     """The `params` and `batch_stats` before the first step."""
     images = jnp.zeros((1, 8, 8, 1))
-    return jax.jit(lambda key: network.init(key, images, train=False))(jax.random.key(seed))
+    key = jax.random.key(seed, impl="rbg")  # compiles in a third of the default's time
+    return jax.jit(lambda key: network.init(key, images, train=False))(key)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import argparse
 import json
 from dataclasses import dataclass
 
+import jax
 from matplotlib.figure import Figure
 
 import distjax as dj
@@ -17,11 +18,13 @@ class History:
         losses: Mean loss over the global batch, one for each step.
         accuracies: Pairs of (step, accuracy on the test set), one for each epoch.
         seconds: Wall time of training and testing, compilation included.
+        devices: Those that computed the losses.
     """
 
     losses: list[float]
     accuracies: list[tuple[int, float]]
     seconds: float
+    devices: set[jax.Device]
 
 
 def write(options: argparse.Namespace, strategy: dj.Strategy, history: History) -> None:
@@ -52,11 +55,10 @@ def learning_curve(name: str, history: History) -> Figure:
 
 def table(name: str, strategy: dj.Strategy, history: History) -> str:
     """One run as a table with a line of heads and a line of values."""
-    devices = strategy.extended.worker_devices
     columns = {
         "strategy": name,
         "replicas": str(strategy.num_replicas_in_sync),
-        "devices": f"{len(devices)} {devices[0].platform}",
+        "devices": f"{len(history.devices)} {next(iter(history.devices)).platform}",
         "steps": str(len(history.losses)),
         "train loss": f"{history.losses[-1]:.6f}",
         "test accuracy": f"{history.accuracies[-1][1]:.2%}",

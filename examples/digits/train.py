@@ -114,13 +114,18 @@ def main() -> None:
         network = model.ConvNet(axis_name=strategy.axis_name)
         trainer = Trainer(network, model.make_optimizer(num_steps), chosen.seed)
 
+    @dj.jit
     def train(images, labels):
         return strategy.reduce("mean", strategy.run(trainer.train_step, args=(images, labels)))
+
+    @dj.jit
+    def count_right(images, labels):
+        strategy.run(trainer.test_step, args=(images, labels))
 
     def test(batches):
         trainer.test_accuracy.reset()
         for batch in batches:
-            strategy.run(trainer.test_step, args=batch)
+            count_right(*batch)
         return trainer.test_accuracy.result()
 
     report.write(chosen, strategy, loop.fit(chosen, strategy, train, test))

@@ -1,0 +1,299 @@
+"""Replicas as threads that pause where they meet: the text of the seeds, literally.
+
+The replicas run one after another, each up to its next meeting (a merge_call, a
+collective, an aggregated write, a creation). When all have arrived, the caller's
+thread holds the meeting in cross-replica context and hands out the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import ContextError, LocalityError, MergeError, explain
+from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.testing.reference_values import combined, concatenated, regroup, select, summable
+from distjax.variables.variable import Variable
+
+
+class Meeting(NamedTuple):
+    """What one replica brings to a meeting.
+
+    Attributes:
+      what: the call, equal on all replicas of one meeting.
+      value: this replica's value.
+      hold: makes the answers, one per replica, from the values of all.
+    """
+
+    what: str
+    value: Any
+    hold: Callable[[list[Any]], Sequence[Any]]
+
+
+class _Aborted(BaseException):
+    """Unwinds a replica whose run has failed elsewhere."""
+
+
+class ReplicaThread(threading.Thread):
+    """One replica: runs ``body`` when told to, up to its next meeting.
+
+    Attributes:
+      meeting: what it waits for; None when it is done.
+      result: what ``body`` returned.
+      error: what ``body`` raised.
+    """
+
+    def __init__(self, number: int, body: Callable[[ReplicaThread], Any]):
+        super().__init__(name=f"replica {number}", daemon=True)
+        self.number = number
+        self.meeting: Meeting | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._body = body
+        self._answer: Any = None
+        self._is_aborted = False
+        self._turn, self._pause = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self) -> None:
+        """Runs the body, when the first turn comes."""
+        self._turn.acquire()
+        try:
+            if not self._is_aborted:
+                self.result = self._body(self)
+        except _Aborted:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.meeting = None
+        self._pause.release()
+
+    def meet(self, meeting: Meeting) -> Any:
+        """Returns this replica's answer; called in its own thread."""
+        if not self._is_aborted:
+            self.meeting = meeting
+            self._pause.release()
+            self._turn.acquire()
+        if self._is_aborted:
+            raise _Aborted
+        return self._answer
+
+    def go_on(self, answer: Any) -> None:
+        """Lets the replica run up to its next meeting; raises what it raises."""
+        self._answer = answer
+        self._turn.release()
+        self._pause.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        """Unwinds the replica if it still waits."""
+        self._is_aborted = True
+        self._turn.release()
+        self.join()
+
+
+def run_replicas(strategy: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns what the calls return, each run as one replica of `strategy`."""
+    around = frames.stack()
+
+    def replica(call: Callable[[], Any]) -> Callable[[ReplicaThread], Any]:
+        def body(thread: ReplicaThread) -> Any:
+            frame = Frame(strategy, ReferenceReplicaContext(strategy, thread))
+            # Inner jit, scan, while_loop and cond run step by step on concrete values.
+            with frames.handed((*around, frame)), jax.disable_jit():
+                return call()
+
+        return body
+
+    threads = [ReplicaThread(i, replica(call)) for i, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    try:
+        answers: Sequence[Any] = [None] * len(threads)
+        while True:
+            for thread, answer in zip(threads, answers, strict=True):
+                thread.go_on(answer)
+            if all(thread.meeting is None for thread in threads):
+                return [thread.result for thread in threads]
+            answers = _hold_meeting(strategy, [thread.meeting for thread in threads])
+    finally:
+        for thread in threads:
+            thread.abort()
+
+
+def _hold_meeting(strategy: Any, meetings: Sequence[Meeting | None]) -> Sequence[Any]:
+    places = ["the end of the function" if m is None else m.what for m in meetings]
+    if len(set(places)) > 1:
+        arrived = ", ".join(f"replica {i} at {place}" for i, place in enumerate(places))
+        raise MergeError(
+            explain(
+                "all replicas need to make the same merge_call and collective calls, in the same "
+                "order. Some replicas made a different number of merge_call calls",
+                got=arrived,
+                why="each call waits for all replicas",
+                fix="call it on every replica; choose by replica with jnp.where instead",
+            )
+        )
+    with frames.entered(Frame(strategy)), jax.disable_jit():
+        return meetings[0].hold([m.value for m in meetings])
+
+
+# -- all_reduce, with its derivative ------------------------------------------
+
+_reduce_p = jax_compat.Primitive("distjax_reference_all_reduce")
+_reduce_p.def_abstract_eval(lambda x, *, context, op: jax_compat.ShapedArray(x.shape, x.dtype))
+
+
+@_reduce_p.def_impl
+def _reduce_now(x: Any, *, context: ReferenceReplicaContext, op: ReduceOp) -> Any:
+    hold = lambda values: [combined(op, values)] * len(values)
+    return context.meet(f"all_reduce({op.name})", x, hold)
+
+
+def _reduce_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out, (tangent,) = _reduce_p.bind(*primals, **params), tangents
+    is_zero = isinstance(tangent, jax_compat.Zero) or tangent.dtype == jax.dtypes.float0
+    zero = jax_compat.Zero(jax_compat.aval_of(out).to_tangent_aval())
+    return out, zero if is_zero else _reduce_p.bind(tangent, **params)
+
+
+jax_compat.primitive_jvps[_reduce_p] = _reduce_jvp
+jax_compat.primitive_transposes[_reduce_p] = lambda ct, x, **params: [
+    ct if isinstance(ct, jax_compat.Zero) else _reduce_p.bind(ct, **params)
+]
+jax_compat.primitive_batchers[_reduce_p] = lambda xs, dims, **params: (
+    _reduce_p.bind(*xs, **params),
+    dims[0],
+)
+
+
+class ReferenceReplicaContext:
+    """What `dj.get_replica_context()` gives in a replica of the reference."""
+
+    def __init__(self, strategy: Any, thread: ReplicaThread):
+        self._strategy, self._thread = strategy, thread
+        self.number = thread.number
+
+    @property
+    def strategy(self) -> Any:
+        """The reference strategy."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array:
+        """This replica's number, a concrete int32 scalar."""
+        self._require_current("replica_id_in_sync_group")
+        return jnp.int32(self.number)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The one device."""
+        return self._strategy.extended.worker_devices
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns ``merge_fn(strategy, *args, **kwargs)``, called once, by replica 0."""
+        args, kwargs = require_call(args, kwargs, "merge_call")
+        topology = self._strategy.extended.topology
+
+        def hold(values: list[Any]) -> list[Any]:
+            args, kwargs = regroup(values, topology, "merge_call")
+            result = merge_fn(self._strategy, *args, **kwargs)
+            return [select(result, i, topology, "a merge result") for i in range(len(values))]
+
+        return self.meet("merge_call", (args, kwargs), hold)
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Returns the sum or mean of each leaf over the replicas."""
+        op = as_reduce_op(op)
+        self._require_current("all_reduce")
+
+        def leaf(x: Any) -> Any:
+            return _reduce_p.bind(summable(op, _own(x, "all_reduce")), context=self, op=op)
+
+        return jax.tree.map(leaf, value, is_leaf=is_per_replica)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Returns the replicas' values of each leaf end to end."""
+
+        def leaf(x: Any) -> Any:
+            hold = lambda values: [concatenated(values, axis, "all_gather")] * len(values)
+            return self.meet("all_gather", _own(x, "all_gather"), hold)
+
+        return jax.tree.map(leaf, value, is_leaf=is_per_replica)
+
+    def fold_in(self, key: jax.Array) -> jax.Array:
+        """Returns `key` folded with this replica's number."""
+        return jax.random.fold_in(key, self.number)
+
+    def meet(self, what: str, value: Any, hold: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Waits for the other replicas; returns this replica's answer of ``hold``."""
+        self._require_current(what)
+        if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value)):
+            raise MergeError(
+                explain(
+                    f"{what} in the reference interpreter needs concrete values",
+                    got="values of a JAX trace (grad, vmap, jvp, remat)",
+                    why="replicas meet as threads; of all meetings only all_reduce has derivatives "
+                    "and batching here",
+                    fix=f"move {what} out of the transformed function, or use VirtualStrategy",
+                )
+            )
+        return self._thread.meet(Meeting(what, value, hold))
+
+    def _require_current(self, what: str) -> None:
+        frame = frames.current()
+        if frame.replica_context is self:
+            return
+        is_merge = frame.strategy is self._strategy and frame.replica_context is None
+        raise (MergeError if is_merge else ContextError)(
+            explain(
+                f"{what} needs its own replica context. Need to be inside "
+                "`call_for_each_replica()`",
+                got=frame.name,
+                why="a replica context is valid only while its replica runs",
+                fix="dj.get_replica_context() where it is used; strategy.reduce(op, x) in a merge "
+                "function",
+            )
+        )
+
+
+def _own(value: Any, method: str) -> Any:
+    if isinstance(value, PerReplica):
+        raise LocalityError(
+            explain(
+                f"{method} needs this replica's value",
+                got=f"a PerReplica of {value.num_replicas} values that the function closes over",
+                why="a replica sees its own value of an argument of run only",
+                fix="pass it: strategy.run(fn, args=(x,))",
+            )
+        )
+    return value.value if isinstance(value, Variable) else value
+
+
+def require_call(args: Any, kwargs: Any, method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns args as a tuple and kwargs as a dict, or raises a ValueError."""
+    if isinstance(args, (tuple, list)) and isinstance(kwargs, (dict, type(None))):
+        return tuple(args), dict(kwargs or {})
+    raise ValueError(
+        explain(
+            f"{method}: positional args must be a list or tuple, kwargs a dict",
+            got=f"args of type {type(args).__name__}, kwargs of type {type(kwargs).__name__}",
+            why="each item is one argument of the function",
+            fix=f"{method}(fn, args=(x,)): note the comma",
+        )
+    )

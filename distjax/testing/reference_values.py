@@ -1,0 +1,149 @@
+"""Values of R replicas in the reference interpreter: apart, together, added up."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.collectives.ops import ReduceOp
+from distjax.errors import LocalityError, describe_value, explain
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.topology import Topology
+
+
+def is_array(value: object) -> bool:
+    """Returns whether `value` is an array."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def is_number(value: object) -> bool:
+    """Returns whether `value` is a Python number."""
+    return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
+
+
+def select(tree: Any, replica: int, topology: Topology, where: str) -> Any:
+    """Returns what one replica sees of a cross-replica tree."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, PerReplica):
+            require_same_topology(x, topology, where)
+            return x.stacked[replica]
+        return jnp.asarray(x) if is_array(x) else x
+
+    return jax.tree.map(leaf, tree, is_leaf=is_per_replica)
+
+
+def regroup(trees: Sequence[Any], topology: Topology, where: str) -> Any:
+    """Returns the trees of all replicas as one: equal leaves bare, others PerReplica."""
+    flat = [jax.tree.flatten(tree, is_leaf=is_per_replica) for tree in trees]
+    treedef = flat[0][1]
+    for _, other in flat:
+        if other != treedef:
+            raise LocalityError(_differing_text(where, f"a tree {treedef} and a tree {other}"))
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return jax.tree.unflatten(treedef, [_regrouped(c, topology, where) for c in columns])
+
+
+def _regrouped(column: Sequence[Any], topology: Topology, where: str) -> Any:
+    first = column[0]
+    if any(isinstance(x, PerReplica) for x in column):
+        raise LocalityError(_differing_text(where, "a PerReplica that a replica closes over"))
+    if not is_array(first) and all(x is first for x in column):
+        return first
+    if all(is_number(x) and type(x) is type(first) and x == first for x in column):
+        return first
+    if not all(is_array(x) or is_number(x) for x in column):
+        if all(type(x) is type(first) and x == first for x in column):
+            return first
+        raise LocalityError(_differing_text(where, ", ".join(map(describe_value, column))))
+    arrays = [jnp.asarray(x) for x in column]
+    if any((a.shape, a.dtype) != (arrays[0].shape, arrays[0].dtype) for a in arrays):
+        raise LocalityError(_differing_text(where, ", ".join(map(describe_value, arrays))))
+    if all(_content(a) == _content(arrays[0]) for a in arrays):
+        return arrays[0]
+    return PerReplica(jnp.stack(arrays), topology)
+
+
+def _content(array: jax.Array) -> bytes:
+    if jax_compat.is_key_dtype(array.dtype):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
+
+
+def _differing_text(where: str, got: str) -> str:
+    return explain(
+        f"{where} needs the same tree, shapes, dtypes and Python objects from all replicas",
+        got=got,
+        why="only the numbers in arrays may differ per replica: a compiled program is traced once "
+        "for all of them",
+        fix="make the difference an array, or let it not depend on the replica",
+    )
+
+
+def components(value: Any, num_replicas: int) -> list[Any] | None:
+    """Returns the values of the replicas, or None for what is not on the replicas."""
+    if isinstance(value, PerReplica):
+        return [value.stacked[i] for i in range(num_replicas)]
+    return [value] * num_replicas if isinstance(value, jax.Array) else None
+
+
+def summable(op: ReduceOp, value: Any) -> jax.Array:
+    """Returns `value` in the dtype in which `op` adds: floating for a mean."""
+    array = jnp.asarray(value)
+    if op is ReduceOp.MEAN and not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array.astype(jnp.result_type(float))
+    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+
+
+def combined(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
+    """Returns the sum or mean of the replicas' values, added up in replica order."""
+    total = functools.reduce(operator.add, [summable(op, v) for v in values])
+    return total / len(values) if op is ReduceOp.MEAN else total
+
+
+def combined_within(op: ReduceOp, values: Sequence[Any], axis: Any, mask: Any) -> jax.Array:
+    """Returns sum or mean over replicas and over `axis`, of what the masks keep.
+
+    Args:
+      op: SUM, or MEAN over all elements that are kept.
+      values: a value [B, ...] per replica.
+      axis: None, an int or a tuple of ints.
+      mask: a bool array [B] per replica, or None.
+    """
+    axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
+    add: Callable[[Any], Any] = lambda x: x if axes is None else jnp.sum(x, axes, dtype=x.dtype)
+    arrays = [summable(op, v) for v in values]
+    masks = mask or [jnp.ones((), bool)] * len(values)
+    wide = [
+        jnp.broadcast_to(m.reshape(m.shape + (1,) * (a.ndim - m.ndim)), a.shape)
+        for m, a in zip(masks, arrays, strict=True)
+    ]
+    kept = [jnp.where(m, a, jnp.zeros_like(a)) for m, a in zip(wide, arrays, strict=True)]
+    total = functools.reduce(operator.add, [add(x) for x in kept])
+    if op is ReduceOp.SUM:
+        return total
+    counts = [add(m.astype(a.dtype)) for m, a in zip(wide, arrays, strict=True)]
+    return total / functools.reduce(operator.add, counts)
+
+
+def concatenated(values: Sequence[Any], axis: int, method: str) -> jax.Array:
+    """Returns the replicas' values end to end along `axis`."""
+    ndim = jnp.ndim(values[0])
+    if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < ndim:
+        raise ValueError(
+            explain(
+                f"{method} needs an axis between 0 and {ndim - 1}",
+                got=f"axis {axis!r} of a value with {ndim} axes",
+                why="the replicas' values are put end to end along an axis that they have",
+                fix=f"{method}(x[None], axis=0) for scalars",
+            )
+        )
+    return jnp.concatenate([jnp.asarray(v) for v in values], axis)

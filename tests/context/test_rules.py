@@ -1,0 +1,379 @@
+"""Which context is in force, and who may call what in it."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from replicas import ids
+
+import distjax as dj
+from distjax.errors import ContextError, MergeError, StrategyMismatchError
+from distjax.strategies.default import DEFAULT_STRATEGY
+
+MIXING = "Mixing different tf.distribute.Strategy objects"
+
+
+def state():
+    """Returns what the free functions say: strategy, has one, cross-replica, is a replica."""
+    return (
+        dj.get_strategy(),
+        dj.has_strategy(),
+        dj.in_cross_replica_context(),
+        dj.get_replica_context() is not None,
+    )
+
+
+DEFAULT = (DEFAULT_STRATEGY, False, False, True)
+
+
+def in_cross(strategy):
+    return (strategy, True, True, False)
+
+
+def in_replica(strategy):
+    return (strategy, True, False, True)
+
+
+@contextlib.contextmanager
+def raised_first(error, match):
+    """The first line of the message matches."""
+    with pytest.raises(error) as info:
+        yield
+    first = str(info.value).splitlines()[0]
+    assert match in first, first
+
+
+def test_r001_default_state():
+    assert state() == DEFAULT
+    assert dj.get_replica_context() is dj.get_replica_context()
+    assert dj.get_replica_context().strategy is DEFAULT_STRATEGY
+
+
+def test_scope_is_cross_replica_context(pair):
+    with pair.scope() as entered:
+        assert entered is pair
+        assert state() == in_cross(pair)
+    assert state() == DEFAULT
+
+
+@pytest.mark.parametrize("method", ["run", "call_for_each_replica"])
+@pytest.mark.parametrize("scoped", [False, True])
+def test_r003_replica_state_inside_run(pair, how, method, scoped):
+    seen = []
+    call = pair.run if method == "run" else pair.extended.call_for_each_replica
+
+    def fn():
+        seen.append((state(), dj.get_replica_context().strategy))
+
+    with pair.scope() if scoped else contextlib.nullcontext():
+        how(lambda: call(fn))()
+        assert state() == (in_cross(pair) if scoped else DEFAULT)
+    assert set(seen) == {(in_replica(pair), pair)}
+    assert state() == DEFAULT
+
+
+def test_r005_a_scope_of_another_strategy_is_refused(pair):
+    other = dj.VirtualStrategy(2)
+    with pair.scope():
+        with pytest.raises(StrategyMismatchError, match=MIXING):
+            with other.scope():
+                pass
+        assert state() == in_cross(pair)
+        with raised_first(StrategyMismatchError, "scope() of VirtualStrategy"):
+            with other.scope():
+                pass
+
+
+def test_scopes_of_one_strategy_nest(pair):
+    with pair.scope():
+        with pair.scope():
+            assert state() == in_cross(pair)
+        assert state() == in_cross(pair)
+    assert state() == DEFAULT
+
+
+def test_r007_set_strategy_in_a_scope_is_refused(pair):
+    with pair.scope():
+        for strategy in (dj.VirtualStrategy(2), pair, None):
+            with raised_first(
+                ContextError, "Must not be called inside a `tf.distribute.Strategy` scope"
+            ):
+                dj.set_strategy(strategy)
+        assert state() == in_cross(pair)
+
+
+def test_set_strategy_replaces_the_one_set_before(pair):
+    other = dj.VirtualStrategy(3)
+    dj.set_strategy(pair)
+    assert state() == in_cross(pair)
+    dj.set_strategy(other)
+    assert state() == in_cross(other)
+    with raised_first(StrategyMismatchError, "scope() of"), pair.scope():
+        pass
+    with other.scope():
+        assert state() == in_cross(other)
+    dj.set_strategy(None)
+    assert state() == DEFAULT
+
+
+def test_r009_scopes_left_out_of_order(pair):
+    """Distjax has no variable-creator scopes: the scopes themselves are left out of order."""
+    outer, inner = pair.scope(), pair.scope()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(ContextError, match=r"(?s)left in the order opposite.*nesting error"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    assert state() == DEFAULT
+
+
+CALLS = {
+    "reduce": lambda s, v: s.reduce("mean", jnp.float32(3)),
+    "reduce_to": lambda s, v: s.extended.reduce_to("mean", jnp.float32(3), None),
+    "batch_reduce_to": lambda s, v: s.extended.batch_reduce_to("mean", [(jnp.float32(3), None)]),
+    "broadcast_to": lambda s, v: s.extended.broadcast_to(jnp.float32(3)),
+    "gather": lambda s, v: s.gather(jnp.ones(1), 0),
+    "update": lambda s, v: s.extended.update(v, lambda v: v.assign(3.0)),
+    "run": lambda s, v: s.run(lambda: 3),
+    "call_for_each_replica": lambda s, v: s.extended.call_for_each_replica(lambda: 3),
+}
+
+
+@pytest.fixture
+def variable(pair):
+    with pair.scope():
+        return dj.Variable(1.0)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_r011_cross_replica_methods_in_and_out_of_scope(pair, variable, call):
+    call(pair, variable)
+    with pair.scope():
+        call(pair, variable)
+    other = dj.VirtualStrategy(2)
+    with other.scope(), pytest.raises(StrategyMismatchError, match=MIXING):
+        call(pair, variable)
+    assert state() == DEFAULT
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_r013_cross_replica_methods_are_refused_in_a_replica(pair, variable, name):
+    method = {"call_for_each_replica": "run"}.get(name, name)
+    with raised_first(ContextError, f"{method} needs cross-replica context"):
+        pair.run(lambda: CALLS[name](pair, variable))
+    with pytest.raises(ContextError, match="Method requires being in cross-replica context"):
+        pair.run(lambda: CALLS[name](pair, variable))
+    assert state() == DEFAULT
+
+
+def test_scope_is_refused_in_a_replica(pair):
+    def fn():
+        with pair.scope():
+            pass
+
+    with raised_first(ContextError, "scope() needs cross-replica context"):
+        pair.run(fn)
+
+
+def test_r015_another_strategys_run_in_a_replica_is_refused(pair):
+    other = dj.VirtualStrategy(2)
+    with pytest.raises(StrategyMismatchError, match=MIXING):
+        pair.run(lambda: other.run(lambda: 1))
+    assert state() == DEFAULT
+
+
+@pytest.mark.parametrize(
+    "raiser",
+    [
+        lambda s: s.run(lambda: 1 // 0),
+        lambda s: s.run(lambda: dj.get_replica_context().merge_call(lambda s: 1 // 0)),
+        lambda s: dj.jit(lambda: 1 // 0)(),
+        lambda s: dj.jit(lambda: s.run(lambda: 1 // 0))(),
+        lambda s: s.extended.update(dj.Variable(1.0), lambda v: 1 // 0),
+        lambda s: 1 // 0,
+    ],
+    ids=["replica", "merge", "jit", "run in jit", "update", "scope"],
+)
+def test_r017_contexts_are_clean_after_an_exception(pair, raiser):
+    with pytest.raises(ZeroDivisionError), pair.scope():
+        try:
+            raiser(pair)
+        finally:
+            assert state() == in_cross(pair)
+    assert state() == DEFAULT
+
+
+def test_r019_scope_in_a_merge_function(pair):
+    seen = []
+
+    def merge(strategy):
+        with strategy.scope() as entered:
+            seen.append((entered is strategy, state()))
+        seen.append((True, state()))
+
+    pair.run(lambda: dj.get_replica_context().merge_call(merge))
+    assert seen and set(seen) == {(True, in_cross(pair))}
+
+
+def test_merge_functions_are_cross_replica(pair, how):
+    seen = []
+
+    def merge(strategy):
+        seen.append((strategy, *state()))
+
+    def fn():
+        dj.get_replica_context().merge_call(merge)
+        seen.append((pair, *state()))
+
+    how(lambda: pair.run(fn))()
+    assert set(seen) == {(pair, *in_cross(pair)), (pair, *in_replica(pair))}
+
+
+def test_update_functions_are_cross_replica(pair, variable):
+    seen = []
+    pair.extended.update(variable, lambda v: seen.append(state()))
+    assert seen == [in_cross(pair)]
+    assert state() == DEFAULT
+
+
+def test_scope_in_an_update_function(pair, variable):
+    def fn(v):
+        with pair.scope():
+            v.assign_add(1.0)
+        return state()
+
+    assert pair.extended.update(variable, fn) == in_cross(pair)
+    assert float(variable.value) == 2.0
+
+
+def test_r021_state_inside_the_default_strategys_run():
+    def fn():
+        context = dj.get_replica_context()
+        return state(), context.replica_id_in_sync_group, context.num_replicas_in_sync
+
+    assert DEFAULT_STRATEGY.run(fn) == (DEFAULT, 0, 1)
+
+
+def test_default_merge_call_is_cross_replica():
+    seen = dj.get_replica_context().merge_call(lambda strategy: (strategy, state()))
+    assert seen == (DEFAULT_STRATEGY, (DEFAULT_STRATEGY, False, True, False))
+
+
+def test_cross_replica_methods_in_the_default_strategys_run():
+    with raised_first(ContextError, "reduce needs cross-replica context"):
+        DEFAULT_STRATEGY.run(lambda: DEFAULT_STRATEGY.reduce("sum", 1.0))
+    with raised_first(ContextError, "run needs cross-replica context"):
+        DEFAULT_STRATEGY.run(lambda: DEFAULT_STRATEGY.run(lambda: 1))
+
+
+def test_reduce_in_a_default_merge_call():
+    merged = dj.get_replica_context().merge_call(lambda s, x: s.reduce("sum", x), args=(2.0,))
+    assert merged == 2.0
+
+
+def test_r023_another_strategys_run_in_the_default_strategys_run(pair, how):
+    def fn():
+        seen = []
+        x = pair.run(lambda x: seen.append(state()) or x, (ids(pair),))
+        assert set(seen) == {in_replica(pair)}
+        assert state() == DEFAULT
+        with pair.scope():
+            return pair.reduce("sum", x)
+
+    assert float(how(lambda: DEFAULT_STRATEGY.run(fn))()) == 1.0
+
+
+def test_another_strategys_scope_in_the_default_strategys_run(pair):
+    def fn():
+        with pair.scope():
+            return state()
+
+    assert DEFAULT_STRATEGY.run(fn) == in_cross(pair)
+    assert DEFAULT_STRATEGY.run(lambda: state()) == DEFAULT
+
+
+def test_other_methods_of_another_strategy_in_the_default_strategys_run(pair):
+    """They put nothing in force: TF asks for the scope there, too."""
+    with raised_first(StrategyMismatchError, "reduce of"):
+        DEFAULT_STRATEGY.run(lambda: pair.reduce("mean", 1.0))
+
+
+def test_context_called_from_cross_replica_context(pair):
+    """A merge function closes over its context: B section 0."""
+
+    def nested():
+        context = dj.get_replica_context()
+        return context.merge_call(lambda s: context.merge_call(lambda s: 1))
+
+    with raised_first(MergeError, "Need to be inside `call_for_each_replica()`"):
+        pair.run(nested)
+    assert state() == DEFAULT
+
+
+@pytest.mark.parametrize("what", ["merge_call", "all_reduce", "all_gather"])
+def test_default_context_called_under_a_strategy(pair, what):
+    default = dj.get_replica_context()
+    calls = {
+        "merge_call": lambda: default.merge_call(lambda s: 1),
+        "all_reduce": lambda: default.all_reduce("sum", 1.0),
+        "all_gather": lambda: default.all_gather(jnp.ones(1), 0),
+    }
+    with raised_first(StrategyMismatchError, f"{what} of the default replica context"):
+        with pair.scope():
+            calls[what]()
+    with raised_first(StrategyMismatchError, f"{what} of the default replica context"):
+        pair.run(calls[what])
+
+
+def test_default_context_called_in_its_merge_function():
+    default = dj.get_replica_context()
+    with raised_first(MergeError, "Need to be inside `call_for_each_replica()`"):
+        default.merge_call(lambda s: default.all_reduce("sum", 1.0))
+
+
+def test_contexts_of_another_run_of_the_same_strategy(pair):
+    """A context that outlives its trace, asked in a later one: "Mismatching ReplicaContext"."""
+    kept = []
+    pair.run(lambda: kept.append(dj.get_replica_context()))
+    with raised_first(ContextError, "needs the context of the function that is being traced"):
+        pair.run(lambda: kept[0].all_reduce("sum", 1.0))
+
+
+def test_every_context_question_has_an_answer_on_every_strategy(strategy, how):
+    """Conformance: in run one is a replica, in a merge one is not, afterwards all is as before."""
+    seen = []
+
+    def merge(s, x):
+        seen.append((s is strategy, dj.get_strategy() is strategy, dj.in_cross_replica_context()))
+        return x
+
+    def fn(x):
+        context = dj.get_replica_context()
+        assert not dj.in_cross_replica_context()
+        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+        return context.merge_call(merge, args=(x,))
+
+    how(lambda x: strategy.run(fn, args=(x,)))(jnp.float32(1))
+    assert set(seen) == {(True, True, True)}
+    assert state() == DEFAULT
+
+
+def test_default_scope_changes_nothing_and_does_not_nest_in_others(pair):
+    with DEFAULT_STRATEGY.scope():
+        assert state() == DEFAULT
+    with raised_first(StrategyMismatchError, "Must not nest tf.distribute.Strategy scopes"):
+        with pair.scope(), DEFAULT_STRATEGY.scope():
+            pass
+
+
+def test_jit_keeps_the_context_it_is_called_in(pair):
+    step = dj.jit(lambda: state())
+    assert step() == DEFAULT
+    with pair.scope():
+        assert step() == in_cross(pair)
+
+
+def test_jax_jit_in_a_scope_keeps_the_context(pair):
+    with pair.scope():
+        assert jax.jit(lambda x: x + int(dj.in_cross_replica_context()))(1) == 2

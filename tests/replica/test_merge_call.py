@@ -1,0 +1,439 @@
+"""merge_call: all replicas pause, one function runs in cross-replica context (decisions 4, 5)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from replicas import everywhere, ids, local, per_replica
+
+import distjax as dj
+from distjax.errors import (
+    ContextError,
+    DivergenceError,
+    LocalityError,
+    MergeError,
+    StrategyMismatchError,
+    TraceLeakError,
+)
+
+
+def context():
+    return dj.get_replica_context()
+
+
+def merge(fn, *args, **kwargs):
+    return context().merge_call(fn, args=args, kwargs=kwargs)
+
+
+def sum_of(strategy, x):
+    return strategy.reduce("sum", x)
+
+
+# -- what the function gets, and what comes back -------------------------------
+
+
+def test_seed_example(strategy, how):
+    """Seed 000 and semantics 12.1: every replica gets the sum, and adds it to its own value."""
+
+    def fn(three):
+        v = three + context().replica_id_in_sync_group
+        return merge(sum_of, v) + v
+
+    n = strategy.num_replicas_in_sync
+    out = how(lambda x: strategy.run(fn, args=(x,)))(3)
+    assert local(strategy, out) == [3 * n + n * (n - 1) // 2 + 3 + r for r in range(n)]
+
+
+def test_arguments_by_locality(pair, how):
+    """Decision 4: objects bare, equal values as arrays, others PerReplica, variables themselves."""
+    with pair.scope():
+        v = dj.Variable(1.0)
+    captured = object()
+    seen = []
+
+    def look(strategy, **kwargs):
+        seen.append(kwargs)
+        return kwargs["number"]
+
+    def fn(x, m):
+        total = context().all_reduce("sum", x)
+        return context().merge_call(
+            look,
+            kwargs=dict(t=x, m=m, reduced=total, v=v, o=captured, number=3, text="a", none=None),
+        )
+
+    assert how(lambda x, m: pair.run(fn, args=(x, m)))(ids(pair), jnp.float32(2)) == 3
+    last = seen[-1]  # it may be traced more than once: the last time counts
+    assert isinstance(last["t"], dj.PerReplica) and last["t"].shape == ()
+    assert isinstance(last["m"], jax.Array) and last["m"].shape == ()
+    assert isinstance(last["reduced"], jax.Array)
+    assert last["v"] is v and last["o"] is captured
+    assert (last["number"], last["text"], last["none"]) == (3, "a", None)
+
+
+def test_the_function_gets_the_strategy_first(strategy):
+    seen = []
+    strategy.run(lambda: merge(lambda s, *a, **k: seen.append((s, a, k)), 1, two=2))
+    assert set(map(str, seen)) == {str((strategy, (1,), {"two": 2}))}
+    assert seen[0][0] is strategy
+
+
+def test_a_per_replica_result_gives_each_replica_its_own(pair, how):
+    out = how(
+        lambda x: pair.run(lambda x: merge(lambda s, x: {"t": x, "m": s.reduce("sum", x)}, x), (x,))
+    )(per_replica(pair, [np.float32(5), np.float32(7)]))
+    assert local(pair, out["t"]) == [5.0, 7.0]
+    assert isinstance(out["m"], jax.Array) and float(out["m"]) == 12.0
+
+
+def test_python_results_come_back_as_they_are(pair):
+    captured = object()
+    assert pair.run(lambda: merge(lambda s: (None, "a", 3, captured))) == (None, "a", 3, captured)
+
+
+def test_r079_merge_call_in_a_function_wholly_inside_jit(pair):
+    @dj.jit
+    def step():
+        return pair.run(lambda: merge(sum_of, jnp.float32(0)))
+
+    assert float(step()) == 0.0
+
+
+def test_r081_merge_call_in_a_nested_jit_works(pair, how):
+    """Decision 5 (TF: RuntimeError)."""
+    inner = jax.jit(lambda x: merge(sum_of, x) * 2)
+    out = how(lambda x: pair.run(lambda x: inner(x) + x, args=(x,)))(ids(pair))
+    assert local(pair, out) == [2.0, 3.0]
+
+
+def test_r083_collectives_in_a_branch_of_one_device(how):
+    strategy = dj.OneDeviceStrategy()
+
+    def fn(x):
+        return lax.cond(x > 0, lambda: context().all_reduce("sum", x), lambda: x * 7)
+
+    assert float(how(lambda x: strategy.run(fn, args=(x,)))(jnp.float32(1))) == 1.0
+
+
+def test_r085_a_context_used_after_its_trace(pair):
+    kept = []
+    pair.run(lambda: kept.append(context()))
+    calls = {
+        "merge_call": lambda: kept[0].merge_call(lambda s: 1),
+        "all_reduce": lambda: kept[0].all_reduce("sum", 1.0),
+        "all_gather": lambda: kept[0].all_gather(jnp.ones(1), 0),
+        "replica_id_in_sync_group": lambda: kept[0].replica_id_in_sync_group,
+    }
+    for what, call in calls.items():
+        with pytest.raises(StrategyMismatchError, match=f"^{what} of a replica context") as info:
+            call()
+        assert "Mismatching tf.distribute.Strategy objects" in str(info.value)
+    assert kept[0].strategy is pair and kept[0].num_replicas_in_sync == 2
+
+
+def test_r087_two_merges(pair, how):
+    def fn(x):
+        s = merge(sum_of, x)
+        return merge(sum_of, x * s)
+
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+    assert float(how(lambda x: pair.run(fn, args=(x,)))(x)) == 9.0
+
+
+def test_r089_run_in_a_merge_function(pair, how):
+    def fn(x):
+        return merge(lambda s, x: s.run(lambda y: 2 * y, args=(x,)), x)
+
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+    assert local(pair, how(lambda x: pair.run(fn, args=(x,)))(x)) == [2.0, 4.0]
+
+
+def test_merges_nest_through_run_to_any_depth(pair, how):
+    def fn(x, depth):
+        if depth == 0:
+            return merge(sum_of, x)
+        return x + merge(lambda s, x: s.run(fn, args=(x,), kwargs={"depth": depth - 1}), x)
+
+    def step(x):
+        return pair.run(lambda x: fn(x, 3), args=(x,))
+
+    # 3 levels of x + ..., around the sum 0 + 1
+    assert local(pair, how(step)(ids(pair))) == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("catch", [ZeroDivisionError, Exception])
+def test_r091_a_replica_cannot_catch_an_error_of_a_merge_function(pair, how, catch):
+    reached = []
+
+    def fn(x):
+        try:
+            merge(lambda s: 1 // 0)
+        except catch:
+            reached.append(1)
+        return x
+
+    with pytest.raises(ZeroDivisionError):
+        how(lambda: pair.run(fn, args=(1.0,)))()
+    assert not dj.in_cross_replica_context()
+
+
+def test_r093_a_variable_made_in_a_merge_function(pair):
+    made = []
+
+    def create(strategy):
+        if not made:
+            made.append(dj.Variable(2.0, name="inside"))
+        return made[0]
+
+    out = pair.run(lambda: merge(create))
+    assert out is made[0]
+    assert out.strategy is pair and len(out.local_results()) == 2
+    assert out.synchronization is dj.VariableSynchronization.ON_WRITE
+    assert float(out.value) == 2.0
+
+
+def test_r095_keyword_arguments_are_passed_through(strategy):
+    out = strategy.run(lambda: merge(lambda s, test_arg: test_arg, test_arg="foo"))
+    assert out == "foo"
+
+
+def test_merge_functions_write_variables(pair, how):
+    """Semantics 12.2 without update: read, reduce, assign."""
+    with pair.scope():
+        w = dj.Variable(10.0)
+
+    def fn(g):
+        merge(lambda s, g: w.assign_sub(0.5 * s.reduce("sum", g)), g)
+        return w.value
+
+    g = per_replica(pair, [np.float32(1), np.float32(2)])
+    assert local(pair, how(lambda g: pair.run(fn, args=(g,)))(g)) == [8.5, 8.5]
+    assert float(w.value) == 8.5
+
+
+# -- inside control flow and transformations: decision 5 -----------------------
+
+
+def scanned(x):
+    def body(c, x):
+        total = merge(sum_of, x)
+        return c + total, total
+
+    return lax.scan(body, jnp.zeros(()), jnp.stack([x, x, x]))[0]
+
+
+WRAPPED = {
+    "scan": scanned,
+    "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, c: c + merge(sum_of, x), 0.0),
+    "while_loop": lambda x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + merge(sum_of, x)), (0, 0.0)
+    )[1],
+    "cond": lambda x: lax.cond(
+        context().all_reduce("sum", x) > 0, lambda: 3 * merge(sum_of, x), lambda: x
+    ),
+    "switch": lambda x: lax.switch(
+        1, [lambda: x, lambda: 3 * merge(sum_of, x), lambda: 5 * merge(sum_of, x)]
+    ),
+    "jit": lambda x: jax.jit(lambda x: 3 * merge(sum_of, x))(x),
+    "remat": lambda x: jax.checkpoint(lambda x: 3 * merge(sum_of, x))(x),
+    "vmap": lambda x: jax.vmap(lambda x: merge(sum_of, x))(jnp.stack([x, x, x])).sum(),
+    "grad": lambda x: jax.grad(lambda y: 1.5 * merge(sum_of, y * y))(x) / x * merge(sum_of, x) / 2,
+    "jit in scan": lambda x: lax.scan(
+        lambda c, _: (c + jax.jit(lambda x: merge(sum_of, x))(x), None), jnp.float32(0), length=3
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("make", [dj.VirtualStrategy, dj.MirroredStrategy], ids=["v", "m"])
+def test_merges_in_control_flow(name, make, how):
+    """Each computes three times the sum over replicas of 1, 2 (of 1, 2 and 3)."""
+    strategy = make(2 if make is dj.VirtualStrategy else jax.devices()[:2])
+    x = per_replica(strategy, [np.float32(1), np.float32(2)])
+    out = how(lambda x: strategy.run(WRAPPED[name], args=(x,)))(x)
+    factor = 2 if name == "grad" else 1  # d/dx sums over both replicas' outputs
+    assert local(strategy, out) == [9.0 * factor] * 2
+
+
+@pytest.mark.parametrize("name", [n for n in WRAPPED if n != "grad"])
+def test_bare_collectives_in_control_flow(pair, name, monkeypatch):
+    monkeypatch.setitem(globals(), "merge", lambda fn, x: context().all_reduce("sum", x))
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+    assert local(pair, pair.run(WRAPPED[name], args=(x,))) == [9.0, 9.0]
+
+
+DIVERGING = {
+    "cond": lambda x, c: lax.cond(x > 0, lambda: c(x), lambda: x),
+    "switch": lambda x, c: lax.switch(
+        x.astype(jnp.int32), [lambda: x, lambda: c(x), lambda: x + 1]
+    ),
+    "while_loop": lambda x, c: lax.while_loop(lambda s: s < x, lambda s: s + c(x), x - 2),
+}
+COLLECTIVES = {
+    "merge_call": lambda x: merge(sum_of, x),
+    "psum": lambda x: lax.psum(x, "replica"),
+    "all_gather": lambda x: lax.all_gather(x, "replica").sum(),
+}
+
+
+@pytest.mark.parametrize("construct", DIVERGING)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("kind", ["mirrored1", "mirrored2", "virtual2", "one_device"])
+def test_collectives_under_a_predicate_that_differs(construct, collective, kind, how):
+    """Refused on every strategy, those of one replica too: a step must not depend on R."""
+    from conftest import STRATEGIES
+
+    strategy = STRATEGIES[kind]()
+
+    def fn():
+        x = context().replica_id_in_sync_group.astype(jnp.float32)
+        return DIVERGING[construct](x, COLLECTIVES[collective])
+
+    with pytest.raises(DivergenceError) as info:
+        how(lambda: strategy.run(fn))()
+    first = str(info.value).splitlines()[0]
+    assert first.startswith(f"a lax.{construct} that holds {collective} needs a predicate"), first
+    assert __file__ in str(info.value)
+    assert issubclass(DivergenceError, MergeError) and issubclass(DivergenceError, LocalityError)
+    assert not dj.in_cross_replica_context()
+
+
+def test_a_predicate_proved_equal_is_accepted(pair):
+    def fn(x):
+        p = context().all_reduce("sum", x) > 0
+        return lax.cond(p, lambda: merge(sum_of, x), lambda: x)
+
+    assert local(pair, pair.run(fn, args=(ids(pair),))) == [1.0, 1.0]
+
+
+def test_a_branch_that_differs_without_collectives_is_fine(pair):
+    out = pair.run(lambda x: lax.cond(x > 0, lambda: x * 10, lambda: x - 5), args=(ids(pair),))
+    assert local(pair, out) == [-5.0, 10.0]
+
+
+# -- the same for writes of variables ------------------------------------------
+
+LEAKS = {
+    "scan": lambda w: lax.scan(lambda c, x: (c, w()), 0.0, jnp.arange(2.0)),
+    "fori_loop": lambda w: lax.fori_loop(0, 2, lambda i, c: c + w(), 0.0),
+    "while_loop": lambda w: lax.while_loop(lambda c: c < 2, lambda c: c + w(), 0.0),
+    "cond": lambda w: lax.cond(context().num_replicas_in_sync > jnp.int32(1), w, lambda: 0.0),
+    "switch": lambda w: lax.switch(jnp.int32(1), [lambda: 0.0, w, lambda: 1.0]),
+    "jit": lambda w: jax.jit(lambda: w())(),
+    "grad": lambda w: jax.grad(lambda x: x * w())(1.0),
+    "vmap": lambda w: jax.vmap(lambda x: x * w())(jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("construct", LEAKS)
+@pytest.mark.parametrize("where", ["replica", "merge", "cross"])
+def test_writes_that_would_leak(pair, construct, where):
+    """Decision 5: the variable named, and the dj.lax function in a loop or branch."""
+    with pair.scope():
+        v = dj.Variable(1.0, name="leaky", aggregation=dj.VariableAggregation.MEAN)
+
+    def write():
+        if where == "merge":
+            return merge(lambda s: v.assign_add(1.0))
+        return v.assign_add(1.0)
+
+    run = {
+        "replica": lambda: pair.run(lambda: LEAKS[construct](write)),
+        "merge": lambda: pair.run(lambda: LEAKS[construct](write)),
+        "cross": dj.jit(lambda: LEAKS[construct](write)),
+    }[where]
+    with pytest.raises(TraceLeakError) as info:
+        run()
+    text = str(info.value)
+    assert text.splitlines()[0].startswith("a write of variable 'leaky' needs to happen"), text
+    if construct in ("jit", "grad", "vmap"):
+        assert "return the new value" in text
+    else:
+        assert f"distjax.lax.{construct}" in text
+    assert float(v.value) == 1.0
+
+
+# -- refusals ------------------------------------------------------------------
+
+
+def test_merge_call_in_a_merge_function(pair):
+    def fn():
+        c = context()
+        return c.merge_call(lambda s: c.merge_call(lambda s: 1))
+
+    with pytest.raises(MergeError, match="^merge_call needs replica context. Need to be inside"):
+        pair.run(fn)
+
+
+@pytest.mark.parametrize("op", [lax.psum, lax.pmean, lax.pmax, lax.all_gather])
+def test_a_bare_collective_in_a_merge_function(strategy, op):
+    """Decision 29."""
+    if strategy.axis_name is None:
+        pytest.skip("the default strategy has no axis: JAX's own NameError")
+
+    def collect(strategy, x):
+        return op(x, "replica")
+
+    def fn(x):
+        return merge(collect, x)
+
+    with pytest.raises(MergeError) as info:
+        strategy.run(fn, args=(jnp.float32(1),))
+    text = str(info.value)
+    assert "collect needs strategy.reduce to combine values of replicas" in text.splitlines()[0]
+    assert __file__ in text and "strategy.reduce('sum', x)" in text
+
+
+def test_a_merge_function_that_changes_between_its_traces(pair):
+    calls = []
+
+    def impure(strategy, x):
+        calls.append(1)
+        return (x,) * len(calls)
+
+    with pytest.raises(MergeError, match="impure needs to do the same on every call"):
+        pair.run(lambda x: merge(impure, x), args=(ids(pair),))
+
+
+def test_a_value_that_differs_written_to_a_mirrored_variable(pair):
+    """A merge function gets T, and puts it into a mirrored variable: refused when known."""
+    with pair.scope():
+        v = dj.Variable(1.0, name="kept")
+    with pytest.raises(LocalityError, match="^assign of variable 'kept' needs one value"):
+        pair.run(lambda x: merge(lambda s, x: v.assign(x), x), args=(ids(pair),))
+    assert float(v.value) == 1.0
+
+
+def test_an_outer_context_is_not_the_inner_runs(pair):
+    def fn():
+        outer = context()
+        return merge(lambda s: s.run(lambda: outer.all_reduce("sum", 1.0)))
+
+    with pytest.raises(ContextError, match="needs the context of the function that is being"):
+        pair.run(fn)
+
+
+# -- derivatives ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_gradient_through_a_merge_is_the_same_reduction(pair, how, op):
+    """Decision 8, for reduce in a merge as for all_reduce."""
+
+    def fn(x, c):
+        f = lambda x: c * merge(lambda s, y: s.reduce(op, y), x * x)  # noqa: E731
+        return jax.grad(f)(x), jax.jvp(f, (x,), (jnp.ones_like(x),))[1]
+
+    x = per_replica(pair, [np.float32(3), np.float32(5)])
+    c = per_replica(pair, [np.float32(1), np.float32(3)])
+    grad, tangent = how(lambda x, c: pair.run(fn, args=(x, c)))(x, c)
+    scale = 1.0 if op == "sum" else 0.5
+    assert local(pair, grad) == [scale * 4 * 2 * 3, scale * 4 * 2 * 5]
+    assert local(pair, tangent) == [scale * 1 * 16, scale * 3 * 16]
+
+
+def test_every_strategy_gives_the_sum(strategy, how):
+    n = strategy.num_replicas_in_sync
+    out = how(lambda x: strategy.run(lambda x: merge(sum_of, x * x), args=(x,)))(ids(strategy))
+    assert local(strategy, out) == everywhere(strategy, float(sum(r * r for r in range(n))))

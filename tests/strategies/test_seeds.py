@@ -1,0 +1,128 @@
+"""The examples of the three seeds, written anew, give the seeds' results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def count(request):
+    return request.param
+
+
+@pytest.fixture(params=["mirrored", "virtual"])
+def replicas(request, count):
+    if request.param == "mirrored":
+        return dj.MirroredStrategy(jax.devices()[:count])
+    return dj.VirtualStrategy(count)
+
+
+def test_call_for_each_replica_example(replicas, count, how):
+    """Seeds 001 and 002: merge_fn sums `three + replica id`; each adds its own."""
+
+    def merge_fn(strategy, three_plus_replica_id):
+        return sum(strategy.local_results(three_plus_replica_id))
+
+    def fn(three):
+        ctx = dj.get_replica_context()
+        v = three + ctx.replica_id_in_sync_group
+        s = ctx.merge_call(merge_fn, args=(v,))
+        return s + v
+
+    run = how(lambda: replicas.extended.call_for_each_replica(fn, args=[3]))
+    with replicas.scope():
+        merged_results = run()
+    total = sum(3 + r for r in range(count))
+    expected = [total + 3 + r for r in range(count)]
+    assert [int(v) for v in replicas.local_results(merged_results)] == expected
+
+
+def test_colocated_update_example(replicas, how):
+    """Seed 000: fn(v1, v2, v3) runs on every device of var1; the others are there too."""
+    with replicas.scope():
+        var1 = dj.Variable(1.0, name="var1")
+        with replicas.extended.colocate_vars_with(var1):
+            var2 = dj.Variable(2.0, name="var2")
+            var3 = dj.Variable(3.0, name="var3")
+
+    def fn(v1, v2, v3):
+        return v1.assign_add(v2.value * v3.value)
+
+    result = how(lambda: replicas.extended.update(var1, fn, args=(var2, var3)))()
+    assert float(result) == 7.0
+    assert [float(c) for c in var1.local_results()] == [7.0] * replicas.num_replicas_in_sync
+    assert dj.locality(var2) == dj.locality(var1) == dj.locality(var3)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_update_pattern_in_four_steps(replicas, count, how, batched):
+    """Seeds 000-002: gradients, merge_call, reduce_to the variable, update."""
+    with replicas.scope():
+        w = dj.Variable(10.0, name="w")
+
+    def merge_fn(strategy, gradient, variable):
+        extended = strategy.extended
+        if batched:
+            reduced = extended.batch_reduce_to("sum", [(gradient, variable)])[0]
+        else:
+            reduced = extended.reduce_to(dj.VariableAggregation.SUM, gradient, variable)
+        extended.update(variable, lambda v, g: v.assign_sub(0.5 * g), args=(reduced,))
+
+    def step():
+        ctx = dj.get_replica_context()
+        gradient = jnp.float32(ctx.replica_id_in_sync_group + 1)
+        ctx.merge_call(merge_fn, args=(gradient, w))
+        return w.value
+
+    seen = how(lambda: replicas.run(step))()
+    expected = 10.0 - 0.5 * sum(range(1, count + 1))
+    assert float(seen) == expected
+    assert [float(c) for c in w.local_results()] == [expected] * count
+
+
+def test_unwrapping_and_merging(replicas, count):
+    """Seeds 000-002: (x, a, v0) on each replica gives (x, wrapped a, v)."""
+    x = object()
+    with replicas.scope():
+        v = dj.Variable(1.0)
+
+    def fn(w):
+        return x, w + dj.get_replica_context().replica_id_in_sync_group, v
+
+    out_x, out_a, out_v = replicas.run(fn, args=[np.float32(1)])
+    assert out_x is x
+    assert out_v is v
+    assert [float(a) for a in replicas.local_results(out_a)] == [1.0 + r for r in range(count)]
+
+
+def test_all_reduce_of_an_intermediate_value(replicas, count):
+    """Seeds 001, 002: reduce_to with the same value as input and destination."""
+
+    def fn():
+        ctx = dj.get_replica_context()
+        t = jnp.float32(ctx.replica_id_in_sync_group)
+        return ctx.merge_call(lambda s, t: s.extended.reduce_to("mean", t, t), args=(t,))
+
+    assert float(replicas.run(fn)) == (count - 1) / 2
+
+
+def test_sync_on_read_average(replicas, count):
+    """Seed 000: v = 0.9 * v + 0.1 * update is written per replica, summed on read."""
+    with replicas.scope():
+        v = dj.Variable(
+            1.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+
+    def fn():
+        update = dj.get_replica_context().replica_id_in_sync_group + 1
+        v.assign(0.9 * v.value + 0.1 * update)
+
+    replicas.run(fn)
+    expected = [0.9 + 0.1 * (r + 1) for r in range(count)]
+    np.testing.assert_allclose([float(c) for c in v.local_results()], expected, rtol=1e-6)
+    np.testing.assert_allclose(float(v.value), sum(expected), rtol=1e-6)

@@ -176,12 +176,20 @@ def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManag
     return jax.sharding.use_abstract_mesh(abstract)
 
 
+def live_equations(
+    eqns: Sequence[Any], outvars: Sequence[Any], keep_effects: bool = True
+) -> list[Any]:
+    """Returns the equations that `outvars` depend on, and those with effects."""
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(eqns):
+        if needed.intersection(eqn.outvars) or (keep_effects and eqn.effects):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
+
+
 def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
     """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
-    needed = {v for v in outvars if not isinstance(v, Literal)}
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            eqns.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return make_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns[::-1])
+    eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
+    return make_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)

@@ -25,8 +25,8 @@ _CALLS = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr custom_lin".split()
 )
-#: Primitives that give another value each time they run.
-_IMPURE = frozenset("rng_uniform infeed".split())
+#: Primitives that may give another value each time they run.
+_IMPURE = frozenset("rng_uniform infeed pure_callback io_callback ffi_call".split())
 
 MERGE_NAME = "distjax_merge_call"
 

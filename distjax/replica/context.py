@@ -36,6 +36,7 @@ class ReplicaContext:
 
     def __init__(self, strategy: Any):
         self._strategy = strategy
+        self.merge_error: Exception | None = None
 
     @property
     def strategy(self) -> Any:
@@ -87,7 +88,12 @@ class ReplicaContext:
         """
         args, kwargs = require_args(args, kwargs, "merge_call")
         frame = self._require_current("merge_call")
-        return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs)
+        try:
+            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs)
+        except Exception as error:
+            # A merge that failed has failed for all replicas: none can go on without it.
+            self.merge_error = error
+            raise
 
     def all_reduce(self, op: Any, value: Any) -> Any:
         """Returns the sum or mean of `value` over the replicas, on every replica.

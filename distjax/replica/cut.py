@@ -66,11 +66,12 @@ class Cutter:
         self, jaxpr: Any, eqns: list[Any], env: dict[Any, Located], last_use: dict[Any, int],
         index: int,
     ) -> None:
+        outs = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= index]
+        eqns = jax_compat.live_equations(eqns, outs)
         made = {v for eqn in eqns for v in eqn.outvars}
         used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
         ins = list(dict.fromkeys(v for v in used if v not in made))
-        outs = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= index]
-        if not outs and not any(eqn.effects for eqn in eqns):
+        if not eqns:
             return
         differs = {v: env[v].differs for v in ins}
         self.analysis.run(eqns, differs)

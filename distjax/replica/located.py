@@ -39,7 +39,7 @@ def as_user_value(value: Located, topology: Topology) -> Any:
     With one replica there is nothing to differ from, so it is always an array.
     """
     if not value.differs:
-        return value.array
+        return jnp.asarray(value.array)  # a literal of the jaxpr is no jax.Array yet
     if topology.num_replicas == 1:
         return lax.squeeze(value.array, (0,))
     return PerReplica(value.array, topology)

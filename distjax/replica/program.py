@@ -23,10 +23,7 @@ from distjax.replica.arguments import hide_objects
 from distjax.variables.creation import Creation, require_no_trace
 from distjax.replica.discovery import Discovered, discover
 from distjax.replica.retraces import RetraceWatch
-from distjax.variables.state import keep_lent_arrays
-
-#: Held while stored arrays are read, donated and replaced.
-_storage_lock = threading.RLock()
+from distjax.variables.state import keep_lent_arrays, storage_lock
 
 
 class _NewVariables(Exception):
@@ -99,7 +96,7 @@ class Program:
             return results
         if self._writes and jax_compat.tracing():
             raise TraceLeakError(self._leak_text())
-        with _storage_lock:
+        with storage_lock:
             keep_lent_arrays(self._written)
             written = [v.storage for v in self._writes]
             read = [v.storage for v in self._reads]

@@ -113,8 +113,11 @@ def trace_replica(
         creation = Creation.within(outer)
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = template.fill(local)
-        with frames.entered(Frame(strategy, ReplicaContext(strategy), state)):
+        context = ReplicaContext(strategy)
+        with frames.entered(Frame(strategy, context, state)):
             result = Template(fn(*args, **kwargs), is_array)
+        if context.merge_error is not None:
+            raise context.merge_error
         result.leaves = [_refuse_per_replica(leaf, fn) for leaf in result.leaves]
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=list(state.written), created=created)

@@ -1,0 +1,176 @@
+"""What the locality analysis proves, and what it must not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distjax as dj
+from distjax.errors import DivergenceError
+from distjax.replica import analysis
+
+AXIS = "replica"
+
+
+@pytest.fixture
+def x(pair):
+    return pair.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1)
+    )
+
+
+def is_equal(strategy, fn, *args):
+    """Returns whether the result of ``fn`` comes back proved equal."""
+    out = strategy.run(fn, args=args)
+    assert isinstance(out, (jax.Array, dj.PerReplica))
+    return isinstance(out, jax.Array)
+
+
+W = np.float32(3)
+
+PROVED = {
+    "argument": lambda w, x: w,
+    "arithmetic": lambda w, x: w * 2 + 1,
+    "psum": lambda w, x: lax.psum(x, AXIS),
+    "pmean": lambda w, x: lax.pmean(x, AXIS),
+    "pmax": lambda w, x: lax.pmax(x, AXIS),
+    "pmin": lambda w, x: lax.pmin(x, AXIS),
+    "all_gather": lambda w, x: lax.all_gather(x, AXIS),
+    "constant": lambda w, x: jnp.ones(3),
+    "random bits of an equal key": lambda w, x: jax.random.normal(jax.random.key(0)),
+    "jit": lambda w, x: jax.jit(lambda w, x: w + lax.psum(x, AXIS))(w, x),
+    "checkpoint": lambda w, x: jax.checkpoint(lambda w: jnp.sin(w))(w),
+    "scan whose carry stays equal": lambda w, x: lax.scan(
+        lambda c, _: (c + lax.psum(x, AXIS), None), w, None, length=3
+    )[0],
+    "scan that writes nothing of x into one carry": lambda w, x: lax.scan(
+        lambda c, _: ((c[0] * 2, c[1] + x), None), (w, w), None, length=3
+    )[0][0],
+    "while of an equal predicate": lambda w, x: lax.while_loop(lambda c: c < 50, lambda c: c * 2, w),
+    "cond of an equal predicate": lambda w, x: lax.cond(w > 0, lambda: w, lambda: w + 1),
+    "custom_jvp": lambda w, x: jax.nn.relu(w),
+    "gradient of an equal function": lambda w, x: jax.grad(jnp.sin)(w),
+}
+
+DIFFERENT = {
+    "argument": lambda w, x: x,
+    "axis_index": lambda w, x: lax.axis_index(AXIS),
+    "mixed": lambda w, x: w + x,
+    "ppermute": lambda w, x: lax.ppermute(w, AXIS, [(0, 1), (1, 0)]),
+    "psum_scatter": lambda w, x: lax.psum_scatter(jnp.ones(2) * w, AXIS, scatter_dimension=0),
+    "all_to_all": lambda w, x: lax.all_to_all(jnp.ones((2, 2)) * w, AXIS, 0, 0),
+    "callback": lambda w, x: jax.pure_callback(
+        lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
+    ),
+    "scan whose carry takes x": lambda w, x: lax.scan(
+        lambda c, _: (c + x, None), w, None, length=3
+    )[0],
+    "scan in two rounds of the fixpoint": lambda w, x: lax.scan(
+        lambda c, _: ((c[1], c[2], x), None), (w, w, w), None, length=3
+    )[0][0],
+    "while of a predicate that differs": lambda w, x: lax.while_loop(
+        lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 2), (x, w)
+    )[1],
+    "cond of a predicate that differs": lambda w, x: lax.cond(x > 1, lambda: w + 1, lambda: w + 2),
+    "switch of an index that differs": lambda w, x: lax.switch(
+        x.astype(int), [lambda: w, lambda: w + 1, lambda: w]
+    ),
+    "select by x": lambda w, x: jnp.where(x > 1, w, w + 1),
+    "random bits of a key that differs": lambda w, x: jax.random.normal(
+        dj.get_replica_context().fold_in(jax.random.key(0))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_proved_equal(pair, x, name):
+    assert is_equal(pair, PROVED[name], W, x)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_may_differ(pair, x, name):
+    assert not is_equal(pair, DIFFERENT[name], W, x)
+
+
+def _ref_program(write_x):
+    def fn(w, x):
+        ref = jax.new_ref(w)
+        ref[...] = x if write_x else w + 1
+        return ref[...]
+
+    return fn
+
+
+@pytest.mark.parametrize("write_x", [True, False])
+def test_what_comes_out_of_a_ref_is_never_proved(write_x):
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    x = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    out = strategy.run(_ref_program(write_x), args=(W, x))
+    expected = [0.0, 1.0] if write_x else [4.0, 4.0]
+    assert [float(v) for v in strategy.local_results(out)] == expected
+    assert isinstance(out, dj.PerReplica)
+
+
+def collective_under(construct, collective):
+    def cond(w, x):
+        return lax.cond(x > 1, lambda: collective(w), lambda: w)
+
+    def switch(w, x):
+        branches = [lambda: w, lambda: collective(w), lambda: w]
+        return lax.switch(x.astype(int), branches)
+
+    def while_loop(w, x):
+        return lax.while_loop(lambda c: c < x, lambda c: collective(c) + 1, w)
+
+    return {"cond": cond, "switch": switch, "while_loop": while_loop}[construct]
+
+
+COLLECTIVES = {
+    "merge_call": lambda w: dj.get_replica_context().merge_call(lambda s, v: v, args=(w,)),
+    "psum": lambda w: lax.psum(w, AXIS),
+    "all_gather": lambda w: lax.all_gather(w, AXIS)[0],
+    "psum in scan": lambda w: lax.scan(lambda c, _: (lax.psum(c, AXIS), None), w, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["mirrored", "virtual", "one_device"])
+@pytest.mark.parametrize("construct", ["cond", "switch", "while_loop"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_collective_under_a_predicate_that_differs(kind, count, construct, collective):
+    if kind == "one_device":
+        strategy = dj.OneDeviceStrategy()
+    elif kind == "mirrored":
+        strategy = dj.MirroredStrategy(jax.devices()[:count])
+    else:
+        strategy = dj.VirtualStrategy(count)
+    program = collective_under(construct, COLLECTIVES[collective])
+
+    def fn(w):
+        return program(w, dj.get_replica_context().replica_id_in_sync_group.astype(float))
+
+    needle = rf"a lax.{construct} that holds .* needs a predicate that is equal on every replica"
+    with pytest.raises(DivergenceError, match=needle) as caught:
+        strategy.run(fn, args=(W,))
+    assert "test_analysis.py" in str(caught.value)  # names the user's lines
+    assert "all_reduce" in str(caught.value)  # and the way out
+
+
+def test_blind_analysis_proves_nothing(pair, x):
+    with analysis.blind():
+        assert not is_equal(pair, lambda w, x: lax.psum(x, AXIS), W, x)
+    assert is_equal(pair, lambda w, x: lax.psum(x, AXIS), W, x)
+
+
+def test_groups_of_replicas_are_not_the_whole_axis():
+    strategy = dj.MirroredStrategy(jax.devices()[:4])
+    x = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    out = strategy.run(
+        lambda x: lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]]), args=(x,)
+    )
+    assert [float(v) for v in strategy.local_results(out)] == [1.0, 1.0, 5.0, 5.0]

@@ -4,7 +4,8 @@ A step is written as if for one replica; a strategy says where replicas and
 variables live; `merge_call` talks across replicas.
 """
 
-from distjax import errors
+from distjax import errors, testing
+from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.collectives.ops import ReduceOp
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica
@@ -33,6 +34,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "REPLICA_AXIS",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "Locality",
     "MirroredStrategy",
     "OneDeviceStrategy",
@@ -55,4 +58,5 @@ __all__ = [
     "lax",
     "locality",
     "set_strategy",
+    "testing",
 ]

@@ -61,9 +61,9 @@ def all_reduce(op: ReduceOp, x: Any, axis_name: str, num_replicas: int) -> Any:
 
     Its derivative is the same all-reduce of the cotangents.
     """
+    x = jnp.asarray(x)  # psum of a Python number would be a Python number
     if op is ReduceOp.SUM:
         return lax.psum(x, axis_name)
-    x = jnp.asarray(x)
     return lax.psum(x.astype(mean_dtype(x.dtype)), axis_name) / num_replicas
 
 

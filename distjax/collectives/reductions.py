@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax.collectives import ops
+from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.ops import ReduceOp
+from distjax.collectives.packing import sum_over_replicas
 from distjax.placement.topology import Topology
 
 
@@ -25,6 +27,7 @@ def reduce_arrays(
     op: ReduceOp,
     differs: tuple[bool, ...],
     axes: tuple[int, ...],
+    options: CommunicationOptions = CommunicationOptions(),
 ) -> list[jax.Array]:
     """Returns each array summed or averaged over the replicas.
 
@@ -35,8 +38,27 @@ def reduce_arrays(
       differs: per array, whether replicas have different values.
       axes: axes of one replica's value to reduce over as well; a mean is then
         over all elements of all replicas.
+      options: how the values that differ travel.
     """
-    return _reduce(arrays, topology, op, differs, lambda x: _within(op, x, axes))
+    count = topology.num_replicas
+
+    def on_replica(*local: Any) -> list[Any]:
+        inner = [_as_summand(op, _within(op, x, axes)) for x in local]
+        travelling = [x for x, d in zip(inner, differs, strict=True) if d]
+        summed = iter(sum_over_replicas(travelling, topology, options))
+        totals = [next(summed) if d else x * count for x, d in zip(inner, differs, strict=True)]
+        if op is ReduceOp.SUM:
+            return totals
+        return [t / count if d else x for t, x, d in zip(totals, inner, differs, strict=True)]
+
+    arrays = [jnp.asarray(a) for a in arrays]
+    return map_replicas(topology, on_replica, arrays, differs, [False] * len(arrays))
+
+
+def _as_summand(op: ReduceOp, x: jax.Array) -> jax.Array:
+    if op is ReduceOp.MEAN:
+        return x.astype(ops.mean_dtype(x.dtype))
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
 
 
 def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -45,27 +67,6 @@ def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     if op is ReduceOp.MEAN:
         return jnp.mean(x.astype(ops.mean_dtype(x.dtype)), axis=axes)
     return lax.reduce_sum(x, axes) if x.dtype != jnp.bool_ else jnp.sum(x, axis=axes)
-
-
-def _reduce(
-    arrays: Sequence[Any], topology: Topology, op: ReduceOp, differs: tuple[bool, ...], within: Any
-) -> list[jax.Array]:
-    def on_replica(*local: Any) -> list[Any]:
-        return [
-            ops.all_reduce(op, within(x), topology.axis_name, topology.num_replicas)
-            if d
-            else _equal_copies(op, within(x), topology.num_replicas)
-            for x, d in zip(local, differs, strict=True)
-        ]
-
-    arrays = [jnp.asarray(a) for a in arrays]
-    return map_replicas(topology, on_replica, arrays, differs, [False] * len(arrays))
-
-
-def _equal_copies(op: ReduceOp, x: jax.Array, num_replicas: int) -> jax.Array:
-    if op is ReduceOp.MEAN:
-        return x.astype(ops.mean_dtype(x.dtype))
-    return x.astype(jnp.int32) * num_replicas if x.dtype == jnp.bool_ else x * num_replicas
 
 
 def reduce_masked(

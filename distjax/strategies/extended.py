@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.launch import compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
@@ -31,6 +32,7 @@ class StrategyExtended:
     Args:
       topology: devices, mesh and replicas.
       placement: where variables live.
+      communication: how `reduce_to` and optimizers reduce.
       wraps: whether values that differ are handed out as PerReplica; a strategy
         of one replica on one device hands out bare values.
 
@@ -39,9 +41,17 @@ class StrategyExtended:
 
     is_default = False
 
-    def __init__(self, topology: Topology, placement: VariablePlacement, *, wraps: bool = True):
+    def __init__(
+        self,
+        topology: Topology,
+        placement: VariablePlacement,
+        *,
+        communication: CommunicationOptions | None = None,
+        wraps: bool = True,
+    ):
         self.topology = topology
         self.placement = placement
+        self.communication = communication or CommunicationOptions()
         self.wraps = wraps
         self._runner = ReplicaRunner(self)
         self._containers = ContainerRegistry()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from distjax.collectives.communication import CommunicationOptions
 from distjax.placement.topology import REPLICA_AXIS, mesh_topology
 from distjax.strategies.extended import StrategyExtended, default_devices
 from distjax.strategies.strategy import Strategy
@@ -22,6 +23,7 @@ class MirroredStrategy(Strategy):
       model_axes: sizes of axes inside one replica, by name. A replica then owns
         their product of devices, its code may shard over these axes with
         `lax.with_sharding_constraint`, and R = D / product.
+      communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce.
 
     Raises:
       ValueError: no or repeated devices, or axes that do not fit.
@@ -40,7 +42,9 @@ class MirroredStrategy(Strategy):
         *,
         axis_name: str = REPLICA_AXIS,
         model_axes: Mapping[str, int] | None = None,
+        communication: CommunicationOptions | None = None,
     ):
         devices = default_devices("all") if devices is None or not len(devices) else devices
         topology = mesh_topology(devices, axis_name, model_axes)
-        super().__init__(StrategyExtended(topology, MirroredPlacement(topology)))
+        placement = MirroredPlacement(topology)
+        super().__init__(StrategyExtended(topology, placement, communication=communication))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
+from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.gathering import require_gather_axis
 from distjax.collectives.launch import compiled
 from distjax.collectives.ops import ReduceOp, as_reduce_op
@@ -42,7 +43,13 @@ def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
     return jax.tree.unflatten(treedef, _reduce_leaves(extended, op, leaves, axes))
 
 
-def _reduce_leaves(extended: Any, op: ReduceOp, leaves: list[Any], axes: tuple[int, ...]) -> Any:
+def _reduce_leaves(
+    extended: Any,
+    op: ReduceOp,
+    leaves: list[Any],
+    axes: tuple[int, ...],
+    options: CommunicationOptions = CommunicationOptions(),
+) -> Any:
     located = [_locate(extended, op, leaf) for leaf in leaves]
     found = [x for x in located if x is not None]
     reduced = iter(
@@ -53,6 +60,7 @@ def _reduce_leaves(extended: Any, op: ReduceOp, leaves: list[Any], axes: tuple[i
             op,
             tuple(x.differs for x in found),
             axes,
+            options,
         )
         if found
         else ()
@@ -169,7 +177,7 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     targets = [resolve(extended, destinations, "reduce_to") for _, destinations in pairs]
     flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
-    reduced = iter(_reduce_leaves(extended, op, leaves, ()))
+    reduced = iter(_reduce_leaves(extended, op, leaves, (), extended.communication))
     return [
         jax.tree.unflatten(treedef, [place_on(next(reduced), target) for _ in values])
         for (values, treedef), target in zip(flat, targets, strict=True)

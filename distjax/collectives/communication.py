@@ -1,0 +1,82 @@
+"""How reductions travel: packed, compressed, in one or two levels."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from distjax.errors import describe_value, explain
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which library carries collectives. XLA chooses: the value is kept, not used.
+
+    Source: tf.distribute.experimental.CommunicationImplementation.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """How `reduce_to`, `batch_reduce_to` and optimizers reduce over the replicas.
+
+    Attributes:
+      bytes_per_pack: tensors of one dtype are joined into packs of up to this many
+        bytes, one collective per pack; 0 leaves it to XLA.
+      compress: None, or "bfloat16": values travel in bfloat16 and are summed in
+        float32, half the bytes at the precision of bfloat16.
+      devices_per_host: in two levels: a reduce-scatter among neighbours of this
+        many replicas, an all-reduce across hosts, an all-gather among neighbours;
+        0 or 1: one level.
+      timeout_seconds: kept for tf.distribute code; XLA has no such bound.
+      implementation: a CommunicationImplementation or its name; kept, not used.
+
+    Raises:
+      ValueError: a negative size or an unknown name.
+
+    Source: tf.distribute.experimental.CommunicationOptions.
+    """
+
+    bytes_per_pack: int = 0
+    compress: str | None = None
+    devices_per_host: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_pack", "devices_per_host"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(_text(name, "an int, 0 or more", value))
+        if self.compress not in (None, "bfloat16"):
+            raise ValueError(_text("compress", "None or 'bfloat16'", self.compress))
+        name = getattr(self.implementation, "name", self.implementation)
+        name = name.upper() if isinstance(name, str) else name
+        if name not in CommunicationImplementation.__members__:
+            known = ", ".join(CommunicationImplementation.__members__)
+            raise ValueError(_text("implementation", f"one of {known}", self.implementation))
+        object.__setattr__(self, "implementation", CommunicationImplementation[name])
+
+    def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """Returns these options with the non-default fields of `options` in place."""
+        if options is None:
+            return self
+        changed = {
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(options, field.name) != field.default
+        }
+        return dataclasses.replace(self, **changed)
+
+
+def _text(name: str, expected: str, value: Any) -> str:
+    return explain(
+        f"CommunicationOptions: {name} needs {expected}",
+        got=describe_value(value),
+        why="it says how reductions travel",
+        fix="dj.CommunicationOptions(bytes_per_pack=4 * 2**20, compress='bfloat16')",
+    )

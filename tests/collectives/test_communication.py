@@ -1,0 +1,125 @@
+"""Reductions travel packed, compressed and in two levels, with the same result."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.collectives.packing import packs
+
+IMPLEMENTATION = dj.CommunicationImplementation
+
+
+def gradients(strategy, shapes, dtype=np.float32):
+    def of_replica(ctx):
+        r = ctx.replica_id_in_sync_group
+        return [np.arange(np.prod(s), dtype=dtype).reshape(s) * (r + 1) + 0.1 for s in shapes]
+
+    return strategy.distribute_values_from_function(of_replica)
+
+
+SHAPES = [(3,), (2, 2), (), (5,), (16, 4), (1,)]
+
+
+def reduced(strategy, op, shapes=SHAPES):
+    values = gradients(strategy, shapes)
+    return strategy.extended.batch_reduce_to(op, [(v, v) for v in values])
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dj.CommunicationOptions(bytes_per_pack=64),
+        dj.CommunicationOptions(bytes_per_pack=10**6),
+        dj.CommunicationOptions(devices_per_host=2),
+        dj.CommunicationOptions(devices_per_host=4, bytes_per_pack=40),
+    ],
+    ids=str,
+)
+def test_the_way_does_not_change_the_result(op, options):
+    devices = jax.devices()
+    expected = reduced(dj.MirroredStrategy(devices), op)
+    for got, want in zip(
+        reduced(dj.MirroredStrategy(devices, communication=options), op), expected, strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        assert got.sharding == want.sharding
+
+
+def count_in_program(strategy, what, shapes=SHAPES):
+    values = gradients(strategy, shapes)
+    step = dj.jit(
+        lambda values: strategy.extended.batch_reduce_to("sum", [(v, v) for v in values])
+    )
+    return step.lower(values).as_text().count(f'"stablehlo.{what}"')
+
+
+def test_one_collective_per_pack():
+    def strategy(bytes_per_pack):
+        options = dj.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+        return dj.MirroredStrategy(jax.devices()[:2], communication=options)
+
+    sizes = [int(4 * np.prod(s)) for s in SHAPES]  # 12, 16, 4, 20, 256, 4 bytes
+    assert sum(sizes) == 312
+    assert count_in_program(strategy(0), "all_reduce") == len(SHAPES)
+    assert count_in_program(strategy(312), "all_reduce") == 1
+    assert count_in_program(strategy(52), "all_reduce") == 3  # 52 | 256 | 4
+
+
+def test_packs_keep_dtypes_apart():
+    arrays = [jnp.ones(2), jnp.ones(2, jnp.int32), jnp.ones(2), jnp.ones(2, jnp.int32)]
+    assert packs(arrays, 100) == [[0, 2], [1, 3]]
+    assert packs(arrays, 8) == [[0], [1], [2], [3]]
+
+
+def test_two_levels_are_three_collectives():
+    options = dj.CommunicationOptions(devices_per_host=4)
+    strategy = dj.MirroredStrategy(communication=options)
+    counts = [
+        count_in_program(strategy, what, [(16,)])
+        for what in ("reduce_scatter", "all_reduce", "all_gather")
+    ]
+    assert counts == [1, 1, 1]
+
+
+def test_compressed_values_are_summed_in_float32():
+    options = dj.CommunicationOptions(compress="bfloat16")
+    strategy = dj.MirroredStrategy(communication=options)
+    # In bfloat16, 256 + 1 = 256: a running sum would stay at 256.
+    x = strategy.distribute_values_from_function(
+        lambda ctx: np.full((3,), 256.0 if ctx.replica_id_in_sync_group == 0 else 1.0, np.float32)
+    )
+    total = strategy.extended.reduce_to("sum", x, x)
+    assert total.dtype == jnp.float32
+    np.testing.assert_array_equal(total, [264.0] * 3)  # 263 to the nearest bfloat16
+    counts = np.ones(3, np.int32)
+    whole = strategy.distribute_values_from_function(lambda ctx: counts)
+    np.testing.assert_array_equal(strategy.extended.reduce_to("sum", whole, whole), [8] * 3)
+
+
+def test_options_on_one_device_do_not_matter():
+    options = dj.CommunicationOptions(devices_per_host=2)
+    one = dj.MirroredStrategy(jax.devices()[:1], communication=options)
+    values = gradients(one, [(3,)])
+    np.testing.assert_allclose(one.extended.reduce_to("sum", values[0], None), [0.1, 1.1, 2.1])
+
+
+def test_r353_options():
+    with pytest.raises(ValueError, match="bytes_per_pack needs an int, 0 or more"):
+        dj.CommunicationOptions(bytes_per_pack=-1)
+    with pytest.raises(ValueError, match="implementation needs one of AUTO, RING, NCCL"):
+        dj.CommunicationOptions(implementation="foo")
+    assert dj.CommunicationOptions(implementation="ring").implementation is IMPLEMENTATION.RING
+    with pytest.raises(ValueError, match="compress needs None or 'bfloat16'"):
+        dj.CommunicationOptions(compress="int8")
+
+
+def test_merge_lets_the_others_non_default_fields_win():
+    a = dj.CommunicationOptions(bytes_per_pack=1, timeout_seconds=2.0)
+    b = dj.CommunicationOptions(bytes_per_pack=5, implementation="NCCL")
+    assert a.merge(b) == dj.CommunicationOptions(
+        bytes_per_pack=5, timeout_seconds=2.0, implementation="NCCL"
+    )
+    assert a.merge(None) is a

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax.collectives import ops
+from distjax.collectives.dense import require_dense
 from distjax.collectives.gathering import require_gather_axis
 from distjax.context import frames
 from distjax.context.frames import Frame, mixing_text
@@ -108,6 +109,7 @@ class ReplicaContext:
         """
         op = ops.as_reduce_op(op)
         self._require_current("all_reduce")
+        require_dense(value, "all_reduce")
         extended = self._strategy.extended
 
         def leaf(x: Any) -> Any:
@@ -128,6 +130,7 @@ class ReplicaContext:
           ValueError: a scalar, or an axis that the value does not have.
         """
         self._require_current("all_gather")
+        require_dense(value, "all_gather")
         axis_name = self._strategy.extended.axis_name
 
         def leaf(x: Any) -> Any:

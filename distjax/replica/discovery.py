@@ -137,7 +137,10 @@ def discover(
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
         return [*outs, *(as_stored(v, state.read(v)) for v in writes), *creation.values.values()]
 
-    jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
+    try:
+        jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
+    finally:
+        creation.close()
     return Discovered(jaxpr, consts, signature_of(tree), creation=creation, **found)
 
 

@@ -80,7 +80,18 @@ def run_in_trace(
         outer.write(variable, _final(variable, value, topology))
     if topology.num_replicas > 1:
         _check_state(fn, names, template, located, traced.result, results)
-    return traced.result.fill([as_user_value(r, topology) for r in results])
+    return traced.result.fill([as_user_value(r, topology) for r in _pinned(results, topology)])
+
+
+def _pinned(results: list[Located], topology: Any) -> list[Located]:
+    """Returns `results` on the strategy's device, where the program does not say it itself.
+
+    Without a mesh and with uncommitted arguments only, `jit` would take the default device.
+    """
+    if topology.mesh is not None:
+        return results
+    arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
+    return [Located(a, r.differs) for a, r in zip(arrays, results, strict=True)]
 
 
 def _as_located(leaf: Any) -> Located:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import UnsupportedError, explain
@@ -13,6 +13,7 @@ from distjax.placement.topology import REPLICA_AXIS, Topology, one_device_topolo
 from distjax.replica.arguments import require_args
 from distjax.replica.default_context import DefaultReplicaContext
 from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.strategies.reducing import require_pair
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import PlainPlacement
 from distjax.variables.variable import Variable
@@ -83,8 +84,14 @@ class DefaultExtended(StrategyExtended):
 
     def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
         """Returns `value`: there is one replica."""
+        as_reduce_op(op)
         frames.require_cross_replica(self.strategy, "reduce_to")
         return value
+
+    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
+        """Returns the values: there is one replica."""
+        pairs = map(require_pair, value_destination_pairs)
+        return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
 
     def broadcast_to(self, value: Any, destinations: Any = None) -> NoReturn:
         """Raises: there is nothing to broadcast to."""

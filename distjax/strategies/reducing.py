@@ -10,12 +10,14 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.dense import require_dense
 from distjax.collectives.gathering import require_gather_axis
 from distjax.collectives.launch import compiled
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.errors import BatchError, LocalityError, describe_value, explain
 from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.replica.layout import laid_out
 from distjax.replica.located import Located
 from distjax.strategies.destinations import place_on, resolve
 from distjax.strategies.values import is_leaf, is_mirrored
@@ -26,6 +28,7 @@ from distjax.variables.variable import Variable
 def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
     """Returns `value` reduced over the replicas: see `Strategy.reduce`."""
     op = as_reduce_op(op)
+    require_dense(value, "reduce")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
     if (axis is not None or mask is not None) and not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(
@@ -173,8 +176,9 @@ def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any
 def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     """Returns the values of (value, destinations) pairs, reduced and placed."""
     op = as_reduce_op(op)
-    pairs = [_require_pair(pair) for pair in pairs]
+    pairs = [require_pair(pair) for pair in pairs]
     targets = [resolve(extended, destinations, "reduce_to") for _, destinations in pairs]
+    require_dense([value for value, _ in pairs], "reduce_to")
     flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
     reduced = iter(_reduce_leaves(extended, op, leaves, (), extended.communication))
@@ -184,7 +188,8 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     ]
 
 
-def _require_pair(pair: Any) -> tuple[Any, Any]:
+def require_pair(pair: Any) -> tuple[Any, Any]:
+    """Returns (value, destinations), or raises a ValueError."""
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
         return pair[0], pair[1]
     raise ValueError(
@@ -212,8 +217,11 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
                 )
             )
         x = x.value if isinstance(x, Variable) else x
-        is_traced = isinstance(x, jax_compat.Tracer)
-        return x if is_traced else place_on(jnp.array(x, copy=True), target)
+        x = x if isinstance(x, jax_compat.Tracer) else jnp.array(x, copy=True)
+        is_for_all = target is not None and target == extended.topology.mirrored
+        if is_for_all and isinstance(x, jax_compat.Tracer):
+            return laid_out(x, extended.topology)
+        return place_on(x, target)
 
     return jax.tree.map(leaf, value, is_leaf=is_leaf)
 
@@ -223,6 +231,7 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
 
 def gather(extended: Any, value: Any, axis: int) -> Any:
     """Returns the replicas' values end to end: see `Strategy.gather`."""
+    require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
     located = [_locate(extended, ReduceOp.MEAN, leaf) for leaf in leaves]
     found = [x for x in located if x is not None]

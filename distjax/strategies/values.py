@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
+from distjax.collectives.dense import is_sparse
 from distjax.errors import LocalityError, describe_value, explain
 from distjax.placement import locality as kinds
 from distjax.placement.locality import Locality
@@ -149,7 +150,7 @@ def values_from_function(extended: Any, fn: Callable[[Any], Any]) -> Any:
         return fn(ValueContext())
     topology = extended.topology
     trees = [fn(ValueContext(i, topology.num_replicas)) for i in range(topology.num_replicas)]
-    flat = [jax.tree.flatten(tree) for tree in trees]
+    flat = [jax.tree.flatten(tree, is_leaf=is_sparse) for tree in trees]
     for replica, (_, treedef) in enumerate(flat):
         if treedef != flat[0][1]:
             raise LocalityError(
@@ -161,7 +162,7 @@ def values_from_function(extended: Any, fn: Callable[[Any], Any]) -> Any:
 
 def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
     for value in column:
-        if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        if is_sparse(value) or not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
             raise LocalityError(_values_text(describe_value(value)))
         if getattr(value, "dtype", None) == np.dtype(object):
             raise LocalityError(_values_text(describe_value(value)))

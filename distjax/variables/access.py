@@ -34,7 +34,8 @@ def read(variable: Any) -> jax.Array:
     if state is not states.STORAGE:
         return _seen(variable, state, frame)
     if variable.policy.stacked:
-        return _seen(variable, state, frame)
+        with states.storage_lock:  # else another thread may donate it before it is combined
+            return _seen(variable, state, frame)
     state.read(variable)
     return states.lend(variable)
 
@@ -151,9 +152,10 @@ def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
 def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
     if state is states.STORAGE:
         array = variable.beside(array)
-    new = _applied(variable, state.read(variable), array, method)
-    is_users = state is states.STORAGE and method == "assign"
-    state.write(variable, variable.copied(new) if is_users else new)
+    with states.storage_lock:
+        new = _applied(variable, state.read(variable), array, method)
+        is_users = state is states.STORAGE and method == "assign"
+        state.write(variable, variable.copied(new) if is_users else new)
 
 
 def _write_in_replica(

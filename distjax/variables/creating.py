@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
+from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
 from distjax.errors import LocalityError, explain
 from distjax.placement.per_replica import PerReplica
@@ -68,6 +69,8 @@ def make_variable(
         state.creations.collect(variable, value)
         is_components = variable.policy.stacked and not state.local_view
         shape = variable.storage_shape if is_components else variable.shape
+        if state.local_view:  # replica 0's value wins: equal everywhere from the start
+            value = from_first_replica(value, strategy.extended.axis_name)
         state.bind(variable, jnp.broadcast_to(value, shape))
     return variable
 

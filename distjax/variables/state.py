@@ -9,6 +9,7 @@ into inputs, and the written values into outputs.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -126,16 +127,20 @@ def _placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
 
 # -- arrays that were handed out ----------------------------------------------
 
+#: Held while stored arrays are handed out, and while they are donated and replaced.
+storage_lock = threading.RLock()
+
 #: Variables whose stored array a user may hold, by serial number.
 _lent: dict[int, weakref.ref[Any]] = {}
 
 
 def lend(variable: Any) -> jax.Array:
     """Returns a handle on the stored array and remembers it by weak reference."""
-    handle = jax_compat.another_handle(variable.storage)
-    held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
-    variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
-    _lent[variable.serial_number] = weakref.ref(variable)
+    with storage_lock:
+        handle = jax_compat.another_handle(variable.storage)
+        held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
+        variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
+        _lent[variable.serial_number] = weakref.ref(variable)
     return handle
 
 

@@ -108,6 +108,7 @@ class Variable:
         self.num_components = num_components
         self.serial_number = next(_serial_numbers)
         self.storage = None
+        self.is_being_made = False
         self.lent_handles = []
         return self
 
@@ -139,7 +140,7 @@ class Variable:
 
     def require_initialized(self) -> None:
         """Raises a ContextError if the function that made the variable failed."""
-        if self.storage is None:
+        if self.storage is None and not self.is_being_made:
             raise ContextError(
                 explain(
                     f"variable {self.name!r} needs an initial value",

@@ -56,6 +56,7 @@ def test_run_traces_nothing():
 @pytest.mark.parametrize("value", [3.0, np.ones(2), "text", None, {"a": [1, 2]}])
 def test_r031_reduce_to_returns_its_input(value):
     assert DEFAULT.extended.reduce_to("sum", value, "anything") is value
+    assert DEFAULT.extended.batch_reduce_to("mean", [(value, "anything")])[0] is value
 
 
 def test_r031_reduce_to_of_another_strategys_per_replica_is_its_own_affair():

@@ -1,0 +1,34 @@
+"""Sparse arrays, which no reduction over the replicas can take."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+
+from distjax.errors import describe_value, explain
+
+
+def is_sparse(value: object) -> bool:
+    """Returns whether `value` is a sparse array of JAX (imports nothing)."""
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(value, sparse.JAXSparse)
+
+
+def require_dense(tree: Any, method: str) -> None:
+    """Raises a NotImplementedError if a leaf of `tree` is a sparse array.
+
+    To JAX it is a tree of data and indices: reduced one by one they would mean
+    nothing.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            raise NotImplementedError(
+                explain(
+                    f"{method} needs dense arrays, not sparse ones",
+                    got=describe_value(leaf),
+                    why="the replicas' sparse arrays have indices of their own",
+                    fix=f"{method}(..., x.todense())",
+                )
+            )

@@ -1,0 +1,325 @@
+"""The reference interpreter: the programming model with nothing compiled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.context import frames
+from distjax.errors import LocalityError, UnsupportedError, describe_value, explain
+from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax.strategies.strategy import Strategy
+from distjax.strategies.values import ValueContext
+from distjax.testing.reference_replicas import require_call, run_replicas
+from distjax.testing.reference_values import (
+    combined,
+    combined_within,
+    components,
+    concatenated,
+    is_array,
+    is_number,
+    regroup,
+    select,
+)
+from distjax.testing.reference_variables import ComponentFrame, ReferenceVariable
+
+
+class ReferenceStrategy(Strategy):
+    """R replicas as threads that wait for each other: for tests and for debugging.
+
+    Nothing is traced or compiled: replicas hold concrete arrays, prints and
+    breakpoints in a replica function work, and inner `jit`, `lax.scan`,
+    `while_loop` and `cond` run step by step (`jax.disable_jit`). It is slow, and
+    shares no code with the compiled strategies, whose oracle it is.
+
+    Values that come out equal on every replica are handed out as plain arrays,
+    others as PerReplica.
+
+    Args:
+      num_replicas: R.
+
+    Not supported: bare `jax.lax` collectives (`lax.psum(x, axis_name)`: there is no
+    axis; write ``ctx.all_reduce``), `dj.jit` and `jax.jit` around `run`, derivatives
+    and batching of meetings other than `all_reduce`, per-replica Python state
+    (replicas are equal programs).
+
+    Example:
+      >>> strategy = dj.testing.ReferenceStrategy(2)
+      >>> def fn(three):
+      ...     ctx = dj.get_replica_context()
+      ...     v = three + ctx.replica_id_in_sync_group
+      ...     print("replica", ctx.replica_id_in_sync_group, "has", v)
+      ...     return ctx.merge_call(lambda strategy, v: strategy.reduce("sum", v), args=(v,))
+      >>> strategy.run(fn, args=(3,))
+      replica 0 has 3
+      replica 1 has 4
+      Array(7, dtype=int32)
+
+    Source: seed 001, `call_for_each_replica` and `merge_call`.
+    """
+
+    def __init__(self, num_replicas: int):
+        super().__init__(ReferenceExtended(num_replicas))  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"ReferenceStrategy({self.num_replicas_in_sync})"
+
+
+class ReferenceExtended:
+    """The inside of a ReferenceStrategy: the contract of StrategyExtended."""
+
+    is_default = False
+    public_axis_name = None
+
+    def __init__(self, num_replicas: int):
+        device = jax.local_devices()[0]
+        self.topology = one_device_topology(device, num_replicas, REPLICA_AXIS)
+        self.num_replicas = num_replicas
+        self.worker_devices = self.parameter_devices = (device,)
+        self._variables: weakref.WeakSet[ReferenceVariable] = weakref.WeakSet()
+
+    def bind(self, strategy: Any) -> None:
+        """Tells which Strategy this is the inside of."""
+        self._strategy = weakref.ref(strategy)
+
+    @property
+    def strategy(self) -> Any:
+        """The Strategy that this is the inside of."""
+        return self._strategy()
+
+    # -- replicas -------------------------------------------------------------
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs ``fn`` once per replica, replicas pausing where they meet."""
+        args, kwargs = require_call(args, kwargs, "run")
+        self._require_context("run")
+        as_arrays = jax.tree.map(
+            lambda x: jnp.asarray(x) if is_number(x) else x, (args, kwargs), is_leaf=is_per_replica
+        )
+        local = [self._selected(i, as_arrays, "an argument of run") for i in self._replicas()]
+        calls = [lambda a=a, k=k: fn(*a, **k) for a, k in local]
+        return regroup(run_replicas(self.strategy, calls), self.topology, "a result of run")
+
+    def _replicas(self) -> range:
+        return range(self.num_replicas)
+
+    def _selected(self, replica: int, tree: Any, where: str) -> Any:
+        return select(tree, replica, self.topology, where)
+
+    def _require_context(self, method: str) -> None:
+        frames.require_cross_replica(self.strategy, method)
+        if frames.current().state is None and not jax_compat.tracing():
+            return
+        raise UnsupportedError(
+            explain(
+                f"{method} of {self.strategy!r} needs to be called outside of JAX traces",
+                got="a call inside dj.jit, jax.jit, grad or vmap",
+                why="the reference interpreter runs replicas as threads on concrete values",
+                fix="call the function without jit: step.__wrapped__(...) for a dj.jit function",
+            )
+        )
+
+    # -- cross-replica operations ---------------------------------------------
+
+    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
+        """Returns sum or mean over the replicas, and over `axis` of each value."""
+        op = as_reduce_op(op)
+        self._require_context("reduce")
+        if axis is None and mask is None:
+            return jax.tree.map(lambda x: self._reduced(op, x), value, is_leaf=is_per_replica)
+        parts = self._parts(op, value)
+        if parts is None:
+            self._require_mean(op, value)
+            parts = [jnp.asarray(value)] * self.num_replicas
+        if mask is not None and not isinstance(mask, PerReplica):
+            mask = jnp.asarray(mask)
+        return combined_within(op, parts, axis, components(mask, self.num_replicas))
+
+    def _reduced(self, op: ReduceOp, value: Any) -> Any:
+        parts = self._parts(op, value)
+        if parts is not None:
+            return combined(op, parts)
+        self._require_mean(op, value)
+        return value
+
+    def _parts(self, op: ReduceOp, value: Any) -> list[Any] | None:
+        """Returns the replicas' values; None for what is not on the replicas."""
+        if not isinstance(value, ReferenceVariable):
+            return components(value, self.num_replicas)
+        if op is ReduceOp.SUM and not value.is_on_read and self.num_replicas > 1:
+            raise LocalityError(
+                explain(
+                    f"reduce(SUM) needs a value per replica, not mirrored variable {value.name!r}",
+                    got=repr(value),
+                    why="its components are equal: the sum would be R times the variable",
+                    fix="use v.value",
+                )
+            )
+        return list(value.local_results())
+
+    def _require_mean(self, op: ReduceOp, value: Any) -> None:
+        if op is ReduceOp.MEAN or self.num_replicas == 1:
+            return
+        raise ValueError(
+            explain(
+                "A non-DistributedValues value cannot be reduced with the given reduce op "
+                "ReduceOp.SUM",
+                got=describe_value(value),
+                why="it is unclear whether it stands for one value or for R of them",
+                fix="return it from strategy.run",
+            )
+        )
+
+    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
+        """Returns `value` reduced; there is one device, so destinations say nothing."""
+        return self.reduce(op, value)
+
+    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
+        """Returns the values of (value, destinations) pairs, reduced."""
+        return [self.reduce_to(op, value, where) for value, where in value_destination_pairs]
+
+    def broadcast_to(self, value: Any, destinations: Any = None) -> Any:
+        """Returns `value` as arrays."""
+        self._require_context("broadcast_to")
+        return jax.tree.map(jnp.asarray, value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Returns the replicas' values end to end along `axis`."""
+        self._require_context("gather")
+
+        def leaf(x: Any) -> Any:
+            parts = self._parts(ReduceOp.MEAN, x)
+            return x if parts is None else concatenated(parts, axis, "gather")
+
+        return jax.tree.map(leaf, value, is_leaf=is_per_replica)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns the values of the replicas; a 1-tuple for what is not on them."""
+        if isinstance(value, ReferenceVariable):
+            return value.local_results()
+        is_leaf = value is None or jax.tree_util.all_leaves([value], is_leaf=is_per_replica)
+        if is_leaf:
+            return tuple(components(value, self.num_replicas) or (value,))
+
+        def part(x: Any, replica: int) -> Any:
+            x = x.local_results()[replica] if isinstance(x, ReferenceVariable) else x
+            return x.stacked[replica] if isinstance(x, PerReplica) else x
+
+        split = lambda i: jax.tree.map(lambda x: part(x, i), value, is_leaf=is_per_replica)
+        return tuple(split(i) for i in self._replicas())
+
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
+        """Returns a PerReplica of ``fn(ValueContext)`` for each replica."""
+        trees = [fn(ValueContext(i, self.num_replicas)) for i in self._replicas()]
+        stack = lambda *leaves: PerReplica(jnp.stack([*map(jnp.asarray, leaves)]), self.topology)
+        return jax.tree.map(stack, *trees)
+
+    # -- variables ------------------------------------------------------------
+
+    def create_variable(
+        self, initial_value: Any, *, trainable: Any, name: str, dtype: Any, modes: Any
+    ) -> ReferenceVariable:
+        """Makes a variable; in a replica all meet, and replica 0's value counts."""
+        value = initial_value() if callable(initial_value) else initial_value
+        value = value.value if isinstance(value, ReferenceVariable) else value
+        if isinstance(value, PerReplica):
+            raise LocalityError(
+                explain(
+                    f"variable {name!r} needs one initial value",
+                    got=f"a PerReplica of {value.num_replicas} values",
+                    why="every component starts from the same value",
+                    fix="strategy.reduce('mean', x) first",
+                )
+            )
+        initial = value if is_array(value) and dtype is None else jnp.asarray(value, dtype)
+
+        def make(values: Sequence[Any]) -> list[ReferenceVariable]:
+            options = dict(name=name, trainable=trainable, modes=modes)
+            made = ReferenceVariable.made(self.strategy, values[0], **options)
+            self._variables.add(made)
+            return [made] * len(values)
+
+        context = frames.current().replica_context
+        if context is None:
+            return make([initial])[0]
+        return context.meet(f"creation of variable {name!r}", initial, make)
+
+    def update(
+        self,
+        var: ReferenceVariable,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs ``fn(var, *args, **kwargs)`` once per component of `var`."""
+        args, kwargs = require_call(args, kwargs, "update")
+        given = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
+        if not var.is_on_read and any(isinstance(x, PerReplica) for x in given):
+            raise LocalityError(
+                explain(
+                    f"update of variable {var.name!r} needs arguments equal on every component",
+                    got="a PerReplica",
+                    why="every component of a mirrored variable gets the same update",
+                    fix="g = strategy.extended.reduce_to('sum', g, var)",
+                )
+            )
+        return self.update_non_slot(var, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs ``fn(*args, **kwargs)`` once per component."""
+        args, kwargs = require_call(args, kwargs, "update")
+        self._require_context("update")
+        results = []
+        for i in self._replicas():
+            local_args, local_kwargs = self._selected(i, (args, kwargs), "an argument of update")
+            frame = ComponentFrame(self.strategy, in_update=True, component=i)
+            with frames.entered(frame):
+                results.append(fn(*local_args, **local_kwargs))
+        if group:
+            return regroup(results, self.topology, "a result of update")
+        return jax.tree.map(lambda *leaves: list(leaves), *results)
+
+    def read_var(self, v: ReferenceVariable) -> jax.Array:
+        """Returns the value of `v`, aggregated if its components differ."""
+        return v.value
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the variable that `value` is a component of, else `value` itself."""
+        owners = (v for v in self._variables if any(c is value for c in v.components))
+        return next(owners, value)
+
+    def variable_created_in_scope(self, v: ReferenceVariable) -> bool:
+        """Returns whether `v` belongs to this strategy."""
+        return v.strategy is self.strategy
+
+    def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
+        """Returns the one device."""
+        return self.worker_devices
+
+    def refuse_copy(self) -> NoReturn:
+        """Raises: variables belong to this very strategy."""
+        raise RuntimeError(
+            explain(
+                f"{self.strategy!r} needs to stay one object",
+                got="copy.copy or copy.deepcopy of a strategy",
+                why="variables belong to this very object",
+                fix="construct a second strategy",
+            )
+        )

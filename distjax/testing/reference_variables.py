@@ -1,0 +1,281 @@
+"""Variables of the reference interpreter: a list of R components, changed in place.
+
+The rules are written out again here, from the tables of tf.distribute, and share
+nothing with `distjax.variables` but the class that operators and `isinstance` see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.collectives.ops import ReduceOp
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import (
+    AggregationError,
+    LocalityError,
+    StrategyMismatchError,
+    TraceLeakError,
+    describe_value,
+    explain,
+)
+from distjax.placement.per_replica import PerReplica
+from distjax.testing.reference_values import combined, is_array, is_number
+from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.variables.variable import Variable
+
+_SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
+_NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ComponentFrame(Frame):
+    """The frame of an update function: it runs once for each component.
+
+    Attributes:
+      component: the number of the component that is being updated.
+    """
+
+    component: int = 0
+
+
+class ReferenceVariable(Variable):
+    """R components, whatever the synchronization; made by `dj.Variable` in scope."""
+
+    @classmethod
+    def made(
+        cls, strategy: Any, initial: Any, *, name: str, trainable: bool | None, modes: Any
+    ) -> ReferenceVariable:
+        """Returns a new variable (`Variable` itself would ask the strategy for one)."""
+        self = object.__new__(cls)
+        self.strategy, self.name = strategy, name
+        self.synchronization, self.aggregation = modes
+        self.is_on_read = self.synchronization is VariableSynchronization.ON_READ
+        self.trainable = (not self.is_on_read) if trainable is None else bool(trainable)
+        initial = _strong(initial)
+        self.shape, self.dtype = initial.shape, initial.dtype
+        _require_modes(self)
+        self.components = [initial] * strategy.num_replicas_in_sync
+        return self
+
+    @property
+    def value(self) -> jax.Array:
+        """The array [...] that the current context sees."""
+        number = self._own_component("read")
+        if number is not None:
+            return self.components[number]
+        if not self.is_on_read or self.aggregation is _FIRST:
+            return self.components[0]
+        if self.aggregation is _NONE:
+            raise AggregationError(_across_text(self, "a read"))
+        return combined(ReduceOp[self.aggregation.name], self.components)
+
+    def local_results(self) -> tuple[jax.Array, ...]:
+        """Returns the components; in a replica context this replica's own."""
+        number = self._own_component("read")
+        return tuple(self.components) if number is None else (self.components[number],)
+
+    def assign(self, value: Any) -> jax.Array:
+        """Sets the variable to `value` and returns the new value."""
+        return self._write("assign", value, lambda old, new: new)
+
+    def assign_add(self, value: Any) -> jax.Array:
+        """Adds `value` and returns the new value."""
+        return self._write("assign_add", value, lambda old, new: old + new)
+
+    def assign_sub(self, value: Any) -> jax.Array:
+        """Subtracts `value` and returns the new value."""
+        return self._write("assign_sub", value, lambda old, new: old - new)
+
+    def _write(self, method: str, value: Any, apply: Callable[[Any, Any], Any]) -> jax.Array:
+        number = self._own_component(method)
+        array = self._converted(method, value)
+        if number is not None and (frames.current().in_update or self.is_on_read):
+            self.components[number] = apply(self.components[number], array)
+        elif number is not None:
+            self._write_together(method, value, array, apply)
+        else:
+            new = self._shares(method, array)
+            self.components = [apply(c, x) for c, x in zip(self.components, new, strict=True)]
+        return self.value
+
+    def _write_together(
+        self, method: str, value: Any, array: jax.Array, apply: Callable[[Any, Any], Any]
+    ) -> None:
+        """Writes a mirrored variable in a replica: all replicas meet, all copies change."""
+        if self.aggregation is _NONE:
+            raise AggregationError(_no_aggregation_text(self, method))
+        if self.aggregation is _SUM and is_number(value):
+            raise ValueError(_python_number_text(self, method, value))
+
+        def hold(values: list[Any]) -> list[None]:
+            if self.aggregation is _FIRST:
+                new = values[0]
+            else:
+                new = combined(ReduceOp[self.aggregation.name], values).astype(self.dtype)
+            self.components = [apply(old, new) for old in self.components]
+            return [None] * len(values)
+
+        what = f"{method} of variable {self.name!r}"
+        frames.current().replica_context.meet(what, array, hold)
+
+    def _shares(self, method: str, array: jax.Array) -> list[jax.Array]:
+        """Returns what each component gets of one value written across replicas."""
+        count = len(self.components)
+        if not self.is_on_read or self.aggregation in (_MEAN, _FIRST):
+            return [array] * count
+        if self.aggregation is _NONE or method != "assign":
+            raise AggregationError(_across_text(self, method))
+        if not jnp.issubdtype(self.dtype, jnp.integer):
+            return [(array / count).astype(self.dtype)] * count
+        share, rest = array // count, array % count
+        return [share + (i < rest).astype(self.dtype) for i in range(count)]
+
+    def _own_component(self, action: str) -> int | None:
+        """Returns which component the context sees; None in cross-replica context."""
+        frame = frames.current()
+        _require_no_trace(self, action, frame)
+        if frame.strategy.extended.is_default:
+            return None
+        if frame.strategy is not self.strategy:
+            raise StrategyMismatchError(frames.mixing_text(self.strategy, frame, action))
+        if frame.in_update:
+            updates = [f for f in frames.stack() if isinstance(f, ComponentFrame)]
+            return updates[-1].component
+        return None if frame.replica_context is None else frame.replica_context.number
+
+    def _converted(self, method: str, value: Any) -> jax.Array:
+        value = value.value if isinstance(value, Variable) else value
+        if isinstance(value, PerReplica):
+            raise LocalityError(_one_value_text(self, method, value))
+        known = is_array(value) or is_number(value) or isinstance(value, (list, tuple))
+        array = _strong(value) if known else None
+        if array is None or _rank(array.dtype) > _rank(self.dtype):
+            raise TypeError(_conversion_text(self, method, value))
+        if array.shape != self.shape:
+            raise ValueError(_shape_text(self, method, array))
+        return array if jax_compat.is_key_dtype(array.dtype) else array.astype(self.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReferenceVariable:
+        modes = (self.synchronization, self.aggregation)
+        options = dict(name=self.name, trainable=self.trainable, modes=modes)
+        made = self.made(self.strategy, self.components[0], **options)
+        made.components = list(self.components)
+        memo[id(self)] = made
+        return made
+
+
+def _strong(value: Any) -> jax.Array:
+    """Returns an array of its own dtype, which Python numbers promote to."""
+    if jax_compat.is_key_dtype(getattr(value, "dtype", None)):
+        return value
+    return jnp.asarray(np.asarray(value))
+
+
+def _rank(dtype: Any) -> int:
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating, jax.dtypes.prng_key)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+
+
+# -- what is refused ----------------------------------------------------------
+
+
+def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) -> None:
+    is_write = action != "read"
+    if frame.state is None and not (jax_compat.tracing() if is_write else jax_compat.staging()):
+        return
+    raise TraceLeakError(
+        explain(
+            f"{action} of variable {variable.name!r} of a reference strategy needs concrete values",
+            got="a call inside a JAX trace (jit outside of run, dj.jit, grad, vmap)",
+            why="the reference interpreter reads and writes at once, nothing is traced",
+            fix="call the function without jit: step.__wrapped__(...) for a dj.jit function; "
+            "return the new value from a function under grad and write it outside",
+        )
+    )
+
+
+def _require_modes(variable: ReferenceVariable) -> None:
+    if variable.synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            explain(
+                f"`NONE` variable synchronization mode is not supported for {variable.name!r}",
+                got="synchronization=VariableSynchronization.NONE under a strategy",
+                why="a strategy has to know when the components meet",
+                fix="use ON_WRITE or ON_READ",
+            )
+        )
+    if variable.aggregation is _MEAN and not jnp.issubdtype(variable.dtype, jnp.inexact):
+        raise ValueError(
+            explain(
+                f"variable {variable.name!r} needs a floating dtype for aggregation MEAN",
+                got=f"dtype {variable.dtype}",
+                why="a mean of integers is no integer",
+                fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
+            )
+        )
+
+
+def _no_aggregation_text(variable: ReferenceVariable, method: str) -> str:
+    return explain(
+        f"You must specify an aggregation method to update variable {variable.name!r} in a "
+        f"replica context ({method})",
+        got="aggregation NONE",
+        why="each replica would write a value of its own and the components would diverge",
+        fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA), or write it in "
+        "a merge function",
+    )
+
+
+def _python_number_text(variable: ReferenceVariable, method: str, value: Any) -> str:
+    return explain(
+        f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
+        got=f"the Python number {value!r}",
+        why="it is the same object on every replica: unclear whether it is to be summed",
+        fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas",
+    )
+
+
+def _across_text(variable: ReferenceVariable, what: str) -> str:
+    return explain(
+        f"{what} of sync-on-read variable {variable.name!r} in cross-replica context needs another "
+        "aggregation",
+        got=f"aggregation {variable.aggregation.name}",
+        why="nothing says how its components make one value, or share one",
+        fix="do it in a replica context or by strategy.extended.update; v.local_results() reads "
+        "the components",
+    )
+
+
+def _one_value_text(variable: ReferenceVariable, method: str, value: PerReplica) -> str:
+    return explain(
+        f"{method} of variable {variable.name!r} needs one value",
+        got=f"a PerReplica of {value.num_replicas} values",
+        why="one assignment gives every component the same value",
+        fix=f"v.{method}(strategy.reduce('sum', x))",
+    )
+
+
+def _conversion_text(variable: ReferenceVariable, method: str, value: Any) -> str:
+    return explain(
+        f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
+        got=describe_value(value),
+        why="a conversion that loses information is not made in silence",
+        fix=f"v.{method}(x.astype(v.dtype))",
+    )
+
+
+def _shape_text(variable: ReferenceVariable, method: str, array: jax.Array) -> str:
+    return explain(
+        f"{method} of variable {variable.name!r} needs shape {variable.shape}",
+        got=f"shape {array.shape}",
+        why="a variable keeps its shape",
+        fix="jnp.broadcast_to(x, v.shape)",
+    )

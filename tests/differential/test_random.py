@@ -1,0 +1,43 @@
+"""Random programs: compiled and reference agree, and proving less changes no number."""
+
+import programs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from outcomes import assert_same, compiled_strategies, outcome
+
+import distjax as dj
+from distjax.replica.analysis import blind
+
+# Fixed examples: a failure is a bug, not the luck of the day. To look further, raise
+# max_examples and drop derandomize.
+MODEST = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+REPLICA_COUNTS = st.sampled_from([2, 3])
+HOWS = st.sampled_from([dj.jit, lambda fn: fn])
+ROUNDING = dict(rtol=1e-4, atol=1e-3)
+
+
+@settings(MODEST, max_examples=25)
+@given(programs.programs(), st.integers(0, 1), REPLICA_COUNTS, HOWS)
+def test_compiled_equals_reference(program, flag, num_replicas, how):
+    make = programs.maker(program, flag)
+    reference = outcome(dj.testing.ReferenceStrategy(num_replicas), make)
+    for name, strategy in compiled_strategies(num_replicas).items():
+        assert_same(outcome(strategy, make, how), reference, name, **ROUNDING)
+
+
+@settings(MODEST, max_examples=25)
+@given(programs.programs(), st.integers(0, 1), REPLICA_COUNTS)
+def test_proving_more_never_changes_a_value(program, flag, num_replicas):
+    make = programs.maker(program, flag)
+    seeing = outcome(dj.VirtualStrategy(num_replicas), make)
+    try:
+        with blind():
+            unproved = outcome(dj.VirtualStrategy(num_replicas), make)
+    except dj.errors.LocalityError:
+        return  # refused, as it may be: a mirrored variable needs a proof
+    assert_same(unproved, seeing, "nothing proved", **ROUNDING)

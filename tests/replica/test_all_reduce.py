@@ -1,0 +1,198 @@
+"""all_reduce and all_gather in a replica: values and derivatives (decisions 7, 8, 25)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import sparse
+from replicas import everywhere, ids, local, per_replica
+
+import distjax as dj
+from distjax.errors import LocalityError
+
+
+def context():
+    return dj.get_replica_context()
+
+
+def total(n):
+    """Returns 0 + 1 + ... + (n - 1)."""
+    return n * (n - 1) / 2
+
+
+def test_r133_sums_of_trees(pair, how):
+    one = per_replica(pair, [np.float32(1), np.float32(3)])
+    many = per_replica(pair, [np.array([39, 2.0]), np.array([3, 41.0])])
+    out = how(
+        lambda t: pair.run(lambda t: context().all_reduce("sum", t), args=(t,))
+    )({"a": one, "b": [many]})
+    assert local(pair, out["a"]) == [4.0, 4.0]
+    assert local(pair, out["b"][0]) == [[42.0, 43.0]] * 2
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_r135_gradient_is_the_same_reduction(pair, how, op):
+    c = per_replica(pair, [np.float32(1), np.float32(3)])
+
+    def fn(x, c):
+        return jax.grad(lambda x: context().all_reduce(op, x) * c)(x)
+
+    out = how(lambda c: pair.run(fn, args=(2.0, c)))(c)
+    assert local(pair, out) == ([4.0, 4.0] if op == "sum" else [2.0, 2.0])
+
+
+@pytest.mark.parametrize("c", [4.0, 5.0])
+def test_r137_gradient_on_one_replica(c):
+    for strategy in (
+        dj.OneDeviceStrategy(),
+        dj.VirtualStrategy(1),
+        dj.MirroredStrategy(jax.devices()[:1]),
+        dj.get_strategy(),
+    ):
+        fn = lambda x: jax.grad(lambda x: context().all_reduce("sum", x) * c)(x)  # noqa: E731
+        assert float(strategy.run(fn, args=(jnp.float32(1),))) == c
+
+
+def test_r139_sum_of_one_counts_the_replicas(strategy, how):
+    out = how(lambda: strategy.run(lambda: context().all_reduce("sum", 1.0)))()
+    assert float(out) == strategy.num_replicas_in_sync
+
+
+def test_decision_25_numbers_are_arrays_and_none_is_empty(pair, how):
+    out = how(
+        lambda: pair.run(lambda: context().all_reduce("sum", {"n": 2, "none": None, "l": []}))
+    )()
+    assert out["none"] is None and out["l"] == []
+    assert isinstance(out["n"], jax.Array) and int(out["n"]) == 4
+    assert pair.run(lambda: context().all_reduce("sum", None)) is None
+
+
+def test_r141_mean_of_integers(pair, how):
+    x = per_replica(pair, [np.int32(1), np.int32(2)])
+    out = how(lambda x: pair.run(lambda x: context().all_reduce("mean", x), args=(x,)))(x)
+    assert out.dtype == jnp.float32 and float(out) == 1.5
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_every_strategy_reduces_in_a_replica_as_across(strategy, how, op):
+    x = ids(strategy)
+    inside = how(lambda x: strategy.run(lambda x: context().all_reduce(op, x), args=(x,)))(x)
+    across = how(lambda x: strategy.reduce(op, x))(x)
+    n = strategy.num_replicas_in_sync
+    assert local(strategy, inside) == everywhere(strategy, total(n) / (n if op == "mean" else 1))
+    np.testing.assert_array_equal(inside, across)
+
+
+def test_variables_are_reduced_by_what_the_replica_sees(pair):
+    with pair.scope():
+        m = dj.Variable(3.0)
+        c = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+    pair.run(lambda x: c.assign(x + 1), args=(ids(pair),))
+    out = pair.run(lambda: context().all_reduce("sum", [m, c]))
+    assert [float(x) for x in out] == [6.0, 3.0]
+
+
+# -- all_gather ----------------------------------------------------------------
+
+
+def test_r145_r151_gathers_along_an_axis(strategy, how):
+    """Shapes are equal on all replicas (decision 16)."""
+    n = strategy.num_replicas_in_sync
+
+    def fn(x):
+        column = jnp.full((2, 1), x)
+        return context().all_gather({"rows": column, "columns": [column]}, axis=0), (
+            context().all_gather(column, axis=1)
+        )
+
+    first, wide = how(lambda x: strategy.run(fn, args=(x,)))(ids(strategy))
+    expected = np.repeat(np.arange(n, dtype=np.float32), 2)[:, None]
+    np.testing.assert_array_equal(first["rows"], expected)
+    np.testing.assert_array_equal(first["columns"][0], expected)
+    np.testing.assert_array_equal(wide, [np.arange(n)] * 2)
+
+
+def test_r153_gradient_of_all_gather(strategy, how):
+    n = strategy.num_replicas_in_sync
+    c = per_replica(strategy, [np.float32(r + 1) for r in range(n)])
+
+    def fn(c):
+        x = jnp.array([[3.0], [5.0]])
+        return jax.grad(lambda x: (context().all_gather(x, axis=1) * c).sum())(x)
+
+    out = how(lambda c: strategy.run(fn, args=(c,)))(c)
+    s = n * (n + 1) / 2
+    assert local(strategy, out) == everywhere(strategy, [[s], [s]])
+
+
+def test_r155_scalars_and_negative_axes(pair):
+    with pytest.raises(ValueError, match="^all_gather needs a value with at least one axis"):
+        pair.run(lambda x: context().all_gather(x, 0), args=(ids(pair),))
+    with pytest.raises(ValueError, match="^all_gather needs an axis between 0 and 0"):
+        pair.run(lambda: context().all_gather(jnp.ones(2), -1))
+
+
+def test_gather_of_keys(pair):
+    out = pair.run(lambda: context().all_gather(context().fold_in(jax.random.key(0))[None], 0))
+    assert out.shape == (2,)
+    assert len({tuple(np.asarray(jax.random.key_data(k))) for k in out}) == 2
+
+
+# -- fold_in -------------------------------------------------------------------
+
+
+def test_fold_in_makes_keys_differ(strategy, how):
+    n = strategy.num_replicas_in_sync
+    key = jax.random.key(3)
+    fn = lambda key: jax.random.key_data(context().fold_in(key))  # noqa: E731
+    out = how(lambda key: strategy.run(fn, args=(key,)))(key)
+    expected = [np.asarray(jax.random.key_data(jax.random.fold_in(key, r))) for r in range(n)]
+    for got, want in zip(strategy.local_results(out), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+# -- sparse values: decision 16 ------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "reduce", "gather", "values"])
+def test_r143_r149_sparse_values_are_refused(pair, call):
+    """The leaves of a sparse array are data and indices: reduced on their own they are wrong."""
+    x = sparse.BCOO.fromdense(jnp.array([0.0, 2.0]))
+    calls = {
+        "all_reduce": lambda: pair.run(lambda: context().all_reduce("sum", x)),
+        "all_gather": lambda: pair.run(lambda: context().all_gather(x, 0)),
+        "reduce": lambda: pair.reduce("sum", pair.run(lambda: x)),
+        "gather": lambda: pair.gather(pair.run(lambda: x), 0),
+        "values": lambda: pair.distribute_values_from_function(lambda ctx: x),
+    }
+    if call == "values":
+        with pytest.raises(LocalityError, match=r"(?s)^distribute_values_from_function.*sparse"):
+            calls[call]()
+        return
+    with pytest.raises(NotImplementedError, match=f"^{call} needs dense arrays, not sparse ones"):
+        calls[call]()
+
+
+# -- bare collectives over the replica axis ------------------------------------
+
+
+def test_bare_collectives(pair, how):
+    def fn(x):
+        return (
+            lax.psum(x, "replica"),
+            lax.pmean(x, "replica"),
+            lax.pmax(x, "replica"),
+            lax.axis_index("replica"),
+            lax.ppermute(x, "replica", [(0, 1), (1, 0)]),
+        )
+
+    x = per_replica(pair, [np.float32(1), np.float32(4)])
+    summed, mean, largest, index, swapped = how(lambda x: pair.run(fn, args=(x,)))(x)
+    assert (float(summed), float(mean), float(largest)) == (5.0, 2.5, 4.0)
+    assert local(pair, index) == [0, 1]
+    assert local(pair, swapped) == [4.0, 1.0]

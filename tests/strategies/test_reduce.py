@@ -1,0 +1,469 @@
+"""reduce, reduce_to, batch_reduce_to, broadcast_to, gather: values (decisions 6, 7, 16, 22)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from replicas import ids, local, per_replica
+
+import distjax as dj
+from distjax.errors import BatchError, LocalityError
+from distjax.replica.analysis import blind
+
+
+@pytest.fixture
+def three():
+    """Three replicas: means that two would hide."""
+    return dj.VirtualStrategy(3)
+
+
+def pads(strategy, rows, dtype):
+    """Returns rows[r] on replica r, padded with 99, and the mask of what counts."""
+    width = max(map(len, rows))
+    values = [np.array([*row, *[99] * (width - len(row))], dtype) for row in rows]
+    masks = [np.arange(width) < len(row) for row in rows]
+    return per_replica(strategy, values), per_replica(strategy, masks)
+
+
+# -- reduce over replicas, and over axes ---------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reduce_over_replicas(strategy, how, op):
+    n = strategy.num_replicas_in_sync
+    x = per_replica(strategy, [np.array([r, 2.0 * r], np.float32) for r in range(n)])
+    total = n * (n - 1) / 2
+    expected = total / (n if op == "mean" else 1)
+    out = how(lambda x: strategy.reduce(op, x))(x)
+    np.testing.assert_allclose(out, [expected, 2 * expected])
+    assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_r097_rows_of_unequal_length_by_mask(strategy, how, dtype):
+    """Replica r holds [r] * (r + 1): shapes are equal here (decision 16), masks say what counts."""
+    n = strategy.num_replicas_in_sync
+    x, mask = pads(strategy, [[r] * (r + 1) for r in range(n)], dtype)
+    out = how(lambda x, m: strategy.reduce("sum", x, axis=0, mask=m))(x, mask)
+    assert int(out) == sum(r * (r + 1) for r in range(n))
+    assert out.dtype == dtype
+
+
+def test_r099_axis_reduces_within_and_across(strategy, how):
+    n = strategy.num_replicas_in_sync
+    x = per_replica(strategy, [np.array([1.0, 2.0], np.float32)] * n)
+    reduce = how(lambda op, x: strategy.reduce(op, x, axis=0))
+    assert float(reduce("mean", x)) == 1.5
+    assert float(reduce("sum", x)) == 3.0 * n
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["mean", "MEAN", "Mean", dj.ReduceOp.MEAN, dj.VariableAggregation.MEAN],
+)
+def test_r101_names_of_the_mean(pair, op):
+    x = ids(pair)
+    assert float(pair.reduce(op, x)) == 0.5
+    assert float(pair.extended.reduce_to(op, x, None)) == 0.5
+    assert float(pair.extended.batch_reduce_to(op, [(x, None)])[0]) == 0.5
+    assert float(pair.run(lambda x: dj.get_replica_context().all_reduce(op, x), (x,))) == 0.5
+
+
+@pytest.mark.parametrize("op", ["sum", "SUM", dj.ReduceOp.SUM, dj.VariableAggregation.SUM])
+def test_r101_names_of_the_sum(pair, op):
+    x = ids(pair)
+    assert float(pair.reduce(op, x)) == 1.0
+    assert float(pair.extended.reduce_to(op, x, None)) == 1.0
+    assert float(pair.extended.batch_reduce_to(op, [(x, None)])[0]) == 1.0
+    assert float(pair.run(lambda x: dj.get_replica_context().all_reduce(op, x), (x,))) == 1.0
+
+
+class Lookalike:
+    name = "SUM"
+
+
+UNKNOWN_OPS = [
+    "MAX",
+    "",
+    3,
+    dj.VariableAggregation.NONE,
+    dj.VariableAggregation.ONLY_FIRST_REPLICA,
+    jnp.sum,
+    Lookalike(),
+    dj.VariableSynchronization.ON_READ,
+]
+
+
+def test_unknown_ops(strategy):
+    """Decision 22: an error that lists what there is, wherever an op is taken."""
+    text = "^op needs a ReduceOp: ReduceOp.SUM, ReduceOp.MEAN, 'sum', 'mean' "
+    calls = [
+        lambda op: strategy.reduce(op, 1.0),
+        lambda op: strategy.extended.reduce_to(op, 1.0, None),
+        lambda op: strategy.extended.batch_reduce_to(op, [(1.0, None)]),
+        lambda op: strategy.run(lambda: dj.get_replica_context().all_reduce(op, 1.0)),
+    ]
+    for call in calls:
+        for op in UNKNOWN_OPS:
+            with pytest.raises(ValueError, match=text):
+                call(op)
+
+
+def test_r103_op_none(pair):
+    with pytest.raises(ValueError, match="needs a ReduceOp"):
+        pair.reduce(None, ids(pair))
+
+
+def test_r105_mean_of_a_plain_value_is_the_value(pair, how):
+    for value in (3.0, np.float32(3), np.ones(2)):
+        assert how(lambda value=value: pair.reduce("mean", value) is value)()
+    elsewhere = jax.device_put(jnp.float32(3), jax.devices()[7])
+    assert pair.reduce("mean", elsewhere) is elsewhere
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 3.0, np.zeros(2), np.ones(2), np.float64(0)])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_r107_sum_of_a_plain_value_is_refused_zeros_too(pair, how, value, axis):
+    """Decision 6 (TF crashes on 0)."""
+    if np.ndim(value) == 0 and axis is not None:
+        axis = ()
+    with pytest.raises(ValueError, match="^A non-DistributedValues value .* cannot be reduced"):
+        how(lambda: pair.reduce("sum", value, axis=axis))()
+
+
+def test_sum_of_a_plain_value_of_one_replica_is_the_value():
+    for strategy in (dj.VirtualStrategy(1), dj.OneDeviceStrategy(), dj.get_strategy()):
+        assert strategy.reduce("sum", 3.0) == 3.0
+        assert float(strategy.reduce("sum", np.array([1.0, 2.0]), axis=0)) == 3.0
+
+
+def test_r111_mean_over_examples_where_replicas_have_more_or_fewer(pair, how):
+    x, mask = pads(pair, [[1, 2], [3]], np.float32)
+    assert float(how(lambda x, m: pair.reduce("mean", x, axis=0, mask=m))(x, mask)) == 2.0
+
+
+def test_mask_of_a_replica_without_examples(three):
+    x, mask = pads(three, [[1, 2], [], [6]], np.int32)
+    assert float(three.reduce("mean", x, axis=0, mask=mask)) == 3.0
+    assert int(three.reduce("sum", x, axis=0, mask=mask)) == 9
+
+
+def test_mask_ignores_what_is_not_a_number(pair):
+    x = per_replica(pair, [np.array([1, np.nan], np.float32), np.array([3, np.inf], np.float32)])
+    mask = per_replica(pair, [np.array([True, False])] * 2)
+    assert float(pair.reduce("mean", x, axis=0, mask=mask)) == 2.0
+
+
+def test_mask_without_an_axis_counts_elementwise(pair):
+    x, mask = pads(pair, [[1, 2], [3]], np.float32)
+    np.testing.assert_array_equal(pair.reduce("sum", x, mask=mask), [4, 2])
+    np.testing.assert_array_equal(pair.reduce("mean", x, mask=mask), [2, 2])
+
+
+def test_mask_over_further_axes(pair):
+    x = per_replica(pair, [np.full((2, 3), r + 1.0, np.float32) for r in range(2)])
+    mask = per_replica(pair, [np.array([True, True]), np.array([True, False])])
+    assert float(pair.reduce("sum", x, axis=(0, 1), mask=mask)) == 12.0
+    np.testing.assert_allclose(pair.reduce("mean", x, axis=0, mask=mask), [4 / 3] * 3, rtol=1e-6)
+
+
+def test_mask_equal_on_every_replica(pair):
+    x = per_replica(pair, [np.array([1, 2], np.float32), np.array([3, 4], np.float32)])
+    assert float(pair.reduce("sum", x, axis=0, mask=np.array([True, False]))) == 4.0
+    value = pair.run(lambda: jnp.array([1.0, 2.0]))
+    assert float(pair.reduce("sum", value, axis=0, mask=np.array([True, False]))) == 2.0
+
+
+@pytest.mark.parametrize("mask", [np.array([1.0, 0.0]), np.array([True]), np.ones((2, 2), bool)])
+def test_masks_that_do_not_fit(pair, mask):
+    x = per_replica(pair, [np.array([1, 2], np.float32)] * 2)
+    with pytest.raises(BatchError, match=r"^reduce: mask needs bool values of shape \(2,\) per"):
+        pair.reduce("sum", x, axis=0, mask=mask)
+
+
+def test_mask_with_a_tree(pair):
+    with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
+        pair.reduce("sum", [ids(pair)], mask=np.array([True]))
+
+
+def test_r113_mean_of_integers_is_true_division(three, how):
+    """Decision 7: in the default float dtype."""
+    x = per_replica(three, [np.int32(1), np.int32(2), np.int32(2)])
+    out = how(lambda x: three.reduce("mean", x))(x)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, 5 / 3, rtol=1e-6)
+    for dtype in (np.bool_, np.int8, np.uint8):
+        out = three.reduce("mean", per_replica(three, [dtype(1), dtype(0), dtype(1)]))
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, 2 / 3, rtol=1e-6)
+
+
+def test_mean_of_small_integers_does_not_overflow(pair):
+    x = per_replica(pair, [np.full(200, 120, np.int8)] * 2)
+    assert float(pair.reduce("mean", x, axis=0)) == 120.0
+    assert float(pair.reduce("mean", per_replica(pair, [np.int8(120)] * 2))) == 120.0
+
+
+def test_mean_keeps_a_floating_dtype(pair):
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert pair.reduce("mean", per_replica(pair, [np.ones(2, dtype)] * 2)).dtype == dtype
+
+
+def test_r115_several_axes(pair, how):
+    x = per_replica(pair, [np.ones((2, 3), np.float32) * r for r in range(2)])
+    assert float(how(lambda x: pair.reduce("mean", x, axis=(0, 1)))(x)) == 0.5
+    assert float(how(lambda x: pair.reduce("sum", x, axis=[-1, 0]))(x)) == 6.0
+    assert pair.reduce("sum", x, axis=()).shape == (2, 3)
+
+
+@pytest.mark.parametrize("axis", ["x", 1.5, True, (0, "x"), None.__class__])
+def test_r117_axis_of_another_type(pair, axis):
+    with pytest.raises(TypeError, match="^reduce: axis needs to be None, an int or a tuple of"):
+        pair.reduce("sum", per_replica(pair, [np.ones(2)] * 2), axis=axis)
+
+
+@pytest.mark.parametrize("axis", [1, -2, (0, 1)])
+def test_axis_out_of_range(pair, axis):
+    with pytest.raises(ValueError, match="^reduce: axis needs to be between -1 and 0"):
+        pair.reduce("sum", per_replica(pair, [np.ones(2)] * 2), axis=axis)
+
+
+def test_axis_with_a_tree(pair):
+    with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
+        pair.reduce("sum", {"a": ids(pair), "b": ids(pair)}, axis=0)
+
+
+def test_r119_plain_values_with_an_axis(pair):
+    """SUM: refused by decision 6 (TF counts the value on every replica)."""
+    with pytest.raises(ValueError, match="cannot be reduced"):
+        pair.reduce("sum", np.ones(2), axis=0)
+    assert float(pair.reduce("mean", np.array([1.0, 3.0]), axis=0)) == 2.0
+
+
+def test_r121_mirrored_variable(pair, how):
+    with pair.scope():
+        v = dj.Variable(2.0, name="kept")
+    assert float(how(lambda: pair.reduce("mean", v))()) == 2.0
+    with pytest.raises(LocalityError, match=r"^reduce\(SUM\) needs a value per replica, not mirr"):
+        how(lambda: pair.reduce("sum", v))()
+
+
+def test_sync_on_read_variable_is_reduced_by_components(pair, how):
+    with pair.scope():
+        v = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+    pair.run(lambda x: v.assign(x + 1), args=(ids(pair),))
+    assert float(how(lambda: pair.reduce("sum", v))()) == 3.0
+    assert float(how(lambda: pair.reduce("mean", v))()) == 1.5
+
+
+def test_trees_of_values(strategy, how):
+    n = strategy.num_replicas_in_sync
+    tree = {"a": [ids(strategy), None], "b": (per_replica(strategy, [np.ones(2)] * n),)}
+    out = how(lambda t: strategy.reduce("mean", t))(tree)
+    assert float(out["a"][0]) == (n - 1) / 2 and out["a"][1] is None
+    np.testing.assert_array_equal(out["b"][0], [1, 1])
+
+
+# -- decision 6: a mirrored array counts as R equal copies ---------------------
+
+
+VALUES = {
+    "float": lambda: jnp.float32(3) * 2,
+    "constant": lambda: jnp.float32(6),
+    "weak": lambda: jnp.asarray(6.0),
+    "int": lambda: jnp.int32(6),
+    "int8": lambda: jnp.int8(100),
+    "bool": lambda: jnp.asarray(True),
+    "bfloat16": lambda: jnp.bfloat16(6),
+    "vector": lambda: jnp.arange(3.0),
+    "uint8": lambda: jnp.arange(3, dtype=jnp.uint8) + 254,
+    "complex": lambda: jnp.complex64(1 + 2j),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("kind", ["mirrored3", "virtual3"])
+def test_mirrored_counts_as_equal_copies(name, kind, how):
+    """The same numbers, shapes, dtypes and weak types as if nothing had been proved."""
+    from conftest import STRATEGIES
+
+    def outcome():
+        strategy = STRATEGIES[kind]()  # made anew: programs compiled before are not used
+
+        @how
+        def step():
+            m = strategy.run(VALUES[name])
+            made = {
+                "sum": strategy.reduce("sum", m),
+                "mean": strategy.reduce("mean", m),
+                "to": strategy.extended.reduce_to("sum", m, None),
+            }
+            if jnp.ndim(VALUES[name]()):
+                made["sum axis"] = strategy.reduce("sum", m, axis=0)
+                made["mean axis"] = strategy.reduce("mean", m, axis=0)
+                made["gather"] = strategy.gather(m, 0)
+                mask = np.array([True, False, True])
+                made["masked"] = strategy.reduce("mean", m, axis=0, mask=mask)
+            return made
+
+        made = step()
+        results = strategy.local_results(strategy.run(VALUES[name]))
+        assert len(results) == 3
+        for leaf in jax.tree.leaves(made):
+            assert isinstance(leaf, jax.Array)
+        return jax.tree.map(lambda x: (np.asarray(x).tolist(), x.dtype, x.weak_type), made)
+
+    proved = outcome()
+    with blind():
+        blinded = outcome()
+    assert proved == blinded
+
+
+def test_the_count_of_examples_sums(strategy, how):
+    """The example of decision 6: a step that returns x.shape[0] as an array, and sums it."""
+    n = strategy.num_replicas_in_sync
+    out = how(
+        lambda x: strategy.reduce("sum", strategy.run(lambda x: jnp.float32(x.shape[0]), (x,)))
+    )(np.ones((4, 2)))
+    assert float(out) == 4.0 * n
+
+
+def test_mirrored_is_decided_by_the_sharding_outside_of_traces(mirrored):
+    """The one place where eager mode may raise and dj.jit does not."""
+    one = jax.devices()[7]
+    on_one = jax.device_put(jnp.ones(2), one)
+    mesh = mirrored.mesh
+    split = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec("replica")))
+    copies = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec()))
+    for value in (on_one, split):
+        with pytest.raises(ValueError, match="cannot be reduced"):
+            mirrored.reduce("sum", value)
+    np.testing.assert_array_equal(mirrored.reduce("sum", copies), [2, 2])
+    np.testing.assert_array_equal(dj.jit(lambda x: mirrored.reduce("sum", x))(copies), [2, 2])
+    np.testing.assert_array_equal(dj.jit(lambda: mirrored.reduce("sum", jnp.ones(2)))(), [2, 2])
+
+
+def test_any_array_on_the_device_of_a_virtual_strategy_is_mirrored():
+    strategy = dj.VirtualStrategy(2)
+    assert float(strategy.reduce("sum", jnp.float32(3))) == 6.0
+    assert len(strategy.local_results(jnp.float32(3))) == 2
+    with pytest.raises(ValueError, match="cannot be reduced"):
+        strategy.reduce("sum", jax.device_put(jnp.float32(3), jax.devices()[1]))
+
+
+def test_numpy_stays_unplaced_in_a_trace(pair):
+    with pytest.raises(ValueError, match="cannot be reduced"):
+        dj.jit(lambda: pair.reduce("sum", np.ones(2)))()
+    with pytest.raises(ValueError, match="cannot be reduced"):
+        pair.run(
+            lambda: dj.get_replica_context().merge_call(lambda s: s.reduce("sum", np.ones(2)))
+        )
+
+
+# -- reduce_to, batch_reduce_to ------------------------------------------------
+
+
+@pytest.mark.parametrize("destinations", ["", [], (), 3, 2.5, {"a": 1}, "nowhere", [3], "gpu:99"])
+def test_r123_destinations_that_are_none(pair, destinations):
+    """A list of devices is a destination here (TF: AssertionError)."""
+    for method in ("reduce_to", "broadcast_to"):
+        call = getattr(pair.extended, method)
+        with pytest.raises(ValueError, match=f"^{method}: destinations can not be empty"):
+            if method == "reduce_to":
+                call("sum", ids(pair), destinations)
+            else:
+                call(jnp.ones(2), destinations)
+
+
+def test_r125_batch_reduce_to(pair, how):
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+    device = jax.devices()[0]
+    out = how(lambda x: pair.extended.batch_reduce_to("sum", [(x, x), (x, device)]))(x)
+    assert type(out) is list and [float(v) for v in out] == [3.0, 3.0]
+    assert pair.extended.batch_reduce_to("sum", []) == []
+
+
+def test_r127_batch_reduce_to_takes_mixed_dtypes(pair):
+    """TF picks other collectives for int32 and refuses; XLA has no such limit."""
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+    i = per_replica(pair, [np.int32(1), np.int32(2)])
+    out = pair.extended.batch_reduce_to("sum", [(x, None), (i, None)])
+    assert [v.dtype for v in out] == [jnp.float32, jnp.int32]
+    assert [float(v) for v in out] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("item", [1.0, (1.0,), (1.0, None, None), "ab c", None])
+def test_pairs_that_are_none(pair, item):
+    with pytest.raises(ValueError, match="^batch_reduce_to needs a sequence of"):
+        pair.extended.batch_reduce_to("sum", [item])
+
+
+def test_r131_mean_of_a_mirrored_variable_to_itself(pair):
+    with pair.scope():
+        v = dj.Variable(1.0)
+    assert local(pair, pair.extended.reduce_to("mean", v, v)) == [1.0, 1.0]
+
+
+def test_reduce_to_takes_trees(pair):
+    out = pair.extended.reduce_to("sum", {"a": ids(pair), "b": [ids(pair)]}, None)
+    assert float(out["a"]) == 1.0 and float(out["b"][0]) == 1.0
+
+
+# -- broadcast_to, gather ------------------------------------------------------
+
+
+def test_broadcast_to(pair, how):
+    out = how(lambda: pair.extended.broadcast_to(np.arange(2.0)))()
+    assert local(pair, out) == [[0.0, 1.0], [0.0, 1.0]]
+    with pair.scope():
+        v = dj.Variable(3.0)
+    assert float(pair.extended.broadcast_to(v)) == 3.0
+
+
+def test_broadcast_of_a_value_makes_it_reducible(pair):
+    assert float(pair.reduce("sum", pair.extended.broadcast_to(3.0))) == 6.0
+
+
+def test_broadcast_of_a_per_replica_is_refused(pair):
+    with pytest.raises(LocalityError, match="^broadcast_to needs one value"):
+        pair.extended.broadcast_to(ids(pair))
+
+
+def test_gather(strategy, how):
+    n = strategy.num_replicas_in_sync
+    x = per_replica(strategy, [np.full((2, 1), r, np.int32) for r in range(n)])
+    out = how(lambda x: strategy.gather(x, 0))(x)
+    np.testing.assert_array_equal(out, np.repeat(np.arange(n), 2)[:, None])
+    wide = how(lambda x: strategy.gather({"a": x}, axis=1))(x)["a"]
+    np.testing.assert_array_equal(wide, [np.arange(n)] * 2)
+
+
+def test_gather_returns_plain_values(pair):
+    for value in (np.ones(2), 3.0):
+        assert pair.gather(value, 0) is value
+
+
+@pytest.mark.parametrize("axis", [-1, 1, "x", 0.0, None])
+def test_gather_along_an_axis_that_is_not_there(pair, axis):
+    with pytest.raises(ValueError, match="^gather needs an axis between 0 and 0"):
+        pair.gather(per_replica(pair, [np.ones(2)] * 2), axis)
+
+
+def test_r155_gather_of_scalars(pair):
+    with pytest.raises(ValueError, match="^gather needs a value with at least one axis"):
+        pair.gather(ids(pair), 0)
+
+
+# -- local_results -------------------------------------------------------------
+
+
+def test_local_results_of_a_mirrored_variable(pair):
+    with pair.scope():
+        v = dj.Variable(1.5)
+    assert local(pair, v) == [1.5, 1.5]
+    assert [float(x) for x in v.local_results()] == [1.5, 1.5]

@@ -1,0 +1,150 @@
+"""Sync-on-read variables: the rows of cases.md, area "variables: ON_READ"."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import everywhere, local, per_replica
+
+import distjax as dj
+from distjax.errors import AggregationError
+
+AGG = dj.VariableAggregation
+ALL = list(AGG)
+
+
+def make(strategy, initial_value, aggregation=AGG.SUM, **options):
+    with strategy.scope():
+        return dj.Variable(
+            initial_value,
+            name="r",
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=aggregation,
+            **options,
+        )
+
+
+def parts(variable):
+    return [np.asarray(c).tolist() for c in variable.local_results()]
+
+
+@pytest.mark.parametrize("aggregation", ALL)
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_r215_write_in_a_replica(strategy, aggregation, method):
+    r = make(strategy, 0.0, aggregation)
+    strategy.run(lambda: getattr(r, method)(-1.0 if method == "assign_sub" else 1.0))
+    assert parts(r) == everywhere(strategy, 1)
+
+
+def test_r217_assign_across_replicas_divides_a_sum(strategy, how):
+    count = strategy.num_replicas_in_sync
+    r = make(strategy, 0.0)
+    assert float(how(lambda: r.assign(1.0 * count))()) == count
+    assert parts(r) == everywhere(strategy, 1)
+
+
+@pytest.mark.parametrize("aggregation", ALL)
+def test_r219_integers_are_converted(strategy, aggregation):
+    r = make(strategy, 0.0, aggregation)
+    strategy.run(lambda: (r.assign(1), None)[1])
+    assert r.dtype == jnp.float32 and parts(r) == everywhere(strategy, 1)
+    strategy.run(lambda: (r.assign(jnp.int32(2)), None)[1])
+    assert parts(r) == everywhere(strategy, 2)
+
+
+@pytest.mark.parametrize("aggregation", ALL)
+def test_r221_read_in_a_replica(pair, aggregation):
+    r = make(pair, 0.0, aggregation)
+    pair.run(lambda x: r.assign(x), args=(per_replica(pair, [np.float32(1), np.float32(2)]),))
+    assert local(pair, pair.run(lambda: r.value)) == [1, 2]
+
+
+@pytest.mark.parametrize("aggregation", ALL)
+def test_r223_assign_returns_the_component(strategy, aggregation):
+    r = make(strategy, 0.0, aggregation)
+    number = lambda: dj.get_replica_context().replica_id_in_sync_group
+    returned = strategy.run(lambda: r.assign(jnp.float32(number())))
+    assert local(strategy, returned) == list(range(strategy.num_replicas_in_sync))
+
+
+def test_r225_created_in_a_replica(pair):
+    made = []
+
+    def fn():
+        if not made:
+            made.append(
+                dj.Variable(
+                    1.0,
+                    synchronization=dj.VariableSynchronization.ON_READ,
+                    aggregation=AGG.SUM,
+                )
+            )
+
+    pair.run(fn)
+    (r,) = made
+    assert float(pair.extended.read_var(r)) == 2
+    r.assign(6.0)
+    assert float(pair.extended.read_var(r)) == 6 and parts(r) == [3, 3]
+
+
+def test_r227_components_and_their_value(pair):
+    total, mean = make(pair, 1.0), make(pair, 4.0, AGG.MEAN)
+
+    def fn():
+        number = dj.get_replica_context().replica_id_in_sync_group
+        total.assign_add(jnp.float32(2 + number))
+        mean.assign(jnp.float32(6 * number))
+
+    pair.run(fn)
+    assert parts(total) == [3, 4] and float(total.value) == 7
+    assert parts(mean) == [0, 6] and float(pair.extended.read_var(mean)) == 3
+
+
+def test_r229_update_of_components(pair, how):
+    r = make(pair, 1.0)
+    update = lambda: pair.extended.update(r, lambda r, x: r.assign(x), args=(5.0,), group=False)
+    assert [float(x) for x in how(update)()] == [5, 5]
+    assert parts(r) == [5, 5] and float(r.value) == 10
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "scatter_sub", "scatter_min", "scatter_update"])
+def test_r231_no_scatter_methods(pair, name):
+    r = make(pair, jnp.zeros(3))
+    with pytest.raises(AttributeError):
+        pair.run(lambda: getattr(r, name)(1.0))
+    pair.run(lambda: (r.assign(r.value.at[1].add(2.0)), None)[1])  # what JAX has in their place
+    assert parts(r) == [[0, 2, 0]] * 2
+
+
+def test_r233_moving_average(pair, how):
+    r = make(pair, 1.0)
+
+    def fn():
+        number = dj.get_replica_context().replica_id_in_sync_group + 1
+        return r.assign(0.9 * r.value + 0.1 * number)
+
+    np.testing.assert_allclose(local(pair, how(lambda: pair.run(fn))()), [1.0, 1.1], rtol=1e-6)
+    np.testing.assert_allclose(r.value, 2.1, rtol=1e-6)
+
+
+def test_r235_metric_by_hand(pair, how):
+    total, count = make(pair, 0.0), make(pair, 0.0)
+
+    def fn(batch, mask):
+        total.assign_add(jnp.sum(batch * mask))
+        count.assign_add(jnp.sum(mask))
+
+    step = how(lambda batch, mask: pair.run(fn, args=(batch, mask)))
+    padded = np.concatenate([np.arange(9), np.zeros(3)]).astype(np.float32)
+    masks = (np.arange(12) < 9).astype(np.float32)
+    for batch, mask in zip(padded.reshape(3, 2, 2), masks.reshape(3, 2, 2), strict=True):
+        step(per_replica(pair, batch), per_replica(pair, mask))
+    assert float(total.value) == 36 and float(count.value) == 9
+    assert float(total.value / count.value) == 4
+    assert sum(parts(total)) == 36
+    how(lambda: (total.assign(0.0), count.assign(0.0)))()
+    assert parts(total) == parts(count) == [0, 0]
+
+
+def test_a_cross_replica_read_without_aggregation(pair):
+    with pytest.raises(AggregationError, match="needs an aggregation"):
+        make(pair, 1.0, AGG.NONE).value  # noqa: B018

@@ -82,6 +82,7 @@ def dispatch_seconds(call: Call, num_calls: int) -> float:
     """
     for _ in range(_UNTIMED_CALLS):
         call()
+    result = None
     start = time.perf_counter()
     for _ in range(num_calls):
         result = call()
@@ -99,6 +100,7 @@ def loop_seconds(call: Call, num_calls: int, await_every: int | None = None) -> 
       await_every: After how many steps a result is awaited; None for never before
         the end.
     """
+    result = None
     start = time.perf_counter()
     for index in range(num_calls):
         result = call()

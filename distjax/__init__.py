@@ -7,6 +7,11 @@ variables live; `merge_call` talks across replicas.
 from distjax import errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.collectives.ops import ReduceOp
+from distjax.data.batch import Batch
+from distjax.data.dataset import DistributedDataset
+from distjax.data.input_context import InputContext
+from distjax.data.iterator import DistributedIterator
+from distjax.data.options import InputOptions
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import REPLICA_AXIS
@@ -34,8 +39,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "REPLICA_AXIS",
+    "Batch",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputContext",
+    "InputOptions",
     "Locality",
     "MirroredStrategy",
     "OneDeviceStrategy",

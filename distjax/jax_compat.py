@@ -48,12 +48,22 @@ def current_trace() -> core.Trace:
         return trace
 
 
-_EVAL_TRACE_TYPE = type(current_trace())
+_EVAL_TRACE = current_trace()
+_EVAL_TRACE_TYPE = type(_EVAL_TRACE)
 
 
 def in_trace(trace: core.Trace) -> AbstractContextManager[Any]:
     """Returns a context in which operations go to `trace`."""
     return jec.set_current_trace(trace)
+
+
+def outside_traces() -> AbstractContextManager[Any]:
+    """Returns a context in which operations run at once, whatever trace is under way.
+
+    In `jax.ensure_compile_time_eval` the body of a `jit` without arguments runs
+    operation by operation; here it is compiled.
+    """
+    return jec.set_current_trace(_EVAL_TRACE)
 
 
 def tracing() -> bool:

@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.frames import Frame
+from distjax.data import dataset as datasets
+from distjax.data.input_context import InputContext
+from distjax.data.options import ERROR, as_input_options
 from distjax.errors import UnsupportedError, explain
 from distjax.placement.topology import REPLICA_AXIS, Topology, one_device_topology
 from distjax.replica.arguments import require_args
@@ -81,6 +84,23 @@ class DefaultExtended(StrategyExtended):
         )
         with frames.entered(frame):
             return fn(*args, **kwargs)
+
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns `dataset` itself, unless smaller batches are to be dropped or padded."""
+        frames.require_cross_replica(self.strategy, "distribute_dataset")
+        if as_input_options(options, "distribute_dataset").partial == ERROR:
+            return dataset
+        return datasets.distribute_dataset(None, dataset, options)
+
+    def distribute_datasets_from_function(
+        self, fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Returns ``fn(InputContext())``, unless smaller elements are to be dropped or padded."""
+        frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
+        options = as_input_options(options, "distribute_datasets_from_function")
+        if options.partial == ERROR:
+            return fn(InputContext())
+        return datasets.distribute_datasets_from_function(None, fn, options)
 
     def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
         """Returns `value`: there is one replica."""

@@ -14,6 +14,7 @@ from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.launch import compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
+from distjax.data import dataset as datasets
 from distjax.errors import explain
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_args
@@ -186,6 +187,20 @@ class StrategyExtended:
     def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
         """Makes a PerReplica: see `Strategy.distribute_values_from_function`."""
         return values.values_from_function(self, fn)
+
+    # -- input ----------------------------------------------------------------
+
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits batches over the replicas: see `Strategy.distribute_dataset`."""
+        frames.require_cross_replica(self.strategy, "distribute_dataset")
+        return datasets.distribute_dataset(self.topology, dataset, options)
+
+    def distribute_datasets_from_function(
+        self, fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Gives each replica elements: see `Strategy.distribute_datasets_from_function`."""
+        frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
+        return datasets.distribute_datasets_from_function(self.topology, fn, options)
 
     # -- variables ------------------------------------------------------------
 

@@ -123,6 +123,74 @@ class Strategy:
         """
         return self._extended.local_results(value)
 
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns the batches of `dataset`, split over the replicas.
+
+        Args:
+          dataset: an iterable of trees of arrays (numpy, JAX, or anything that numpy
+            takes: tensors of torch and TensorFlow) with one common leading dimension G,
+            the global batch. Iterated again for every ``iter``.
+          options: a `dj.InputOptions`; it says what happens to smaller batches.
+
+        Returns:
+          A `dj.DistributedDataset`. Its elements are trees of PerReplica [G / R, ...],
+          moved to the devices by a background thread; bare arrays where R is 1. The
+          default strategy returns `dataset` itself, unless smaller batches are to be
+          dropped or padded.
+
+        Locality: T out. Context: cross-replica or default.
+        Raises:
+          BatchError: a batch that cannot be split; before the first element where the
+            dataset has a length and items that tell.
+
+        Example:
+          >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
+          >>> batches = [{"x": np.arange(4.0) + i} for i in range(2)]
+          >>> for batch in strategy.distribute_dataset(batches):
+          ...     print(strategy.reduce("mean", batch["x"], axis=0))
+          1.5
+          2.5
+
+        Source: tf.distribute `experimental_distribute_dataset`.
+        """
+        return self._extended.distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Returns the elements that ``fn(InputContext)`` gives, one per replica and step.
+
+        Nothing is split or batched anew: consecutive elements go to consecutive
+        replicas.
+
+        Args:
+          fn: called once (one process has one input pipeline); returns an iterable of
+            trees of arrays, of any rank, equal in shape within one step.
+          options: a `dj.InputOptions`; it says what happens to a last step with missing
+            or smaller elements.
+
+        Returns:
+          A `dj.DistributedDataset`, as `distribute_dataset` gives.
+
+        Locality: T out. Context: cross-replica or default.
+        Raises:
+          BatchError: elements of one step that differ in shape or structure, or a last
+            step with missing ones.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> def fn(ctx):
+          ...     size = ctx.get_per_replica_batch_size(4)
+          ...     return [np.arange(i, i + size) for i in range(0, 8, size)]
+          >>> for x in strategy.distribute_datasets_from_function(fn):
+          ...     print(x.stacked.tolist())
+          [[0, 1], [2, 3]]
+          [[4, 5], [6, 7]]
+
+        Source: tf.distribute `distribute_datasets_from_function`.
+        """
+        return self._extended.distribute_datasets_from_function(fn, options)
+
     def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
         """Returns a PerReplica of ``fn(ValueContext)`` for each replica.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -77,6 +78,8 @@ class ReferenceExtended:
 
     is_default = False
     public_axis_name = None
+    require_static_shapes = between_graph = False
+    should_init = should_checkpoint = should_save_summary = True
 
     def __init__(self, num_replicas: int):
         device = jax.local_devices()[0]
@@ -312,6 +315,11 @@ class ReferenceExtended:
     def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
         """Returns the one device."""
         return self.worker_devices
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, var: Any) -> Iterator[None]:
+        """Changes nothing: there is one device."""
+        yield
 
     def refuse_copy(self) -> NoReturn:
         """Raises: variables belong to this very strategy."""

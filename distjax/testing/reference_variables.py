@@ -141,11 +141,12 @@ class ReferenceVariable(Variable):
     def _own_component(self, action: str) -> int | None:
         """Returns which component the context sees; None in cross-replica context."""
         frame = frames.current()
-        _require_no_trace(self, action, frame)
-        if frame.strategy.extended.is_default:
-            return None
-        if frame.strategy is not self.strategy:
+        is_default = frame.strategy.extended.is_default
+        if not is_default and frame.strategy is not self.strategy:
             raise StrategyMismatchError(frames.mixing_text(self.strategy, frame, action))
+        _require_no_trace(self, action, frame)
+        if is_default:
+            return None
         if frame.in_update:
             updates = [f for f in frames.stack() if isinstance(f, ComponentFrame)]
             return updates[-1].component

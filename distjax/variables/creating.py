@@ -118,7 +118,7 @@ def _initialize_now(
         def make() -> jax.Array:
             return jnp.broadcast_to(make_initial(), variable.storage_shape)
 
-        with jax.ensure_compile_time_eval():
+        with jax_compat.outside_traces():
             variable.storage = jax.jit(make, out_shardings=variable.sharding)()
         return
     with jax.ensure_compile_time_eval():

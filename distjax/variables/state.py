@@ -37,6 +37,7 @@ class StorageState:
         """Returns the stored array of `variable`."""
         if jax_compat.staging():
             raise TraceLeakError(_leak_text(variable, "read", "a trace that distjax does not own"))
+        variable.require_initialized()
         return variable.storage
 
     def write(self, variable: Any, stored: Any) -> None:

@@ -31,25 +31,33 @@ def write(options: argparse.Namespace, strategy: dj.Strategy, history: History) 
     """Saves the learning curve (and the losses, if asked for), then prints the table."""
     options.out.mkdir(parents=True, exist_ok=True)
     curve = options.out / f"{options.script}_{options.strategy}.png"
-    learning_curve(options.strategy, history).savefig(curve, dpi=120)
+    title = f"Handwritten digits, {options.strategy}, R = {strategy.num_replicas_in_sync}"
+    learning_curve(title, history).savefig(curve, dpi=120)
     if options.dump_losses is not None:
         options.dump_losses.write_text(json.dumps(history.losses))
     print(f"learning curve: {curve}")
     print(table(options.strategy, strategy, history))
 
 
-def learning_curve(name: str, history: History) -> Figure:
-    """Training loss and test accuracy against the step."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    loss_axes = figure.add_subplot(title=f"digits, {name} strategy", xlabel="step", yscale="log")
-    loss_axes.plot(range(1, len(history.losses) + 1), history.losses, color="tab:blue", linewidth=1)
-    loss_axes.set_ylabel("training loss", color="tab:blue")
+def learning_curve(title: str, history: History) -> Figure:
+    """Training loss of each step, above the test accuracy after each epoch."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    steps = range(1, len(history.losses) + 1)
+    upper.semilogy(steps, history.losses, color="tab:blue", linewidth=1, label="training loss")
+    upper.set(title=title, ylabel="mean cross entropy")
+
     steps, accuracies = zip(*history.accuracies, strict=True)
-    accuracy_axes = loss_axes.twinx()
-    accuracy_axes.plot(
-        steps, [100 * accuracy for accuracy in accuracies], color="tab:orange", marker="o"
-    )
-    accuracy_axes.set_ylabel("test accuracy (%)", color="tab:orange")
+    percent = [100 * accuracy for accuracy in accuracies]
+    label = f"test accuracy, {percent[-1]:.2f}% at the end"
+    lower.plot(steps, percent, color="tab:orange", marker="o", markersize=4, label=label)
+    lower.set(xlabel="step", ylabel="percent right")
+
+    upper.legend(loc="upper right")
+    lower.legend(loc="lower right")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -126,7 +126,9 @@ def merge_results(strategy):
         return {"each": x, "sum": strategy.reduce("sum", x), "same": y + 1, "word": word}
 
     def fn(x):
-        out = context().merge_call(merge, (x, context().all_reduce("sum", x)), dict(word="word", number=None))
+        out = context().merge_call(
+            merge, (x, context().all_reduce("sum", x)), dict(word="word", number=None)
+        )
         assert out["word"] == "word"
         return out["each"] * 2, out["sum"], out["same"]
 
@@ -404,7 +406,11 @@ def writes_in_dj_loops(strategy):
             return c[0] + 1, c[1] + w.assign_add(0.5 * c[1])
 
         first = dj.lax.fori_loop(0, 3, body, x)
-        return first, dj.lax.scan(scanned, x, jnp.arange(3.0)), dj.lax.while_loop(go_on, again, (0, x))
+        return (
+            first,
+            dj.lax.scan(scanned, x, jnp.arange(3.0)),
+            dj.lax.while_loop(go_on, again, (0, x)),
+        )
 
     return Case(lambda x: strategy.run(fn, args=(x,)), (rows(strategy, lambda r: 1.0 + r),), [w, s])
 
@@ -457,7 +463,7 @@ def training(strategy):
         return value
 
     def step(x, y):
-        return [strategy.reduce("mean", strategy.run(fn, args=(x, y))) for _ in range(3)]
+        return [strategy.reduce("mean", strategy.run(fn, args=(x, y))) for _ in range(2)]
 
     x = rows(strategy, lambda r: np.sin(np.arange(8.0) + 8 * r).reshape(4, 2))
     y = rows(strategy, lambda r: np.cos(np.arange(4.0) + 4 * r))

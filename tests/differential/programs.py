@@ -83,7 +83,10 @@ class Machine:
             for i, name in enumerate(used_variables(program)):
                 mode, aggregation = PAIRS[name]
                 self.variables[name] = dj.Variable(
-                    np.float32([1 + i, -i]), name=name, synchronization=mode, aggregation=aggregation
+                    np.float32([1 + i, -i]),
+                    name=name,
+                    synchronization=mode,
+                    aggregation=aggregation,
                 )
 
     def step(self, flag, first, second):
@@ -206,9 +209,7 @@ def maker(program, flag):
 _numbers = st.sampled_from([0.5, 1.0, -2.0, 3.0])
 _registers = st.integers(0, 1)
 _ops = st.sampled_from(["sum", "mean"])
-_replica_writes = st.tuples(
-    st.just("write"), st.sampled_from(IN_REPLICA), st.sampled_from(METHODS)
-)
+_replica_writes = st.tuples(st.just("write"), st.sampled_from(IN_REPLICA), st.sampled_from(METHODS))
 
 
 def _expressions():

@@ -1,0 +1,102 @@
+"""Datasets for all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from distjax.data.global_batches import GlobalBatches
+from distjax.data.input_context import InputContext
+from distjax.data.iterator import DistributedIterator
+from distjax.data.layout import InputLayout
+from distjax.data.options import as_input_options
+from distjax.data.replica_elements import ReplicaElements
+from distjax.data.splitting import Splitter
+from distjax.data.stream import HostStream
+from distjax.errors import describe_value, explain
+from distjax.placement.topology import Topology
+
+
+class DistributedDataset:
+    """A dataset whose elements lie on the replicas.
+
+    Every ``iter(dataset)`` starts anew where the user's iterable does. It has a
+    length where the user's has one; with ``partial="drop"`` all batches but the last
+    are taken to be of full size, except in a list, where all are looked at.
+
+    Args:
+      dataset: the user's iterable.
+      splitter: makes elements for all replicas of its elements.
+      layout: how they lie on the devices.
+      prefetch: how many elements are moved ahead.
+
+    Source: tf.distribute.DistributedDataset.
+    """
+
+    def __init__(self, dataset: Any, splitter: Splitter, layout: InputLayout, prefetch: int):
+        splitter.require_splittable(dataset)
+        self._dataset = dataset
+        self._splitter = splitter
+        self._layout = layout
+        self._prefetch = prefetch
+
+    def __iter__(self) -> DistributedIterator:
+        stream = HostStream(self._dataset, self._splitter)
+        return DistributedIterator(stream, self._layout, self._prefetch)
+
+    def __len__(self) -> int:
+        return self._splitter.count(self._dataset)
+
+    def __bool__(self) -> bool:
+        return True  # not a question of length, which a dataset need not have
+
+    def __repr__(self) -> str:
+        kind = type(self._dataset).__name__
+        return f"DistributedDataset({kind}, {self._splitter}, prefetch={self._prefetch})"
+
+
+def distribute_dataset(topology: Topology | None, dataset: Any, options: Any) -> DistributedDataset:
+    """Returns global batches, split over the replicas of `topology`.
+
+    See `Strategy.distribute_dataset`. Without a topology: one replica, wherever JAX
+    puts its arrays.
+    """
+    method = "distribute_dataset"
+    options = as_input_options(options, method)
+    _require_iterable(dataset, f"{method} needs an iterable of batches")
+    layout = InputLayout(topology)
+    splitter = GlobalBatches(layout.num_replicas, options.partial)
+    return DistributedDataset(dataset, splitter, layout, options.prefetch)
+
+
+def distribute_datasets_from_function(
+    topology: Topology | None, fn: Callable[[InputContext], Iterable[Any]], options: Any
+) -> DistributedDataset:
+    """Returns the elements of ``fn(InputContext)``, consecutive ones to consecutive replicas.
+
+    See `Strategy.distribute_datasets_from_function`.
+    """
+    method = "distribute_datasets_from_function"
+    options = as_input_options(options, method)
+    layout = InputLayout(topology)
+    dataset = fn(InputContext(num_replicas_in_sync=layout.num_replicas))
+    _require_iterable(dataset, f"{method} needs a function that returns an iterable")
+    splitter = ReplicaElements(layout.num_replicas, options.partial)
+    return DistributedDataset(dataset, splitter, layout, options.prefetch)
+
+
+def _require_iterable(dataset: Any, expected: str) -> None:
+    is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    if is_iterable and not isinstance(dataset, (Mapping, str, bytes)):
+        return
+    raise TypeError(
+        explain(
+            expected,
+            got=f"a {type(dataset).__name__} with keys {list(dataset)[:8]}"
+            if isinstance(dataset, Mapping)
+            else describe_value(dataset),
+            why="each of its items is a batch or element: a tree of arrays",
+            fix="[{'x': x[i : i + G], 'y': y[i : i + G]} for i in range(0, len(x), G)], or a "
+            "loader or dataset object that gives such batches",
+        )
+    )

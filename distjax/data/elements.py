@@ -1,0 +1,126 @@
+"""Elements of a dataset on the host: trees of numpy arrays, checked leaf by leaf."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from distjax.errors import BatchError, describe_value, explain
+from distjax.placement.per_replica import is_per_replica
+
+
+class HostTree(NamedTuple):
+    """A tree of numpy arrays, taken apart.
+
+    Attributes:
+      treedef: the user's structure.
+      leaves: one array per leaf.
+    """
+
+    treedef: Any
+    leaves: list[np.ndarray]
+
+    @property
+    def leading_size(self) -> int | None:
+        """The leading dimension that all leaves have; None where there is none."""
+        sizes = {leaf.shape[:1] for leaf in self.leaves}
+        return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else None
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for elements that can be stacked."""
+        return self.treedef, *((leaf.shape, leaf.dtype) for leaf in self.leaves)
+
+
+def read_element(element: Any, name: str) -> HostTree:
+    """Returns an element of the user's dataset as numpy arrays of our own.
+
+    Arrays that are not JAX's are copied: a source may fill the same buffer again
+    while its last content is still on its way to a device (on CPU, `device_put`
+    even keeps numpy's memory in place).
+
+    Args:
+      element: a tree of arrays.
+      name: its name in error texts, e.g. "batch 3".
+
+    Raises:
+      BatchError: no leaf, or a leaf that is no array of numbers.
+    """
+    leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
+    if not leaves:
+        raise BatchError(
+            explain(
+                f"{name} needs at least one array",
+                got=f"a tree without leaves: {describe_value(element)}",
+                why="it is split along the leading dimension of its arrays",
+                fix="yield an array, or a tree of them: {'x': x, 'y': y}",
+            )
+        )
+    tree = HostTree(treedef, [])
+    for i, leaf in enumerate(leaves):
+        tree.leaves.append(_as_numpy(leaf, tree, i, name))
+    return tree
+
+
+def _as_numpy(leaf: Any, tree: HostTree, index: int, name: str) -> np.ndarray:
+    cause = None
+    try:
+        array = np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+        if jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_:
+            return array
+    except Exception as error:  # whatever the conversion of a foreign type raises
+        cause = error
+    raise BatchError(
+        explain(
+            f"{name} needs arrays of numbers, leaf {leaf_path(tree.treedef, index)} is none",
+            got=describe_value(leaf),
+            why="the values of the replicas are slices of one array: sparse, ragged, text and "
+            "Python-object values, PRNG keys and values that are already distributed cannot be",
+            fix="turn it into a dense array (padded, or as ids) in the dataset",
+        )
+    ) from cause
+
+
+def require_leading_size(tree: HostTree, name: str) -> int:
+    """Returns the leading dimension that all leaves have.
+
+    Raises:
+      BatchError: a scalar leaf, or leaves that disagree; it names paths and sizes.
+    """
+    size = tree.leading_size
+    if size is not None:
+        return size
+    sizes = [
+        f"{leaf_path(tree.treedef, i)} has {leaf.shape[0] if leaf.shape else 'none (a scalar)'}"
+        for i, leaf in enumerate(tree.leaves)
+    ]
+    raise BatchError(
+        explain(
+            f"{name} needs arrays with one common leading dimension",
+            got=", ".join(sizes[:8]) + (", ..." if len(sizes) > 8 else ""),
+            why="a batch [G, ...] is split into [G / R, ...] for each replica",
+            fix="batch the examples first: {'x': np.stack(xs), 'y': np.stack(ys)}; for one element "
+            "per replica, of any rank: strategy.distribute_datasets_from_function",
+        )
+    )
+
+
+def leaf_path(treedef: Any, index: int) -> str:
+    """Returns the user's name of a leaf, e.g. "['x'][0]"."""
+    numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    for path, number in jax.tree_util.tree_leaves_with_path(numbered):
+        if number == index:
+            return jax.tree_util.keystr(path) or "(the element itself)"
+    raise AssertionError
+
+
+def pad_rows(array: np.ndarray, size: int) -> np.ndarray:
+    """Returns `array` with copies of its last row (zeros if it has none) up to `size` rows."""
+    missing = size - array.shape[0]
+    if not missing:
+        return array
+    shape = (missing, *array.shape[1:])
+    rows = np.broadcast_to(array[-1:], shape) if array.shape[0] else np.zeros(shape, array.dtype)
+    return np.concatenate([array, rows])

@@ -1,0 +1,102 @@
+"""Global batches [G, ...], split into [G / R, ...] for each replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from distjax.data.elements import HostTree, pad_rows, read_element, require_leading_size
+from distjax.data.options import DROP, ERROR, PAD
+from distjax.data.splitting import Position, Splitter, as_batch, told_length, told_sizes
+from distjax.errors import BatchError, explain
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalBatches(Splitter):
+    """Reshapes each batch of the source to [R, B, ...].
+
+    Attributes:
+      num_replicas: R.
+      partial: "error", "drop" or "pad" (see `InputOptions`).
+    """
+
+    num_replicas: int
+    partial: str
+
+    def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
+        while True:
+            name = f"batch {position.consumed}"
+            batch = read_element(next(source), name)
+            size = require_leading_size(batch, name)
+            full = size if position.full_size is None else position.full_size
+            position = Position(position.consumed + 1, full)
+            self._require_fits(size, full, name)
+            if self.partial != DROP or size == full:
+                return self._split(batch, size, full), position
+
+    def _split(self, batch: HostTree, size: int, full: int) -> HostTree:
+        if self.partial == PAD:
+            size = -(-full // self.num_replicas) * self.num_replicas
+            mask = np.arange(size) < batch.leaves[0].shape[0]
+            padded = [pad_rows(leaf, size) for leaf in batch.leaves]
+            batch = as_batch(HostTree(batch.treedef, padded), mask)
+        rows = size // self.num_replicas
+        shapes = [(self.num_replicas, rows, *leaf.shape[1:]) for leaf in batch.leaves]
+        leaves = [x.reshape(shape) for x, shape in zip(batch.leaves, shapes, strict=True)]
+        return HostTree(batch.treedef, leaves)
+
+    def _require_fits(self, size: int, full: int, name: str) -> None:
+        if self.partial != ERROR and size > full:
+            raise BatchError(
+                explain(
+                    f"{name} needs at most {full} examples with partial={self.partial!r}",
+                    got=f"{size} examples",
+                    why="the first batch sets the full size",
+                    fix="put the largest batch first, or pass dj.InputOptions(partial='error')",
+                )
+            )
+        divided = {ERROR: size, DROP: full, PAD: 0}[self.partial]
+        if divided % self.num_replicas:
+            self._refuse(name, divided, full)
+
+    def _refuse(self, name: str, size: int, full: int) -> NoReturn:
+        r = self.num_replicas
+        other = "dj.InputOptions(partial='drop') to leave smaller batches out"
+        if size == full:  # dropping does not help
+            other = f"batches of {-(-size // r) * r} examples"
+        raise BatchError(
+            explain(
+                f"{name} needs a number of examples that {r} replicas divide",
+                got=f"{size} examples: {size // r} per replica and {size % r} left over",
+                why="all replicas run one program, so their batches have one shape",
+                fix=f"dj.InputOptions(partial='pad') for batches filled up, with a mask; or {other}",
+            )
+        )
+
+    def require_splittable(self, dataset: Any) -> None:
+        if self.partial == ERROR:
+            sizes = told_sizes(dataset) or []
+            for i, size in enumerate(sizes):
+                if size % self.num_replicas:
+                    is_all = len(sizes) == told_length(dataset)
+                    index = i if is_all or i == 0 else len(dataset) - 1
+                    self._refuse(f"batch {index} of {len(dataset)}", size, sizes[0])
+
+    def count(self, dataset: Any) -> int:
+        length = len(dataset)
+        if self.partial != DROP or not length or told_length(dataset) is None:
+            return length
+        sizes = told_sizes(dataset)
+        if sizes is None:
+            raise TypeError(
+                explain(
+                    "len() with partial='drop' needs a dataset that tells its batch sizes",
+                    got=f"a {type(dataset).__name__} of {length} batches, with no sizes to look at",
+                    why="how many batches are left depends on whether the last one is smaller",
+                    fix="drop the smaller batch in the dataset itself, and use partial='error'",
+                )
+            )
+        return length - sum(size < sizes[0] for size in sizes)

@@ -1,0 +1,54 @@
+"""InputContext: what a function that makes a dataset is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from distjax.errors import BatchError, explain
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """Which input pipeline a dataset is made for.
+
+    Attributes:
+      num_input_pipelines: the number of pipelines, one per process.
+      input_pipeline_id: the number of this one, 0 to num_input_pipelines - 1.
+      num_replicas_in_sync: R, over all pipelines.
+
+    Source: tf.distribute.InputContext.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns B = G / R for a global batch size G.
+
+        Raises:
+          BatchError: R does not divide G.
+
+        Example:
+          >>> dj.InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
+          2
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise BatchError(
+                explain(
+                    f"get_per_replica_batch_size needs a global batch size that "
+                    f"{self.num_replicas_in_sync} replicas divide",
+                    got=f"global_batch_size={global_batch_size}",
+                    why="every replica gets the same number of examples",
+                    fix=f"use {global_batch_size - rest} or "
+                    f"{global_batch_size - rest + self.num_replicas_in_sync}",
+                )
+            )
+        return size
+
+    def __str__(self) -> str:
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
+            f"total: {self.num_input_pipelines})"
+        )

@@ -1,0 +1,70 @@
+"""InputOptions: what happens to partial batches, and how far input runs ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from distjax.errors import describe_value, explain
+
+ERROR, DROP, PAD = PARTIAL = ("error", "drop", "pad")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """How a dataset is split over the replicas and moved to them.
+
+    Attributes:
+      partial: what to do with a batch smaller than the first one. "error": pass it
+        if R divides it, else raise a BatchError. "drop": leave it out. "pad": make
+        every element a `Batch` of the full size, with a mask.
+      prefetch: how many elements a background thread moves to the devices ahead of
+        the loop; 0: no thread.
+
+    Raises:
+      ValueError: another word for `partial`, or a prefetch that is no int >= 0.
+
+    Example:
+      >>> dj.InputOptions(partial="pad")
+      InputOptions(partial='pad', prefetch=2)
+    """
+
+    partial: str = ERROR
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        if self.partial not in PARTIAL:
+            raise ValueError(
+                explain(
+                    "InputOptions(partial=...) needs 'error', 'drop' or 'pad'",
+                    got=describe_value(self.partial),
+                    why="it says what happens to a batch smaller than the first one",
+                    fix="dj.InputOptions(partial='pad')",
+                )
+            )
+        is_int = isinstance(self.prefetch, int) and not isinstance(self.prefetch, bool)
+        if not is_int or self.prefetch < 0:
+            raise ValueError(
+                explain(
+                    "InputOptions(prefetch=...) needs an int, 0 or more",
+                    got=describe_value(self.prefetch),
+                    why="it counts the elements that are moved to the devices ahead of the loop",
+                    fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
+                )
+            )
+
+
+def as_input_options(options: Any, method: str) -> InputOptions:
+    """Returns `options`, or the default ones for None."""
+    if options is None:
+        return InputOptions()
+    if isinstance(options, InputOptions):
+        return options
+    raise TypeError(
+        explain(
+            f"{method} needs options=dj.InputOptions(...) or None",
+            got=describe_value(options),
+            why="the options are checked together, where they are written",
+            fix=f"strategy.{method}(..., dj.InputOptions(partial='drop'))",
+        )
+    )

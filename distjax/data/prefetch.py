@@ -1,0 +1,147 @@
+"""Producing items on a background thread, ahead of who takes them."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from distjax.context import frames
+from distjax.data.stream import End
+
+#: The names of the threads begin so.
+THREAD_NAME = "distjax-prefetch"
+
+_EXIT_SECONDS = 5.0  # how long the end of the program waits for sources that hang
+
+_thread_numbers = itertools.count()
+_live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+class Pipeline(Protocol):
+    """Gives items one after the other, the last one an `End`."""
+
+    def get(self) -> Any:
+        """Returns the next item."""
+        ...
+
+    def stop(self) -> None:
+        """Asks for no more items; does not wait."""
+        ...
+
+    def drain(self) -> list[Any]:
+        """Stops, waits until nothing is under way, and returns the items not taken."""
+        ...
+
+
+class Direct:
+    """Produces each item when it is asked for, in the caller's thread."""
+
+    def __init__(self, produce: Callable[[], Any]):
+        self.get = produce
+
+    def stop(self) -> None:
+        """Nothing is under way."""
+
+    def drain(self) -> list[Any]:
+        """Returns no item: none is produced ahead."""
+        return []
+
+
+class Prefetcher:
+    """Produces up to `depth` items ahead on a thread of its own.
+
+    The thread sees the context (strategies, 64-bit mode, default device) of the
+    thread that makes the Prefetcher, and holds no reference to its owner: an owner
+    that is dropped calls `stop`.
+
+    Args:
+      produce: returns the next item; an `End` is the last one. It does not raise.
+      depth: how many items may wait.
+    """
+
+    def __init__(self, produce: Callable[[], Any], depth: int):
+        self._produce = produce
+        self._depth = depth
+        self._items: collections.deque[Any] = collections.deque()
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._context = _context_of_this_thread()
+        self._thread = threading.Thread(
+            target=self._work, name=f"{THREAD_NAME}-{next(_thread_numbers)}", daemon=True
+        )
+        _live.add(self)
+        self._thread.start()
+
+    def get(self) -> Any:
+        """Returns the next item, and waits for it; after an `End`, that again without error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items)
+            item = self._items.popleft()
+            if isinstance(item, End):
+                self._items.append(End())
+            self._changed.notify_all()
+        return item
+
+    def stop(self) -> None:
+        """Asks the thread to end; it does as soon as the source lets it."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def drain(self) -> list[Any]:
+        """Ends the thread and returns the items not taken."""
+        self.stop()
+        self.join()
+        return list(self._items)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _work(self) -> None:
+        with self._context():
+            while self._wait_for_room():
+                item = self._produce()
+                with self._changed:
+                    self._items.append(item)
+                    self._changed.notify_all()
+                if isinstance(item, End):
+                    break
+                del item  # or a device array would live one item longer
+
+    def _wait_for_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or len(self._items) < self._depth)
+            return not self._is_stopped
+
+
+def _context_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns what makes another thread see the context of the calling one."""
+    stack = frames.stack()
+    x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
+
+    @contextlib.contextmanager
+    def handed() -> Iterator[None]:
+        with frames.handed(stack), jax.enable_x64(x64), jax.default_device(device):
+            yield
+
+    return handed
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends all threads: one that calls JAX while the interpreter shuts down would crash it."""
+    live = list(_live)
+    for prefetcher in live:
+        prefetcher.stop()
+    for prefetcher in live:
+        prefetcher.join(_EXIT_SECONDS)

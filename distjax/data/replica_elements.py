@@ -1,0 +1,143 @@
+"""Elements of one replica each: R consecutive ones make a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from distjax.data.elements import HostTree, leaf_path, pad_rows, read_element
+from distjax.data.options import DROP, ERROR, PAD
+from distjax.data.splitting import Position, Splitter, as_batch, told_length, told_sizes
+from distjax.errors import BatchError, explain
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaElements(Splitter):
+    """Stacks R elements of the source to [R, ...]; nothing is split or re-batched.
+
+    Attributes:
+      num_replicas: R.
+      partial: what happens to a step with missing or smaller elements.
+    """
+
+    num_replicas: int
+    partial: str
+
+    def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
+        while True:
+            first = position.consumed
+            elements = _next_elements(source, self.num_replicas, first)
+            if not elements:
+                raise StopIteration
+            full = elements[0].leading_size if position.full_size is None else position.full_size
+            position = Position(first + len(elements), full)
+            if self.partial == ERROR:
+                self._require_complete(
+                    len(elements), f"elements {first} to {position.consumed - 1}"
+                )
+            sizes = [element.leading_size for element in elements]
+            self._require_fits(sizes, full, first)
+            if self.partial == DROP and (len(elements) < self.num_replicas or {full} != set(sizes)):
+                continue
+            return self._stack(elements, full, first), position
+
+    def _stack(self, elements: list[HostTree], full: int | None, first: int) -> HostTree:
+        if self.partial != PAD:
+            return _stacked(elements, first)
+        present = len(elements)
+        if full is None:
+            mask = np.arange(self.num_replicas) < present
+        else:
+            counts = [element.leaves[0].shape[0] for element in elements]
+            counts += [0] * (self.num_replicas - present)
+            mask = np.arange(full) < np.array(counts)[:, None]
+            elements = [
+                HostTree(e.treedef, [pad_rows(leaf, full) for leaf in e.leaves]) for e in elements
+            ]
+        filled = elements + [elements[-1]] * (self.num_replicas - present)
+        return as_batch(_stacked(filled, first), mask)
+
+    def _require_complete(self, present: int, name: str) -> None:
+        if present < self.num_replicas:
+            raise BatchError(
+                explain(
+                    f"a step needs {self.num_replicas} elements, one per replica",
+                    got=f"{present} in the last step ({name})",
+                    why="all replicas run one program, and none may be without input",
+                    fix="dj.InputOptions(partial='pad') to fill it up, with a mask; or "
+                    "dj.InputOptions(partial='drop') to leave it out",
+                )
+            )
+
+    def _require_fits(self, sizes: list[int | None], full: int | None, first: int) -> None:
+        if self.partial == ERROR or full is None:
+            return
+        for i, size in enumerate(sizes):
+            if size is None or size > full:
+                raise BatchError(
+                    explain(
+                        f"element {first + i} needs a leading dimension of at most {full} with "
+                        f"partial={self.partial!r}",
+                        got="none common to its arrays" if size is None else str(size),
+                        why="the first element sets the full size",
+                        fix="yield elements of one size, the largest first",
+                    )
+                )
+
+    def require_splittable(self, dataset: Any) -> None:
+        length = told_length(dataset)
+        if self.partial == ERROR and length:
+            present = length % self.num_replicas or self.num_replicas
+            self._require_complete(present, f"of {length} elements")
+
+    def count(self, dataset: Any) -> int:
+        length, r = len(dataset), self.num_replicas
+        if self.partial != DROP:
+            return -(-length // r)
+        sizes = told_sizes(dataset) or []
+        if len(sizes) == length:
+            steps = [sizes[i : i + r] for i in range(0, length - length % r, r)]
+            return sum(set(step) == {sizes[0]} for step in steps)
+        ends_smaller = length % r == 0 and sizes[:1] != sizes[-1:]
+        return length // r - ends_smaller
+
+
+def _next_elements(source: Iterator[Any], count: int, first: int) -> list[HostTree]:
+    elements: list[HostTree] = []
+    for i in range(count):
+        try:
+            element = next(source)
+        except StopIteration:
+            break
+        elements.append(read_element(element, f"element {first + i}"))
+    return elements
+
+
+def _stacked(elements: list[HostTree], first: int) -> HostTree:
+    treedef = elements[0].treedef
+    for r, element in enumerate(elements):
+        if element.treedef != treedef:
+            raise _differ(f"the structures {element.treedef} on replica {r}, {treedef} on 0", first)
+        for i, (x, x0) in enumerate(zip(element.leaves, elements[0].leaves, strict=True)):
+            if (x.shape, x.dtype) != (x0.shape, x0.dtype):
+                path = leaf_path(treedef, i)
+                ours, other = f"{x.dtype}{list(x.shape)}", f"{x0.dtype}{list(x0.shape)}"
+                raise _differ(f"leaf {path}: {ours} on replica {r}, {other} on 0", first)
+    columns = zip(*(element.leaves for element in elements), strict=True)
+    return HostTree(treedef, [np.stack(column) for column in columns])
+
+
+def _differ(got: str, first: int) -> BatchError:
+    return BatchError(
+        explain(
+            f"the elements of one step (from element {first} on) need one structure and one shape "
+            "on all replicas",
+            got=got,
+            why="the values of the replicas are slices of one array [R, ...]",
+            fix="yield elements of equal shapes; smaller ones are filled up by "
+            "dj.InputOptions(partial='pad') where all arrays have a common leading dimension",
+        )
+    )

@@ -1,0 +1,100 @@
+"""Splitter: the contract that makes elements for R replicas of a source's elements."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from distjax.data.batch import Batch
+from distjax.data.elements import HostTree, read_element
+from distjax.errors import BatchError
+
+
+class Position(NamedTuple):
+    """How far a source has been read.
+
+    Attributes:
+      consumed: the number of its elements used up.
+      full_size: the leading dimension of the first one; None: not known.
+    """
+
+    consumed: int = 0
+    full_size: int | None = None
+
+
+class Splitter(abc.ABC):
+    """Turns elements of a source into one element for all replicas."""
+
+    @abc.abstractmethod
+    def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
+        """Returns the next element, leaves [R, B, ...], and the position after it.
+
+        Raises:
+          StopIteration: the source has ended.
+          BatchError: it cannot be split.
+        """
+
+    @abc.abstractmethod
+    def require_splittable(self, dataset: Any) -> None:
+        """Raises a BatchError where a sized dataset tells that it cannot be split."""
+
+    @abc.abstractmethod
+    def count(self, dataset: Any) -> int:
+        """Returns the number of elements for a dataset with a length.
+
+        Raises:
+          TypeError: the dataset has none, or it does not tell.
+        """
+
+
+def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
+    """Returns the leaves of ``Batch(tree, mask)``."""
+    data = jax.tree.unflatten(tree.treedef, tree.leaves)
+    leaves, treedef = jax.tree.flatten(Batch(data, mask))
+    return HostTree(treedef, leaves)
+
+
+def told_length(dataset: Any) -> int | None:
+    """Returns the length of `dataset`; None if it has none, or is endless."""
+    with contextlib.suppress(TypeError):
+        length = len(dataset)
+        return length if length < sys.maxsize else None  # what grain's endless datasets say
+    return None
+
+
+def told_sizes(dataset: Any) -> list[int] | None:
+    """Returns leading dimensions that `dataset` tells before it is iterated.
+
+    All of them for a list or tuple; of the first and the last element where there
+    are a length and items; None where a size is not to be had (the loop then says
+    why).
+    """
+    length = told_length(dataset)
+    if not length or not hasattr(dataset, "__getitem__"):
+        return None
+    is_list = isinstance(dataset, (list, tuple))
+    indices = range(length) if is_list else sorted({0, length - 1})
+    sizes = []
+    for i in indices:
+        try:
+            element = dataset[i]
+        except Exception:  # a source's own error belongs in the loop
+            return None
+        sizes.append(_leading_size(element))
+    return None if None in sizes else sizes
+
+
+def _leading_size(element: Any) -> int | None:
+    leaves = jax.tree.leaves(element)
+    if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
+        sizes = {tuple(leaf.shape)[:1] for leaf in leaves}
+        return int(sizes.pop()[0]) if len(sizes) == 1 and () not in sizes else None
+    with contextlib.suppress(BatchError):
+        return read_element(element, "an element").leading_size
+    return None

@@ -1,0 +1,184 @@
+"""HostStream: a source read element by element, that can be put back and resumed."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from distjax.data.elements import HostTree
+from distjax.data.splitting import Position, Splitter
+from distjax.errors import describe_value, explain
+
+
+@dataclasses.dataclass(frozen=True)
+class HostElement:
+    """One element on the host, and the state of the stream after it.
+
+    Attributes:
+      tree: leaves [R, B, ...].
+      state: see `HostStream.state`.
+    """
+
+    tree: HostTree
+    state: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The stream gives no more: it has ended (error None), or failed."""
+
+    error: BaseException | None = None
+
+
+class HostStream:
+    """Elements for all replicas, from a dataset.
+
+    Args:
+      dataset: an iterable.
+      splitter: makes elements of the dataset's.
+    """
+
+    def __init__(self, dataset: Any, splitter: Splitter):
+        self._dataset = dataset
+        self._splitter = splitter
+        self._open()
+
+    def _open(self) -> None:
+        self._source: Any = iter(self._dataset)
+        self._position = Position()
+        self._num_pulled = 0
+        self._is_untouched = True
+        self._ahead: collections.deque[HostElement | End] = collections.deque()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where the source is now.
+
+        delivered: elements made; consumed: elements of the source used for them;
+        full_size: the leading dimension of the first, if known; source: the state
+        of a source iterator with ``get_state`` and ``set_state``.
+        """
+        state: dict[str, Any] = {
+            "delivered": self._num_pulled,
+            "consumed": self._position.consumed,
+        }
+        if self._position.full_size is not None:
+            state["full_size"] = self._position.full_size
+        if _keeps_state(self._source):
+            state["source"] = copy.deepcopy(self._source.get_state())
+        return state
+
+    def take(self, limit: int) -> list[HostElement] | End:
+        """Returns up to `limit` elements that can be stacked, at least one; or the end.
+
+        Fewer than `limit` come where the next element has another shape, or is the
+        end. An error of the source is handed out once, after the elements before it.
+        """
+        elements: list[HostElement] = []
+        while len(elements) < limit:
+            outcome = self._peek()
+            if isinstance(outcome, End):
+                if elements:
+                    break
+                self._ahead[0] = End()
+                return outcome
+            if elements and outcome.tree.signature != elements[0].tree.signature:
+                break
+            elements.append(outcome)
+            self._ahead.popleft()
+        return elements
+
+    def put_back(self, outcomes: list[HostElement | End]) -> None:
+        """Makes `outcomes` the next ones."""
+        self._ahead.extendleft(reversed(outcomes))
+
+    def release(self) -> None:
+        """Lets go of the source."""
+        self._source = None
+        self._ahead = collections.deque([End()])
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues after the element that had `state`.
+
+        Raises:
+          ValueError: no such state, a source that is too short, or one that cannot be
+            iterated again.
+        """
+        state = _require_state(state)
+        was_untouched = self._is_untouched
+        self._open()
+        if _keeps_state(self._source) and "source" in state:
+            self._source.set_state(copy.deepcopy(state["source"]))
+        elif self._source is self._dataset and not was_untouched:
+            raise ValueError(_one_shot_text(self._dataset))
+        else:
+            self._skip(state["consumed"])
+        self._num_pulled = state["delivered"]
+        self._position = Position(state["consumed"], state.get("full_size"))
+
+    def _skip(self, count: int) -> None:
+        for i in range(count):
+            try:
+                next(self._source)
+            except StopIteration:
+                raise ValueError(
+                    explain(
+                        f"set_state needs a dataset of at least {count} elements",
+                        got=f"one that ended after {i}",
+                        why="it is read again up to the element where the state was taken",
+                        fix="pass the dataset that the state was taken from",
+                    )
+                ) from None
+
+    def _peek(self) -> HostElement | End:
+        if not self._ahead:
+            self._ahead.append(self._pull())
+        return self._ahead[0]
+
+    def _pull(self) -> HostElement | End:
+        self._is_untouched = False
+        try:
+            tree, self._position = self._splitter.pull(self._source, self._position)
+            self._num_pulled += 1
+            return HostElement(tree, self.state)
+        except StopIteration:
+            end = End()
+        except Exception as error:  # raised again in the loop
+            end = End(error)
+        self._source = None
+        return end
+
+
+def _keeps_state(source: Any) -> bool:
+    return callable(getattr(source, "get_state", None)) and callable(
+        getattr(source, "set_state", None)
+    )
+
+
+def _require_state(state: Any) -> Mapping[str, Any]:
+    if isinstance(state, Mapping) and all(
+        isinstance(state.get(key), int) and state[key] >= 0 for key in ("delivered", "consumed")
+    ):
+        return state
+    raise ValueError(
+        explain(
+            "set_state needs what get_state returned",
+            got=describe_value(state),
+            why="it says after which element to continue",
+            fix="state = iterator.get_state(); iterator.set_state(state)",
+        )
+    )
+
+
+def _one_shot_text(dataset: Any) -> str:
+    return explain(
+        "set_state needs a dataset that can be iterated again, or whose iterator has "
+        "get_state and set_state",
+        got=f"a {type(dataset).__name__} that is its own iterator and has been read from",
+        why="what it has given is gone, so the same element cannot be reached again",
+        fix="pass an iterable (a list, a dataset, a class with __iter__); or set the state before "
+        "the first element is read",
+    )

@@ -1,0 +1,199 @@
+"""A replica of several devices, and steps written for pmap."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+from replicas import local, per_replica
+
+import distjax as dj
+from distjax.testing.hlo import count_collectives
+
+RATE = 0.1
+
+
+@pytest.fixture
+def four_by_two():
+    return dj.MirroredStrategy(model_axes={"model": 2})
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(0)
+    return {
+        "up": rng.normal(size=(4, 8)).astype(np.float32),
+        "down": rng.normal(size=(8, 4)).astype(np.float32),
+    }
+
+
+BATCH = np.random.default_rng(1).normal(size=(4, 3, 4)).astype(np.float32)
+
+
+def sharded(x, *axes):
+    return lax.with_sharding_constraint(x, PartitionSpec(*axes))
+
+
+def unsharded(x, *axes):
+    return x
+
+
+def loss(params, x, shard):
+    up = shard(params["up"], None, "model")
+    down = shard(params["down"], "model", None)
+    hidden = shard(jax.nn.relu(x @ up), None, "model")
+    return jnp.mean((hidden @ down) ** 2)
+
+
+def step(params, x, shard=sharded):
+    value, grads = jax.value_and_grad(loss)(params, x, shard)
+    value, grads = dj.get_replica_context().all_reduce("mean", (value, grads))
+    return value, jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+
+
+def expected(params, steps):
+    """The same steps on the whole batch, on one device, without a strategy."""
+    for _ in range(steps):
+        value, grads = jax.value_and_grad(loss)(params, BATCH.reshape(12, 4), unsharded)
+        params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+    return value, params
+
+
+def assert_close(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+
+
+def test_tensor_parallel_layer_equals_the_unsharded_one(four_by_two, params, how):
+    x = per_replica(four_by_two, list(BATCH))
+    train = how(lambda params, x: four_by_two.run(step, args=(params, x)))
+    state = params
+    for _ in range(2):  # the second takes what the first gave, sharded over the model axis
+        value, state = train(state, x)
+    assert_close((value, state), expected(params, 2))
+
+
+def test_tensor_parallel_variables(four_by_two, params, how):
+    with four_by_two.scope():
+        variables = {name: dj.Variable(p, name=name) for name, p in params.items()}
+
+    def fn(x):
+        values = {name: v.value for name, v in variables.items()}
+        value, grads = jax.value_and_grad(loss)(values, x, sharded)
+
+        def merge(strategy, grads):
+            for name, g in grads.items():
+                g = strategy.extended.reduce_to("mean", g, variables[name])
+                strategy.extended.update(variables[name], lambda v, g: v.assign_sub(RATE * g), (g,))
+
+        dj.get_replica_context().merge_call(merge, args=(grads,))
+        return value
+
+    train = how(lambda x: four_by_two.reduce("mean", four_by_two.run(fn, args=(x,))))
+    for _ in range(2):
+        value = train(per_replica(four_by_two, list(BATCH)))
+    got = {name: v.value for name, v in variables.items()}
+    assert_close((value, got), expected(params, 2))
+
+
+def test_one_all_reduce_per_gradient(four_by_two, params):
+    compiled = dj.jit(lambda params, x: four_by_two.run(step, args=(params, x)))
+    lowered = compiled.lower(params, per_replica(four_by_two, list(BATCH)))
+    assert lowered.as_text().count("stablehlo.all_reduce") == 3  # the loss and two gradients
+    counts = count_collectives(lowered.compile().as_text())
+    # One packed all-reduce over the replicas, of the loss and of each device's half of the
+    # gradients [4, 4]; one over the model axis, of the activations [3, 4]: nothing else moves.
+    assert counts == {"all-reduce": (2, 4 + 2 * 64 + 48)}
+
+
+def test_results_keep_their_model_sharding(four_by_two, params):
+    compiled = dj.jit(lambda params, x: four_by_two.run(step, args=(params, x)))
+    _, state = compiled(params, per_replica(four_by_two, list(BATCH)))
+    assert state["up"].sharding.spec == PartitionSpec(None, "model")
+    assert state["down"].sharding.spec == PartitionSpec("model")
+    assert {s.data.shape for s in state["up"].addressable_shards} == {(4, 4)}
+
+
+def test_cross_replica_operations(four_by_two, how):
+    def run():
+        out = four_by_two.run(
+            lambda: jnp.full(2, dj.get_replica_context().replica_id_in_sync_group, jnp.float32)
+        )
+        return out, four_by_two.reduce("sum", out), four_by_two.gather(out, 0)
+
+    out, total, gathered = how(run)()
+    assert local(four_by_two, out) == [[float(r)] * 2 for r in range(4)]
+    np.testing.assert_array_equal(total, [6, 6])
+    np.testing.assert_array_equal(gathered, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert float(four_by_two.reduce("sum", four_by_two.run(lambda: jnp.ones(())))) == 4.0
+
+
+def test_sync_on_read_variables(four_by_two, how):
+    with four_by_two.scope():
+        c = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+    how(
+        lambda: four_by_two.run(
+            lambda: c.assign_add(jnp.float32(dj.get_replica_context().replica_id_in_sync_group))
+        )
+    )()
+    assert float(c.value) == 6.0
+    assert local(four_by_two, c) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_axis_name_of_the_model_is_no_axis_for_collectives(four_by_two):
+    with pytest.raises(Exception, match="model"):
+        four_by_two.run(lambda: lax.psum(1.0, "model"))
+
+
+# -- written for pmap ----------------------------------------------------------
+
+
+def pmap_era_step(params, batch):
+    """Unchanged code: it names its axis and knows nothing of distjax."""
+
+    def loss(p):
+        return jnp.mean((batch @ p["up"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    grads = lax.pmean(grads, "batch")
+    correct = lax.psum((batch > 0).sum(), axis_name="batch")
+    offset = lax.axis_index("batch") * 1.0
+    everyone = lax.all_gather(batch[0, 0], "batch")
+    new = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+    return new, lax.pmean(value, "batch"), correct, offset + batch.sum(), everyone
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "virtual", "scanned"])
+def test_a_pmap_era_step_runs_unchanged(params, how, kind):
+    devices = jax.devices()[:4]
+    batches = np.stack(list(BATCH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        replicated = jax.tree.map(lambda p: np.stack([p] * 4), params)
+        pmapped = jax.pmap(pmap_era_step, axis_name="batch", devices=devices)
+        want = pmapped(replicated, batches)
+    strategy = (
+        dj.VirtualStrategy(4, axis_name="batch")
+        if kind == "virtual"
+        else dj.MirroredStrategy(devices, axis_name="batch")
+    )
+    fn = pmap_era_step
+    if kind == "scanned":
+        fn = lambda p, x: jax.tree.map(  # noqa: E731
+            lambda y: y[0], lax.scan(lambda c, _: (c, pmap_era_step(p, x)), 0, length=1)[1]
+        )
+    got = how(lambda p, x: strategy.run(fn, args=(p, x)))(params, per_replica(strategy, batches))
+    new, value, correct, own, everyone = got
+    assert isinstance(own, dj.PerReplica)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((new, value, correct, everyone)))
+    for g, w in zip(jax.tree.leaves((new, value, correct, everyone)),
+                    jax.tree.leaves((want[0], want[1], want[2], want[4])), strict=True):
+        np.testing.assert_allclose(g, w[0], rtol=1e-6)
+    np.testing.assert_allclose(local(strategy, own), want[3], rtol=1e-6)

@@ -1,0 +1,303 @@
+"""extended.update and its neighbours: values and refusals (decisions 11, 13, 14)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import ids, local, per_replica
+
+import distjax as dj
+from distjax.errors import ContextError, LocalityError, StrategyMismatchError
+
+ON_READ = dj.VariableSynchronization.ON_READ
+SUM = dj.VariableAggregation.SUM
+NONE = dj.VariableAggregation.NONE
+
+
+def make(strategy, initial=1.0, **options):
+    with strategy.scope():
+        return dj.Variable(initial, **options)
+
+
+def test_r237_the_function_gets_the_variable_and_its_arguments(strategy):
+    v = make(strategy)
+    captured, seen = object(), []
+
+    def fn(*args, **kwargs):
+        seen.append((args, kwargs))
+
+    strategy.extended.update(v, fn, (captured, 3), {"k": "text"})
+    assert seen == [((v, captured, 3), {"k": "text"})]
+    assert seen[0][0][0] is v and seen[0][0][1] is captured
+
+
+def test_update_writes(strategy, how):
+    v = make(strategy, [1.0, 2.0])
+    step = how(lambda g: strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,)))
+    np.testing.assert_array_equal(step(np.float32([0.5, 1.5])), [0.5, 0.5])
+    np.testing.assert_array_equal(v.value, [0.5, 0.5])
+    assert local(strategy, v) == [[0.5, 0.5]] * len(strategy.local_results(v))
+
+
+def test_r239_group_false_gives_an_element_per_copy(strategy, how):
+    """Decision 14: R for mirrored variables, one where there is one copy."""
+    v = make(strategy)
+    copies = len(v.local_results())
+    step = how(
+        lambda: strategy.extended.update(
+            v, lambda v: {"new": v.assign(5.0), "name": "n"}, group=False
+        )
+    )
+    out = step()
+    assert [float(x) for x in out["new"]] == [5.0] * copies
+    assert out["name"] == ["n"] * copies
+    assert type(out["new"]) is list
+    wraps = isinstance(strategy, (dj.MirroredStrategy, dj.VirtualStrategy))
+    assert copies == (strategy.num_replicas_in_sync if wraps else 1)
+
+
+def test_group_false_of_a_sync_on_read_variable(pair, how):
+    v = make(pair, 0.0, synchronization=ON_READ, aggregation=SUM)
+    step = how(
+        lambda x: pair.extended.update(v, lambda v, x: v.assign_add(x), (x,), group=False)
+    )
+    assert [float(x) for x in step(per_replica(pair, [np.float32(1), np.float32(2)]))] == [1, 2]
+    assert local(pair, v) == [1.0, 2.0]
+
+
+def test_r241_python_results_come_back(pair):
+    v = make(pair)
+    device = jax.devices()[0]
+    out = pair.extended.update(v, lambda v: {"x": 1, "y": device, "z": None})
+    assert out == {"x": 1, "y": device, "z": None}
+
+
+def test_r243_update_in_a_replica_is_refused(pair):
+    """Decision 13: use merge_call (TF 2 does so in silence)."""
+    v = make(pair)
+    with pytest.raises(ContextError, match="^update needs cross-replica context") as info:
+        pair.run(
+            lambda x: pair.extended.update(v, lambda v, x: v.assign_add(x), (x,)), args=(ids(pair),)
+        )
+    assert "merge_call" in str(info.value)
+    assert float(v.value) == 1.0
+
+
+def test_r247_the_four_steps(strategy, how):
+    """Gradient per replica, reduce_to the variable, update, in a merge_call."""
+    n = strategy.num_replicas_in_sync
+    w = make(strategy, 10.0, name="w")
+
+    def merge(strategy, g):
+        total = strategy.extended.reduce_to("sum", g, w)
+        strategy.extended.update(w, lambda v, g: v.assign_sub(0.5 * g), (total,))
+
+    def fn(g):
+        dj.get_replica_context().merge_call(merge, args=(g,))
+        return w.value
+
+    g = per_replica(strategy, [np.float32(r + 1) for r in range(n)])
+    out = how(lambda g: strategy.run(fn, args=(g,)))(g)
+    expected = 10 - 0.5 * n * (n + 1) / 2
+    assert local(strategy, out) == [expected] * n
+    assert float(w.value) == expected
+
+
+# -- arguments: decision 13 ----------------------------------------------------
+
+
+def test_a_per_replica_argument_for_a_mirrored_variable(pair, how):
+    v = make(pair, name="kernel")
+
+    def apply(v, grads):
+        v.assign_sub(grads["g"])
+
+    step = how(lambda x: pair.extended.update(v, apply, ({"g": x},)))
+    with pytest.raises(LocalityError) as info:
+        step(ids(pair))
+    first = str(info.value).splitlines()[0]
+    assert first.startswith("update of variable 'kernel' by test_a_per_replica"), first
+    assert "argument grads['g'] to be one value" in first
+    with pytest.raises(LocalityError, match="argument grads"):
+        pair.extended.update(v, lambda v, grads: None, kwargs={"grads": ids(pair)})
+    assert float(v.value) == 1.0
+
+
+def test_unreduced_gradients_in_a_merge_are_refused_at_trace_time(pair):
+    v = make(pair, name="kernel")
+
+    def merge(strategy, g):
+        strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,))
+
+    with pytest.raises(LocalityError, match="^update of variable 'kernel' by .* argument g to be"):
+        pair.run(lambda g: dj.get_replica_context().merge_call(merge, args=(g,)), (ids(pair),))
+    assert float(v.value) == 1.0
+
+
+def test_an_argument_reduced_before_the_merge_is_accepted(pair, how):
+    v = make(pair)
+
+    def merge(strategy, g):
+        strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,))
+
+    def fn(g):
+        g = dj.get_replica_context().all_reduce("sum", g)
+        dj.get_replica_context().merge_call(merge, args=(g,))
+
+    how(lambda g: pair.run(fn, args=(g,)))(ids(pair))
+    assert float(v.value) == 0.0
+
+
+def test_per_replica_arguments_go_component_by_component(pair, how):
+    v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    how(lambda x: pair.extended.update(v, lambda v, x: v.assign_add(x), (x,)))(
+        per_replica(pair, [np.float32(1), np.float32(2)])
+    )
+    assert local(pair, v) == [2.0, 3.0]
+    assert float(v.value) == 5.0
+
+
+def test_result_of_a_component_update_is_per_replica(pair, how):
+    v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    out = how(lambda x: pair.extended.update(v, lambda v, x: (v.value + x, 3), (x,)))(ids(pair))
+    assert isinstance(out[0], dj.PerReplica) and local(pair, out[0]) == [1.0, 2.0]
+    assert out[1] == 3
+
+
+def test_writes_in_an_update_are_raw(pair):
+    """Semantics 8.3: no aggregation, no division."""
+    v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    pair.extended.update(v, lambda v, x: v.assign(x), (4.0,))
+    assert local(pair, v) == [4.0, 4.0] and float(v.value) == 8.0
+    m = make(pair, 1.0, aggregation=SUM)
+    pair.extended.update(m, lambda v, x: v.assign(x), (4.0,))
+    assert local(pair, m) == [4.0, 4.0]
+
+
+def test_a_per_replica_of_other_replicas(pair):
+    v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    with pytest.raises(LocalityError, match="^argument x needs a PerReplica over 2 replicas"):
+        pair.extended.update(v, lambda v, x: v.assign(x), (ids(dj.VirtualStrategy(3)),))
+    assert local(pair, v) == [1.0, 1.0]
+
+
+def test_args_and_kwargs_are_checked(pair):
+    v = make(pair)
+    with pytest.raises(ValueError, match="^update: positional args must be a list or tuple"):
+        pair.extended.update(v, lambda v, x: None, 5)
+    with pytest.raises(ValueError, match="^update: kwargs must be a dict"):
+        pair.extended.update(v, lambda v, x: None, (), 5)
+
+
+@pytest.mark.parametrize("what", [3.0, np.ones(2), None, "v"])
+def test_update_needs_a_variable(pair, what):
+    with pytest.raises(TypeError, match="^update needs a distjax.Variable"):
+        pair.extended.update(what, lambda v: v)
+    with pytest.raises(TypeError, match="^read_var needs a distjax.Variable"):
+        pair.extended.read_var(what)
+    with pytest.raises(TypeError, match="^variable_created_in_scope needs a distjax.Variable"):
+        pair.extended.variable_created_in_scope(what)
+
+
+def test_update_needs_a_variable_of_its_strategy(pair):
+    other = dj.VirtualStrategy(2)
+    v = make(other, name="theirs")
+    with pytest.raises(StrategyMismatchError, match="^update needs a variable of ") as info:
+        pair.extended.update(v, lambda v: v.assign(2.0))
+    assert "'theirs'" in str(info.value) and repr(other) in str(info.value)
+    assert float(v.value) == 1.0
+
+
+def test_nested_update(pair):
+    v, w = make(pair), make(pair, 5.0)
+
+    def outer(v):
+        pair.extended.update(w, lambda w, x: w.assign_add(x), (v.value,))
+        return v.assign_add(1.0)
+
+    assert float(pair.extended.update(v, outer)) == 2.0
+    assert float(w.value) == 6.0
+
+
+def test_sync_on_read_variable_read_in_anothers_update(pair):
+    v, c = make(pair), make(pair, 1.0, synchronization=ON_READ, aggregation=SUM, name="c")
+    with pytest.raises(ContextError, match="^a read of sync-on-read variable 'c' needs"):
+        pair.extended.update(v, lambda v: v.assign(c.value))
+    assert float(v.value) == 1.0
+
+
+def test_an_exception_in_an_update_changes_nothing_else(pair):
+    v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+
+    def fails(v):
+        v.assign(9.0)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pair.extended.update(v, fails)
+    assert local(pair, v) == [1.0, 1.0]
+    assert not dj.in_cross_replica_context()
+
+
+# -- decision 11: a PerReplica assigned across ---------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(synchronization=ON_READ, aggregation=SUM)])
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_a_per_replica_is_not_assigned_across(pair, how, options, method):
+    v = make(pair, name="target", **options)
+    with pytest.raises(LocalityError, match=f"^{method} of variable 'target' needs one value"):
+        how(lambda x: getattr(v, method)(x))(ids(pair))
+    with pytest.raises(LocalityError, match=f"^{method} of variable 'target' needs one value"):
+        pair.extended.update(v, lambda v: getattr(v, method)(ids(pair)))
+
+
+# -- read_var, value_container, variable_created_in_scope ----------------------
+
+
+def test_read_var(pair, how):
+    m = make(pair, 2.0)
+    c = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    assert [float(x) for x in how(lambda: [pair.extended.read_var(v) for v in (m, c)])()] == [2, 2]
+    seen = pair.run(lambda: (pair.extended.read_var(m), pair.extended.read_var(c)))
+    assert [local(pair, x) for x in seen] == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_value_container(pair):
+    for v in (make(pair), make(pair, synchronization=ON_READ, aggregation=SUM)):
+        parts = v.local_results()
+        assert all(pair.extended.value_container(part) is v for part in parts)
+        assert pair.extended.value_container(v) is v
+    x = jnp.ones(2)
+    assert pair.extended.value_container(x) is x
+    assert pair.extended.value_container(3) == 3
+
+
+def test_value_container_of_a_variable_that_is_gone(pair):
+    v = make(pair)
+    part = v.local_results()[0]
+    del v
+    assert pair.extended.value_container(part) is part
+
+
+def test_variable_created_in_scope(pair):
+    v, outside = make(pair), dj.Variable(1.0)
+    assert pair.extended.variable_created_in_scope(v) is True
+    assert pair.extended.variable_created_in_scope(outside) is False
+    assert dj.VirtualStrategy(2).extended.variable_created_in_scope(v) is False
+
+
+def test_decision_23_another_strategys_variable(pair):
+    other = dj.VirtualStrategy(3)
+    v = make(other, name="theirs")
+    for action, fn in (("read", lambda: v.value), ("write", lambda: v.assign(2.0))):
+        for call in (lambda fn=fn: pair.run(fn), lambda fn=fn: pair.run(lambda: merge_of(fn))):
+            with pytest.raises(StrategyMismatchError, match=f"^a {action} of variable 'theirs'"):
+                call()
+        with pair.scope(), pytest.raises(StrategyMismatchError, match="^a .* of variable"):
+            fn()
+    assert float(v.value) == 1.0
+
+
+def merge_of(fn):
+    return dj.get_replica_context().merge_call(lambda s: fn())

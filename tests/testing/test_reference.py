@@ -1,0 +1,515 @@
+"""The reference interpreter does what the text of the seeds says."""
+
+import copy
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distjax as dj
+from distjax.errors import (
+    AggregationError,
+    ContextError,
+    LocalityError,
+    MergeError,
+    StrategyMismatchError,
+    TraceLeakError,
+    UnsupportedError,
+)
+
+SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
+FIRST, NONE = dj.VariableAggregation.ONLY_FIRST_REPLICA, dj.VariableAggregation.NONE
+ON_READ, ON_WRITE = dj.VariableSynchronization.ON_READ, dj.VariableSynchronization.ON_WRITE
+
+
+@pytest.fixture
+def strategy():
+    """Two replicas."""
+    return dj.testing.ReferenceStrategy(2)
+
+
+def context():
+    return dj.get_replica_context()
+
+
+def rid():
+    return int(context().replica_id_in_sync_group)
+
+
+def variable(strategy, initial=10.0, name="v", **modes):
+    with strategy.scope():
+        return dj.Variable(initial, name=name, **modes)
+
+
+def local(strategy, value):
+    return [np.asarray(x).tolist() for x in strategy.local_results(value)]
+
+
+def parts(v):
+    return [np.asarray(x).tolist() for x in v.local_results()]
+
+
+# -- threads ------------------------------------------------------------------
+
+
+def test_replicas_run_in_order_and_pause_at_merges(strategy):
+    log = []
+
+    def merge(strategy, x):
+        log.append(("merge", threading.current_thread() is threading.main_thread()))
+        return x
+
+    def fn():
+        log.append(("before", rid()))
+        context().merge_call(merge, args=(rid(),))
+        log.append(("after", rid()))
+
+    strategy.run(fn)
+    assert log == [
+        *[("before", 0), ("before", 1), ("merge", True)],
+        *[("after", 0), ("after", 1)],
+    ]
+
+
+def test_the_merge_function_of_replica_0_is_the_one_that_runs(strategy):
+    def fn():
+        mine = rid()
+        return context().merge_call(lambda strategy: mine)
+
+    assert strategy.run(fn) == 0
+
+
+@pytest.mark.parametrize("in_merge", [False, True])
+def test_an_exception_leaves_run_unchanged_and_nothing_behind(strategy, in_merge):
+    unwound, caught, error = [], [], KeyError("the user's")
+
+    def fail(*_):
+        raise error
+
+    def fn():
+        try:
+            if in_merge:
+                context().merge_call(fail)
+            elif rid() == 1:
+                fail()
+            else:
+                context().all_reduce("sum", 1.0)
+        except Exception as e:  # what a meeting raises passes by
+            caught.append(e)
+            raise
+        finally:
+            unwound.append(rid())
+
+    with pytest.raises(KeyError) as info:
+        strategy.run(fn)
+    assert info.value is error
+    assert sorted(unwound) == [0, 1]
+    assert caught == ([] if in_merge else [error])
+    assert not [t for t in threading.enumerate() if t.name.startswith("replica")]
+    assert not dj.has_strategy()
+
+
+def test_a_replica_that_is_unwound_cannot_meet_again(strategy):
+    def fn():
+        if rid() == 1:
+            raise KeyError("stop")
+        try:
+            context().all_reduce("sum", 1.0)
+        finally:
+            context().all_reduce("sum", 1.0)
+
+    with pytest.raises(KeyError, match="stop"):
+        strategy.run(fn)
+
+
+@pytest.mark.parametrize("calls", [(1, 0), (0, 1), (2, 1)])
+def test_unequal_numbers_of_merges_are_an_error(strategy, calls):
+    def fn():
+        for _ in range(calls[rid()]):
+            context().merge_call(lambda strategy: None)
+
+    with pytest.raises(MergeError, match="a different number of merge_call calls"):
+        strategy.run(fn)
+
+
+def test_different_meetings_are_an_error(strategy):
+    def fn():
+        if rid() == 0:
+            context().all_reduce("sum", 1.0)
+        else:
+            context().all_gather(jnp.ones(1), 0)
+
+    with pytest.raises(
+        MergeError, match=r"replica 0 at all_reduce\(SUM\), replica 1 at all_gather"
+    ):
+        strategy.run(fn)
+
+
+def test_nested_runs_may_merge_to_any_depth(strategy):
+    def fn(depth):
+        if depth == 0:
+            return context().all_reduce("sum", rid() + 1)
+        return context().merge_call(lambda strategy: strategy.run(lambda: fn(depth - 1)))
+
+    assert strategy.run(lambda: fn(3)) == 3
+
+
+def test_the_body_of_loops_and_inner_jit_sees_numbers(strategy):
+    seen = []
+
+    @jax.jit
+    def inner(c, x):
+        seen.append(int(c))
+        return c + context().all_reduce("sum", x), c
+
+    def fn():
+        (total, _), i = lax.scan(inner, jnp.int32(0), jnp.arange(3)), jnp.int32(0)
+        i = lax.while_loop(lambda i: i < 2, lambda i: i + 1, i)
+        return total, lax.cond(i > 1, lambda: total, lambda: -total)
+
+    assert [int(x) for x in strategy.run(fn)] == [6, 6]
+    assert seen == [0, 0, 0, 0, 2, 2]
+
+
+# -- contexts -----------------------------------------------------------------
+
+
+def where():
+    return dj.get_strategy(), dj.has_strategy(), dj.in_cross_replica_context(), context() is None
+
+
+def test_free_functions_in_every_context(strategy):
+    found = {}
+
+    def in_merge(strategy, v):
+        found["merge"] = where()
+        strategy.extended.update(v, lambda v: found.update(update=where()))
+
+    def fn(v):
+        found["replica"] = where()
+        assert context().strategy is strategy and context().num_replicas_in_sync == 2
+        assert context().devices == strategy.extended.worker_devices
+        context().merge_call(in_merge, args=(v,))
+
+    strategy.run(fn, args=(variable(strategy),))
+    assert found == {
+        "replica": (strategy, True, False, False),
+        "merge": (strategy, True, True, True),
+        "update": (strategy, True, True, True),
+    }
+
+
+def test_cross_replica_calls_in_a_replica_are_refused(strategy):
+    with pytest.raises(ContextError, match="reduce needs cross-replica context"):
+        strategy.run(lambda: strategy.reduce("sum", 1.0))
+    with pytest.raises(ContextError, match="cross-replica context"):
+        strategy.run(lambda: strategy.run(lambda: 1))
+
+
+def test_a_context_is_good_only_in_its_replica(strategy):
+    kept = []
+    strategy.run(lambda: kept.append(context()))
+    with pytest.raises(ContextError, match="all_gather needs its own replica context"):
+        kept[0].all_gather(jnp.ones(1), 0)
+    with pytest.raises(MergeError, match="merge_call needs its own replica context"):
+        strategy.run(lambda: context().merge_call(lambda s: kept[0].merge_call(lambda s: 1)))
+
+
+def test_it_is_refused_in_traces(strategy):
+    v = variable(strategy)
+    with pytest.raises(UnsupportedError, match="run of ReferenceStrategy.2. needs to be called"):
+        dj.jit(lambda: strategy.run(lambda: 1))()
+    with pytest.raises(UnsupportedError, match="outside of JAX traces"):
+        jax.jit(lambda x: strategy.reduce("sum", x))(1.0)
+    with pytest.raises(TraceLeakError, match="assign of variable 'v'"):
+        strategy.run(lambda: jax.grad(lambda x: v.assign(x))(1.0))
+    with pytest.raises(TraceLeakError, match="read of variable 'v'"):
+        jax.jit(lambda: v.value)()
+
+
+def test_bare_collectives_have_no_axis(strategy):
+    assert strategy.axis_name is None and strategy.mesh is None
+    with pytest.raises(NameError, match="replica"):
+        strategy.run(lambda: lax.psum(1.0, dj.REPLICA_AXIS))
+
+
+def test_arguments_are_a_tuple_and_a_dict(strategy):
+    with pytest.raises(ValueError, match="run: positional args must be a list or tuple"):
+        strategy.run(lambda x: x, args=3)
+    with pytest.raises(ValueError, match="kwargs a dict"):
+        strategy.run(lambda x: x, kwargs=[3])
+
+
+def test_a_strategy_is_not_copied(strategy):
+    with pytest.raises(RuntimeError, match="needs to stay one object"):
+        copy.copy(strategy)
+
+
+# -- values -------------------------------------------------------------------
+
+
+def test_equal_results_are_bare_and_others_per_replica(strategy):
+    v = variable(strategy)
+
+    def fn(word):
+        return {"own": rid() + 0.5, "all": jnp.ones(2), "nan": jnp.nan, "word": word, "v": v}
+
+    out = strategy.run(fn, args=("word",))
+    assert local(strategy, out["own"]) == [0.5, 1.5]
+    assert isinstance(out["own"], dj.PerReplica) and isinstance(out["all"], jax.Array)
+    assert out["word"] == "word" and out["v"] is v and np.isnan(out["nan"])
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda: [1] * rid(), "a tree"),
+        (lambda: jnp.ones(1 + rid()), "shape"),
+        (lambda: "ab"[rid()], "'a'"),
+    ],
+)
+def test_what_cannot_differ_per_replica(strategy, make, got):
+    with pytest.raises(LocalityError, match=f"(?s)a result of run needs the same tree.*{got}"):
+        strategy.run(make)
+
+
+def test_a_per_replica_is_passed_not_closed_over(strategy):
+    x = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
+    assert local(strategy, strategy.run(lambda x: x * 2, args=(x,))) == [0, 2]
+    with pytest.raises(LocalityError, match="closes over"):
+        strategy.run(lambda: x)
+    with pytest.raises(LocalityError, match="all_reduce needs this replica's value"):
+        strategy.run(lambda: context().all_reduce("sum", x))
+    three = dj.testing.ReferenceStrategy(3)
+    with pytest.raises(LocalityError, match="3 replicas"):
+        three.run(lambda x: x, args=(x,))
+
+
+def test_reduce_by_kind_of_value(strategy):
+    own = strategy.distribute_values_from_function(
+        lambda ctx: np.arange(2) + ctx.replica_id_in_sync_group
+    )
+    v, s = variable(strategy), variable(strategy, synchronization=ON_READ, aggregation=SUM)
+    assert strategy.reduce("mean", own).tolist() == [0.5, 1.5]
+    assert float(strategy.reduce("MEAN", own, axis=(0,))) == 1.0
+    assert int(strategy.reduce(dj.ReduceOp.SUM, jnp.int32(3))) == 6
+    assert strategy.reduce("mean", 3) == 3
+    assert float(strategy.reduce("mean", np.array([1.0, 3.0]), axis=0)) == 2.0
+    assert float(strategy.reduce("mean", v)) == 10 and float(strategy.reduce("sum", s)) == 20
+    with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
+        strategy.reduce("sum", 3)
+    with pytest.raises(ValueError, match="cannot be reduced"):
+        strategy.reduce("sum", np.ones(2), axis=0)
+    with pytest.raises(LocalityError, match="not mirrored variable 'v'"):
+        strategy.reduce("sum", v)
+
+
+def test_gather_by_kind_of_value(strategy):
+    own = strategy.distribute_values_from_function(
+        lambda ctx: np.full(1, ctx.replica_id_in_sync_group)
+    )
+    assert strategy.gather(own, 0).tolist() == [0, 1]
+    assert strategy.gather(jnp.ones(1), axis=0).tolist() == [1, 1]
+    assert strategy.gather("host", 0) == "host"
+    with pytest.raises(ValueError, match="gather needs an axis between 0 and 0"):
+        strategy.gather(own, -1)
+    with pytest.raises(ValueError, match="all_gather needs an axis"):
+        strategy.run(lambda: context().all_gather(1.0, 0))
+
+
+def test_local_results_of_trees(strategy):
+    own = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
+    v = variable(strategy)
+    first, second = strategy.local_results({"own": own, "v": v, "n": 1})
+    assert (int(second["own"]), float(second["v"]), second["n"]) == (1, 10.0, 1)
+    assert len(strategy.local_results(jnp.ones(3))) == 2
+    assert strategy.local_results(None) == (None,) and strategy.local_results("a") == ("a",)
+
+
+def test_destinations_say_nothing(strategy):
+    extended = strategy.extended
+    own = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group + 1)
+    v = variable(strategy)
+    assert [int(x) for x in extended.batch_reduce_to("sum", [(own, v), (own, None)])] == [3, 3]
+    assert extended.broadcast_to([1, 2.0])[1] == 2.0
+    assert extended.non_slot_devices([v]) == extended.worker_devices
+
+
+# -- derivatives --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("mean", 1.5)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
+def test_the_derivative_of_all_reduce_is_all_reduce(strategy, op, expected, wrap):
+    def fn(x):
+        loss = wrap(lambda x: (rid_weight() * context().all_reduce(op, x)).sum())
+        return jax.grad(loss)(x)
+
+    def rid_weight():
+        return 1.0 + context().number
+
+    assert strategy.run(fn, args=(jnp.ones(2),)).tolist() == [expected] * 2
+
+
+def test_other_meetings_need_concrete_values(strategy):
+    def fn(x):
+        return jax.grad(lambda x: context().merge_call(lambda s, x: s.reduce("sum", x), (x,)))(x)
+
+    with pytest.raises(MergeError, match="merge_call in the reference interpreter needs concrete"):
+        strategy.run(fn, args=(1.0,))
+
+
+# -- variables: the table of the semantics, start value 10 --------------------
+
+WRITES = {  # (array r + 1, Python 4.0) in replicas, 4.0 across; assign and assign_add
+    (ON_WRITE, NONE): [
+        AggregationError,
+        AggregationError,
+        [4, 4],
+        *[AggregationError] * 2,
+        [14, 14],
+    ],
+    (ON_WRITE, SUM): [[3, 3], ValueError, [4, 4], [13, 13], ValueError, [14, 14]],
+    (ON_WRITE, MEAN): [[1.5, 1.5], [4, 4], [4, 4], [11.5, 11.5], [14, 14], [14, 14]],
+    (ON_WRITE, FIRST): [[1, 1], [4, 4], [4, 4], [11, 11], [14, 14], [14, 14]],
+    (ON_READ, NONE): [[1, 2], [4, 4], AggregationError, [11, 12], [14, 14], AggregationError],
+    (ON_READ, SUM): [[1, 2], [4, 4], [2, 2], [11, 12], [14, 14], AggregationError],
+    (ON_READ, MEAN): [[1, 2], [4, 4], [4, 4], [11, 12], [14, 14], [14, 14]],
+    (ON_READ, FIRST): [[1, 2], [4, 4], [4, 4], [11, 12], [14, 14], [14, 14]],
+}
+CALLS = [
+    lambda s, write: s.run(lambda: write(jnp.float32(1 + context().number))),
+    lambda s, write: s.run(lambda: write(4.0)),
+    lambda s, write: write(4.0),
+]
+
+
+@pytest.mark.parametrize("column", range(6))
+@pytest.mark.parametrize("modes", list(WRITES), ids=lambda m: f"{m[0].name}-{m[1].name}")
+def test_writes(strategy, modes, column):
+    v = variable(strategy, synchronization=modes[0], aggregation=modes[1])
+    write = v.assign if column < 3 else v.assign_add
+    expected = WRITES[modes][column]
+    if isinstance(expected, list):
+        CALLS[column % 3](strategy, write)
+        assert parts(v) == expected
+    else:
+        with pytest.raises(expected):
+            CALLS[column % 3](strategy, write)
+        assert parts(v) == [10, 10]
+
+
+def test_the_texts_of_refused_writes_and_reads(strategy):
+    modes = dict(synchronization=ON_READ)
+    bare, each = variable(strategy), variable(strategy, **modes)
+    total = variable(strategy, aggregation=SUM)
+    with pytest.raises(AggregationError, match="You must specify an aggregation method to update"):
+        strategy.run(lambda: bare.assign(jnp.float32(1)))
+    with pytest.raises(ValueError, match="aggregation SUM needs an array"):
+        strategy.run(lambda: total.assign(1.0))
+    with pytest.raises(AggregationError, match="a read of sync-on-read variable 'v'"):
+        _ = each.value
+    with pytest.raises(LocalityError, match="assign of variable 'v' needs one value"):
+        bare.assign(strategy.distribute_values_from_function(lambda ctx: 1.0))
+    with pytest.raises(TypeError, match="needs a value of dtype float32"):
+        bare.assign("1")
+    with pytest.raises(TypeError, match="needs a value of dtype int32"):
+        variable(strategy, 1).assign(1.5)
+    with pytest.raises(ValueError, match=r"needs shape \(\)"):
+        bare.assign(np.ones(2))
+    with pytest.raises(StrategyMismatchError, match="read of ReferenceStrategy"):
+        dj.VirtualStrategy(2).run(lambda: bare.value)
+
+
+def test_the_texts_of_refused_variables(strategy):
+    with pytest.raises(ValueError, match="`NONE` variable synchronization mode is not supported"):
+        variable(strategy, synchronization=dj.VariableSynchronization.NONE)
+    with pytest.raises(ValueError, match="needs a floating dtype for aggregation MEAN"):
+        variable(strategy, 1, aggregation=MEAN)
+    own = strategy.distribute_values_from_function(lambda ctx: 1.0)
+    with pytest.raises(LocalityError, match="needs one initial value"):
+        variable(strategy, own)
+
+
+@pytest.mark.parametrize("total", [7, -7, 6])
+def test_an_assigned_sum_of_ints_reads_back_exactly(total):
+    strategy = dj.testing.ReferenceStrategy(3)
+    v = variable(strategy, 0, synchronization=ON_READ, aggregation=SUM)
+    assert int(v.assign(total)) == total == sum(parts(v))
+    assert max(parts(v)) - min(parts(v)) <= 1
+
+
+def test_a_variable_is_a_variable(strategy):
+    v = variable(strategy, np.float32([1, 2]), name="w")
+    assert isinstance(v, dj.Variable) and v.strategy is strategy
+    assert (v.name, v.shape, v.dtype, v.trainable) == ("w", (2,), np.float32, True)
+    assert (v + 1).tolist() == [2, 3] and v[1] == 2 and np.asarray(v).tolist() == [1, 2]
+    assert strategy.extended.variable_created_in_scope(v)
+    assert strategy.extended.value_container(v.local_results()[1]) is v
+    assert strategy.extended.value_container("no component") == "no component"
+    assert strategy.extended.read_var(v).tolist() == [1, 2]
+    assert not variable(strategy, synchronization=ON_READ).trainable
+
+
+def test_a_deep_copy_has_components_of_its_own(strategy):
+    v = variable(strategy, synchronization=ON_READ)
+    strategy.run(lambda: v.assign(rid() + 1.0))
+    w = copy.deepcopy(v)
+    strategy.run(lambda: v.assign(0.0))
+    assert parts(w) == [1, 2] and parts(v) == [0, 0]
+
+
+def test_replica_0_gives_the_initial_value(strategy):
+    made = []
+
+    def fn():
+        v = dj.Variable(lambda: 1.0 + rid(), name="v")
+        made.append(v)
+        return v
+
+    v = strategy.run(fn)
+    assert made == [v, v] and parts(v) == [1, 1]
+
+
+# -- update -------------------------------------------------------------------
+
+
+def test_update_runs_once_per_component(strategy):
+    v = variable(strategy, synchronization=ON_READ, aggregation=SUM)
+    own = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
+    seen = []
+
+    def change(v, g, scale):
+        seen.append(float(v.value))
+        with strategy.scope():
+            return v.assign_sub(scale * g)
+
+    out = strategy.extended.update(v, change, args=(own,), kwargs={"scale": 2.0})
+    assert seen == [10, 10] and local(strategy, out) == [8, 6] and parts(v) == [8, 6]
+    lists = strategy.extended.update(v, lambda v: {"v": v.value}, group=False)
+    assert [float(x) for x in lists["v"]] == [8, 6]
+
+
+def test_a_mirrored_variable_is_updated_equally(strategy):
+    v = variable(strategy)
+    own = strategy.distribute_values_from_function(lambda ctx: 1.0)
+    assert float(strategy.extended.update(v, lambda v, g: v.assign_add(g), args=(1.0,))) == 11
+    with pytest.raises(LocalityError, match="update of variable 'v' needs arguments equal"):
+        strategy.extended.update(v, lambda v, g: v.assign_add(g), args=(own,))
+    with pytest.raises(ContextError, match="cross-replica context"):
+        strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign_add(1.0)))
+
+
+def test_non_slot_updates(strategy):
+    extended = strategy.extended
+    own = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
+    devices = extended.non_slot_devices([])
+    assert local(strategy, extended.update_non_slot(devices, lambda x: x + 1, args=(own,))) == [
+        1,
+        2,
+    ]
+    with strategy.scope(), extended.colocate_vars_with(devices):
+        assert dj.Variable(1.0).strategy is strategy

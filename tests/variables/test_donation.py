@@ -1,0 +1,219 @@
+"""Written variables are donated; every array that the user holds stays valid."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import local
+
+import distjax as dj
+
+SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
+
+
+def make(strategy, initial_value, **options):
+    with strategy.scope():
+        return dj.Variable(initial_value, aggregation=AGG.MEAN, **options)
+
+
+def writer(strategy, variable, how):
+    """Returns a step that adds 1 to the variable, on every replica."""
+    if how == "jit":
+        return dj.jit(lambda: (variable.assign_add(jnp.ones(4)), None)[1])
+    fn = lambda: (variable.assign_add(jnp.ones(4)), None)[1]
+    return lambda: strategy.run(fn)
+
+
+#: What a user may hold: from a variable that is 1 to things that must stay 1.
+HOLDERS = {
+    "value": lambda v: [v.value],
+    "value twice": lambda v: [v.value, v.value],
+    "shards": lambda v: [s.data for s in v.value.addressable_shards],
+    "components": lambda v: list(v.local_results()),
+    "one component": lambda v: [v.local_results()[-1]],
+    "strategy.local_results": lambda v: list(v.strategy.local_results(v)),
+    "read_var": lambda v: [v.strategy.extended.read_var(v)],
+    "numpy of the value": lambda v: [np.asarray(v.value)],
+    "numpy of the variable": lambda v: [np.asarray(v)],
+    "numpy of a component": lambda v: [np.asarray(c) for c in v.local_results()],
+    "dlpack": lambda v: [np.from_dlpack(v.local_results()[0])],
+    "result of run": lambda v: v.strategy.local_results(v.strategy.run(lambda: v.value)),
+    "result of jit": lambda v: [dj.jit(lambda: v.value)()],
+    "result of assign": lambda v: [v.assign(jnp.ones(4))],
+    "result of assign in jit": lambda v: [dj.jit(lambda: v.assign(jnp.ones(4)))()],
+    "result of assign in run": lambda v: v.strategy.local_results(
+        v.strategy.run(lambda: v.assign(jnp.ones(4)))
+    ),
+    "result through a tree": lambda v: [dj.jit(lambda: {"a": [v.value]})()["a"][0]],
+    "result of a merge": lambda v: v.strategy.local_results(
+        v.strategy.run(lambda: dj.get_replica_context().merge_call(lambda strategy: v.value))
+    ),
+    "result of update": lambda v: v.strategy.local_results(
+        v.strategy.extended.update(v, lambda v: v.assign(jnp.ones(4)))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["run", "jit"])
+@pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ], ids=["mirrored", "on_read"])
+@pytest.mark.parametrize("holder", list(HOLDERS))
+def test_what_the_user_holds_stays_valid(pair, holder, sync, how):
+    v = make(pair, jnp.ones(4), synchronization=sync)
+    step = writer(pair, v, how)
+    step()  # so that the stored array is one that a program has made
+    v.assign(jnp.ones(4))
+    held = HOLDERS[holder](v)
+    gc.collect()
+    for _ in range(3):
+        step()
+    for array in held:
+        np.testing.assert_array_equal(np.asarray(array), np.ones(4))
+    np.testing.assert_array_equal(v.value, np.full(4, 4.0))
+
+
+@pytest.mark.parametrize("how", ["run", "jit"])
+@pytest.mark.parametrize("kind", ["numpy", "jax", "placed", "variable"])
+def test_the_initial_value_stays_valid(pair, kind, how):
+    with pair.scope():
+        initial = {
+            "numpy": lambda: np.ones(4, np.float32),
+            "jax": lambda: jnp.ones(4),
+            "placed": lambda: jax.device_put(jnp.ones(4), pair.extended.topology.mirrored),
+            "variable": lambda: dj.Variable(jnp.ones(4)),
+        }[kind]()
+    v = make(pair, initial)
+    step = writer(pair, v, how)
+    for _ in range(3):
+        step()
+    held = initial.value if kind == "variable" else initial
+    np.testing.assert_array_equal(np.asarray(held), np.ones(4))
+    if kind == "numpy":  # and the other way round
+        initial[:] = 7
+    np.testing.assert_array_equal(v.value, np.full(4, 4.0))
+
+
+@pytest.mark.parametrize("how", ["run", "jit"])
+@pytest.mark.parametrize("where", ["eager", "run", "jit"])
+def test_an_assigned_array_stays_valid(pair, where, how):
+    v = make(pair, jnp.zeros(4))
+    x = jax.device_put(jnp.ones(4), pair.extended.topology.mirrored)
+    y = np.ones(4, np.float32)
+    for array in (x, y):
+        {
+            "eager": lambda a: v.assign(a),
+            "run": lambda a: pair.run(lambda a: (v.assign(a), None)[1], args=(a,)),
+            "jit": lambda a: dj.jit(lambda a: (v.assign(a), None)[1])(a),
+        }[where](array)
+        step = writer(pair, v, how)
+        step()
+        step()
+        np.testing.assert_array_equal(np.asarray(array), np.ones(4))
+        np.testing.assert_array_equal(v.value, np.full(4, 3.0))
+
+
+@pytest.mark.parametrize("how", ["run", "jit"])
+@pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ], ids=["mirrored", "on_read"])
+def test_nothing_is_copied_when_nobody_holds(pair, how, sync, monkeypatch):
+    v = make(pair, jnp.ones(4), synchronization=sync)
+    step = writer(pair, v, how)
+    step()
+    copies = []
+    copy = jnp.copy
+    monkeypatch.setattr(jnp, "copy", lambda x: copies.append(1) or copy(x))
+    np.asarray(v.value)  # looked at, and let go
+    v.local_results()
+    for _ in range(3):
+        former = v.storage
+        step()
+        assert former.is_deleted()
+    assert copies == []
+    held = v.value  # of components it is a mean, and no buffer of theirs
+    expected = [1] if sync is SYNC.ON_WRITE else []
+    step()
+    assert copies == expected and held.tolist() == [5] * 4
+    step()
+    assert copies == expected  # one copy, and only one
+
+
+def test_an_array_of_before_an_eager_write_costs_no_copy(pair, monkeypatch):
+    v = make(pair, jnp.ones(4))
+    step = writer(pair, v, "jit")
+    step()
+    held = v.value
+    v.assign(jnp.zeros(4))  # new storage: what is held is no longer the variable's
+    copies = []
+    copy = jnp.copy
+    monkeypatch.setattr(jnp, "copy", lambda x: copies.append(1) or copy(x))
+    step()
+    assert copies == [] and held.tolist() == [2] * 4 and v.value.tolist() == [1] * 4
+
+
+def test_variables_that_are_only_read_are_not_donated(pair):
+    v, w = make(pair, jnp.ones(4)), make(pair, jnp.zeros(4))
+    step = dj.jit(lambda: (w.assign(v.value), None)[1])
+    step()
+    stored = v.storage
+    step()
+    assert v.storage is stored and not stored.is_deleted()
+    w.assign_add(jnp.ones(4))
+    assert v.value.tolist() == [1] * 4  # w has a buffer of its own
+    writer(pair, w, "jit")()
+    assert v.value.tolist() == [1] * 4 and w.value.tolist() == [3] * 4
+
+
+def test_two_variables_of_one_value_have_buffers_of_their_own(pair):
+    a, b = make(pair, jnp.zeros(4)), make(pair, jnp.zeros(4))
+    x = jnp.ones(4)
+    dj.jit(lambda x: (a.assign(x), b.assign(x), None)[2])(x)
+    both = dj.jit(lambda: (a.assign_add(jnp.ones(4)), b.assign_sub(jnp.ones(4)), None)[2])
+    both()
+    both()
+    assert a.value.tolist() == [3] * 4 and b.value.tolist() == [-1] * 4
+
+
+def test_variables_can_be_swapped(pair):
+    a, b = make(pair, jnp.zeros(4)), make(pair, jnp.ones(4))
+
+    @dj.jit
+    def swap():
+        first, second = a.value, b.value
+        a.assign(second)
+        b.assign(first)
+
+    for _ in range(3):
+        swap()
+    assert a.value.tolist() == [1] * 4 and b.value.tolist() == [0] * 4
+
+
+def test_arguments_of_run_are_never_donated(pair):
+    v = make(pair, jnp.zeros(4))
+    x = jax.device_put(jnp.ones(4), pair.extended.topology.mirrored)
+    for _ in range(3):
+        kept = pair.run(lambda x: (v.assign_add(x), x)[1], args=(x,))
+    assert local(pair, kept) == [[1] * 4] * 2 and x.tolist() == [1] * 4
+
+
+def test_jit_donates_what_it_is_told_to(pair):
+    x = jax.device_put(jnp.ones(4), pair.extended.topology.mirrored)
+    y = jax.device_put(jnp.ones(4), pair.extended.topology.mirrored)
+    out = dj.jit(lambda x, y: x + y, donate_argnums=1)(x, y)
+    assert y.is_deleted() and not x.is_deleted() and out.tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("how", ["run", "jit"])
+def test_an_error_leaves_variables_as_they_are(pair, how):
+    v = make(pair, jnp.ones(4))
+    writer(pair, v, how)()
+
+    def fails():
+        v.assign_add(jnp.ones(4))
+        raise KeyError("mine")
+
+    run = (lambda: pair.run(fails)) if how == "run" else dj.jit(fails)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            run()
+        assert v.value.tolist() == [2] * 4
+    assert not dj.has_strategy()

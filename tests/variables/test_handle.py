@@ -1,0 +1,223 @@
+"""A variable as a value: operators, conversions, looks, and what it refuses to hold."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import local
+
+import distjax as dj
+from distjax.errors import ContextError, LocalityError, StrategyMismatchError
+
+SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
+
+
+def make(strategy, initial_value, **options):
+    with strategy.scope():
+        return dj.Variable(initial_value, **options)
+
+
+def first_line(caught):
+    return str(caught.value).splitlines()[0]
+
+
+BINARY = [
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_operators(pair, name):
+    v, w = make(pair, jnp.array([5.0, 2.0])), make(pair, 2.0)
+    fn, x = getattr(operator, name), np.array([5.0, 2.0], np.float32)
+    np.testing.assert_array_equal(fn(v, 2.0), fn(x, np.float32(2)))
+    np.testing.assert_array_equal(fn(v, w), fn(x, np.float32(2)))
+    if name not in ("lt", "le", "gt", "ge"):
+        np.testing.assert_array_equal(fn(2.0, v), fn(np.float32(2), x))
+        np.testing.assert_array_equal(fn(jnp.float32(2), v), fn(np.float32(2), x))
+    expected = fn(x, np.float32(2)).tolist()
+    assert local(pair, pair.run(lambda: fn(v, w))) == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["and_", "or_", "xor"])
+def test_bit_operators(pair, name):
+    v, fn = make(pair, np.array([6, 1])), getattr(operator, name)
+    assert fn(v, 3).tolist() == fn(np.array([6, 1]), 3).tolist()
+    assert fn(3, v).tolist() == fn(3, np.array([6, 1])).tolist()
+
+
+@pytest.mark.parametrize("name", ["neg", "pos", "abs"])
+def test_unary_operators(pair, name):
+    v = make(pair, np.array([-6.5, 1], np.float32))
+    fn = getattr(operator, name)
+    assert fn(v).tolist() == fn(np.array([-6.5, 1], np.float32)).tolist()
+    assert operator.invert(make(pair, np.array([5]))).tolist() == [-6]
+
+
+def test_matmul_divmod_round_index(pair):
+    m = make(pair, jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    x = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    np.testing.assert_array_equal(m @ m, x @ x)
+    np.testing.assert_array_equal(x @ m, x @ x)
+    assert [y.tolist() for y in divmod(m, 2.0)] == [y.tolist() for y in divmod(x, 2)]
+    assert [y.tolist() for y in divmod(2.0, m)] == [y.tolist() for y in divmod(2, x)]
+    assert round(m + 0.4).tolist() == x.tolist()
+    assert m[0].tolist() == [1, 2] and m[..., 1].tolist() == [2, 4] and m[...].shape == (2, 2)
+    assert [row.tolist() for row in m] == x.tolist() and len(m) == 2
+
+
+def test_conversions(strategy):
+    v = make(strategy, 3.0)
+    assert float(v) == 3 and int(v) == 3 and bool(v) and f"{v:.1f}" == "3.0"
+    assert np.asarray(v).dtype == np.float32 and np.asarray(v, np.int64).dtype == np.int64
+    assert isinstance(jnp.asarray(v), jax.Array) and float(jnp.asarray(v)) == 3
+    assert np.float32(3) == np.asarray(v)
+
+
+def test_looks(pair):
+    v = make(pair, jnp.zeros((2, 3)), name="w")
+    assert (v.shape, v.ndim, v.size, v.dtype) == ((2, 3), 2, 6, jnp.float32)
+    assert repr(v).startswith("Variable('w', float32[2, 3], ON_WRITE, NONE, of ")
+    assert repr(pair) in repr(v) and str(v) == repr(v) == f"{v}"
+
+
+def test_a_variable_is_one_object(pair):
+    """It is a key by identity, no array and no pytree node."""
+    v, w = make(pair, 1.0), make(pair, 1.0)
+    assert v == v and v != w and len({v, w}) == 2
+    assert jax.tree.leaves({"a": v}) == [v] and not isinstance(v, jax.Array)
+
+
+def test_variables_pass_through_run_as_themselves(pair, how):
+    v = make(pair, 2.0, aggregation=AGG.SUM)
+
+    def fn(tree, x):
+        assert tree["v"] is v
+        tree["v"].assign_add(x)
+        return tree["v"], tree["v"].value
+
+    step = how(lambda tree, x: pair.run(fn, args=(tree, x)))
+    returned, value = step({"v": v}, jnp.float32(1))
+    assert returned is v and local(pair, value) == [4, 4]
+
+
+def test_variables_pass_through_merges_as_themselves(pair, how):
+    v = make(pair, 2.0)
+
+    def merge(strategy, variable, number):
+        assert variable is v
+        variable.assign(number)
+        return variable
+
+    fn = lambda: dj.get_replica_context().merge_call(merge, args=(v, 5.0))
+    assert how(lambda: pair.run(fn))() is v and float(v.value) == 5
+
+
+# -- what cannot be assigned --------------------------------------------------
+
+DTYPE_ERRORS = [
+    (jnp.int32, 1.5, "float"),
+    (jnp.int32, np.float32(1), "float32"),
+    (jnp.int32, jnp.ones(()), "float32"),
+    (jnp.float32, 1j, "complex"),
+    (jnp.bool_, 1, "int"),
+    (jnp.float32, jax.random.key, "key"),
+]
+
+
+@pytest.mark.parametrize("where", ["cross", "replica", "update", "jit"])
+@pytest.mark.parametrize(("dtype", "value", "named"), DTYPE_ERRORS, ids=lambda x: str(x)[:20])
+def test_dtype_error(pair, dtype, value, named, where):
+    v = make(pair, 0, name="v", dtype=dtype, aggregation=AGG.ONLY_FIRST_REPLICA)
+    value = value(0) if value is jax.random.key else value
+    write = {
+        "cross": lambda: v.assign(value),
+        "replica": lambda: pair.run(lambda: v.assign(value)),
+        "update": lambda: pair.extended.update(v, lambda v: v.assign(value)),
+        "jit": dj.jit(lambda: v.assign(value)),
+    }[where]
+    with pytest.raises(TypeError) as caught:
+        write()
+    assert first_line(caught) == (
+        f"assign of variable 'v' needs a value of dtype {jnp.dtype(dtype)}."
+    )
+    assert named in str(caught.value).splitlines()[1]
+    assert not v.value
+
+
+def test_values_that_are_no_arrays(pair):
+    v = make(pair, 0.0, name="v")
+    for value in ("text", None, object(), {}):
+        with pytest.raises(TypeError) as caught:
+            v.assign(value)
+        assert first_line(caught) == "assign of variable 'v' needs a value of dtype float32."
+
+
+def test_a_number_for_a_key(pair):
+    v = make(pair, jax.random.key(0), name="k")
+    with pytest.raises(TypeError) as caught:
+        v.assign(3)
+    assert first_line(caught) == "assign of variable 'k' needs a value of dtype key<fry>."
+
+
+@pytest.mark.parametrize("value", [1, True, np.int8(1), np.float64(1), jnp.int32(1), [1][0]])
+def test_conversions_that_lose_nothing_in_kind(strategy, value):
+    v = make(strategy, 0.0, dtype=jnp.float16)
+    assert v.assign(value).dtype == jnp.float16 and float(v.value) == 1
+    assert strategy.local_results(v)[0].dtype == jnp.float16
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("shape", [(), (2,), (1, 3), (3, 1)])
+def test_shape_error(pair, method, shape):
+    v = make(pair, np.zeros(3, np.float32), name="v", aggregation=AGG.SUM)
+    value = np.ones(shape, np.float32)
+    for write in (
+        lambda: getattr(v, method)(value),
+        lambda: pair.run(lambda: getattr(v, method)(value)),
+        dj.jit(lambda: getattr(v, method)(value)),
+        lambda: pair.extended.update(v, lambda v: getattr(v, method)(value)),
+    ):
+        with pytest.raises(ValueError) as caught:
+            write()
+        assert first_line(caught) == f"{method} of variable 'v' needs shape (3,)."
+        assert f"Got: shape {shape}." in str(caught.value)
+    assert v.value.tolist() == [0, 0, 0]
+
+
+def test_a_variable_whose_creation_failed(pair):
+    made = []
+
+    def fn():
+        if not made:
+            made.append(dj.Variable(1.0, name="v"))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        pair.run(fn)
+    for use in (lambda: made[0].value, lambda: made[0].assign(1.0), made[0].local_results):
+        with pytest.raises(ContextError) as caught:
+            use()
+        assert first_line(caught) == "variable 'v' needs an initial value."
+
+
+# -- update -------------------------------------------------------------------
+
+
+def test_update_of_what_is_no_variable(pair):
+    with pytest.raises(TypeError) as caught:
+        pair.extended.update(jnp.ones(2), lambda v: v)
+    assert first_line(caught) == "update needs a distjax.Variable."
+
+
+def test_update_of_another_strategys_variable(pair):
+    v = make(dj.VirtualStrategy(3), 1.0, name="v")
+    with pytest.raises(StrategyMismatchError, match="update needs a variable of"):
+        pair.extended.update(v, lambda v: v.assign(2.0))
+
+
+def test_sum_of_a_mirrored_variable_is_refused(pair):
+    with pytest.raises(LocalityError):
+        pair.reduce("sum", make(pair, 1.0))

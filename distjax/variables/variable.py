@@ -136,7 +136,8 @@ class Variable:
     def store(self, value: Any) -> None:
         """Makes `value`, in global form and shared with nobody, the storage."""
         stored = self.layout.to_stored(value)
-        if self.sharding is not None and getattr(stored, "sharding", None) != self.sharding:
+        in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
+        if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
             stored = jax.device_put(stored, self.sharding)
         self.storage = stored
 

@@ -26,8 +26,7 @@ class Frame:
       replica_context: the ReplicaContext in a replica context, else None.
       state: where variables are read and written; None means their storage.
       in_update: whether `extended.update` is running a function on components.
-      colocate_with: the sharding that variables are created with; None: the
-        strategy's policy.
+      colocate_with: the variable that new variables are colocated with, or None.
       is_default: whether this frame leaves the default state in force.
       from_set_strategy: whether `set_strategy` pushed it.
     """

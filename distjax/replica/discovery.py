@@ -89,7 +89,7 @@ class Discovered:
 
     def evaluate(self, tree: Any, values: dict[Any, Any]) -> tuple[Results, dict[Any, Any]]:
         """Returns the results, and the new values of the variables written."""
-        inputs = [*jax.tree.leaves(tree), *(values[v] for v in self.reads)]
+        inputs = [*jax.tree.leaves(tree), *(_from_stored(v, values[v]) for v in self.reads)]
         outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
         num_results = len(self._wrappers)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
@@ -107,11 +107,15 @@ class Discovered:
         """Computes the initial values of created variables and places them."""
         start = len(self._wrappers) + len(self.writes)
         part = jax_compat.needed_for(self._jaxpr, self._jaxpr.outvars[start:])
-        values = [v.storage for v in self.reads]
+        values = [v.stored_value for v in self.reads]
         inputs = [*jax.tree.leaves(tree), *values]
         run = jax.jit(lambda arrays: jax_compat.eval_jaxpr(part, self._consts, arrays))
         for variable, value in zip(self.created, run(inputs), strict=True):
             access.initialize(variable, value)
+
+
+def _from_stored(variable: Any, stored: Any) -> Any:
+    return variable.layout.from_stored(stored, variable.shape)
 
 
 def discover(

@@ -11,6 +11,7 @@ from jax import lax
 from distjax.collectives.mapping import map_replicas
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.variables.layout import HostLayout, PartitionedLayout
 
 
 def laid_out(value: Any, topology: Topology) -> Any:
@@ -22,7 +23,12 @@ def laid_out(value: Any, topology: Topology) -> Any:
 
 def as_stored(variable: Any, value: Any) -> jax.Array:
     """Returns the new value of a variable, laid out as it is stored."""
-    if variable.sharding is None:
+    layout = variable.layout
+    if isinstance(layout, (PartitionedLayout, HostLayout)):
+        stored = layout.to_stored(value)
+        is_placed = isinstance(layout, HostLayout) or layout.topology.mesh is None
+        return stored if is_placed else lax.with_sharding_constraint(stored, layout.sharding)
+    if layout.sharding is None:
         return value
     return _constrained(value, variable.strategy.extended.topology, variable.policy.stacked)
 

@@ -20,8 +20,8 @@ from distjax.replica.arguments import Template, argument_names, function_name, i
 from distjax.replica.context import ReplicaContext
 from distjax.variables.creation import Creation
 from distjax.replica.cut import Cutter
-from distjax.replica.located import Located, as_user_value, stacked
-from distjax.replica.user_merge import require_mirrored
+from distjax.replica.located import Located, as_user_value
+from distjax.replica.views import global_view, replica_view
 from distjax.variables.state import TraceState, variable_p
 
 
@@ -75,9 +75,9 @@ def run_in_trace(
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
         first = value.array[0] if value.differs else value.array
         outer.creations.collect(variable, first)
-        outer.bind(variable, jnp.broadcast_to(first, variable.storage_shape))
+        outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
     for variable, value in zip(traced.written, finals, strict=True):
-        outer.write(variable, _final(variable, value, topology))
+        outer.write(variable, global_view(variable, value, topology))
     if topology.num_replicas > 1:
         _check_state(fn, names, template, located, traced.result, results)
     return traced.result.fill([as_user_value(r, topology) for r in _pinned(results, topology)])
@@ -98,12 +98,6 @@ def _as_located(leaf: Any) -> Located:
     if isinstance(leaf, PerReplica):
         return Located(leaf.stacked, True)
     return Located(jnp.asarray(leaf), False)
-
-
-def _final(variable: Any, value: Located, topology: Any) -> Any:
-    if variable.policy.stacked:
-        return stacked(value, topology)
-    return require_mirrored(variable, value, topology)
 
 
 # -- tracing ------------------------------------------------------------------
@@ -174,7 +168,7 @@ def _emit(topology: Any, traced: ReplicaTrace, args: Sequence[Located], outer: A
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive is variable_p:
             variable = eqn.params["variable"]
-            known[eqn.outvars[0]] = Located(outer.read(variable), variable.policy.stacked)
+            known[eqn.outvars[0]] = replica_view(variable, outer.read(variable))
     return Cutter(topology).emit(traced.jaxpr, traced.consts, args, known)
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.errors import LocalityError, MergeError, explain
+from distjax.errors import MergeError, explain
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import Template, function_name, is_array
-from distjax.replica.located import Located, as_user_value, from_user_value, stacked
+from distjax.replica.located import Located, as_user_value, from_user_value
 from distjax.replica.merge import merge_p
+from distjax.replica.views import global_view, replica_view
 from distjax.variables.creation import Creation
 from distjax.variables.state import ShapeState, TraceState
 
@@ -80,7 +79,7 @@ class UserMerge:
             self.created = creation.remembered
             self.result = result
             self.out_avals = [_replica_aval(o) for o in outs]
-            self.out_avals += [ShapedArray(v.shape, v.dtype) for v in self.written]
+            self.out_avals += [ShapedArray(v.local_shape, v.dtype) for v in self.written]
             return [o.array for o in outs]
 
         jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
@@ -97,7 +96,7 @@ class UserMerge:
         creation = Creation(made=self.created, makes_at_once=True)
         state = TraceState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
-            state.bind(variable, _stored(variable, value, topology))
+            state.bind(variable, global_view(variable, value, topology))
         result = self._call([as_user_value(v, topology) for v in values[:num_args]], state)
         outs = [from_user_value(leaf) for leaf in result.leaves]
         if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
@@ -111,7 +110,7 @@ class UserMerge:
                 )
             )
         written = [(v, state.read(v)) for v in self.written]
-        return outs + [Located(x, v.policy.stacked) for v, x in written]
+        return outs + [replica_view(v, x) for v, x in written]
 
     def _require_no_bare_collective(self, jaxpr: Any) -> None:
         found = next(Analysis(self.topology.axis_name).collectives(jaxpr), None)
@@ -135,28 +134,6 @@ def _replica_aval(value: Located) -> ShapedArray:
     if value.differs:
         return ShapedArray(aval.shape[1:], aval.dtype)
     return aval
-
-
-def _stored(variable: Any, value: Located, topology: Topology) -> Any:
-    if variable.policy.stacked:
-        return stacked(value, topology)
-    return require_mirrored(variable, value, topology)
-
-
-def require_mirrored(variable: Any, value: Located, topology: Topology) -> Any:
-    """Returns the one value of a mirrored variable, or raises a LocalityError."""
-    if not value.differs:
-        return value.array
-    if topology.num_replicas == 1:
-        return jax.lax.squeeze(value.array, (0,))
-    raise LocalityError(
-        explain(
-            f"variable {variable.name!r} needs a value that is equal on every replica",
-            got="a value that differs per replica",
-            why="it is mirrored: its copies would diverge",
-            fix="reduce the value before it is written: ctx.all_reduce('mean', x)",
-        )
-    )
 
 
 def bind_merge(strategy: Any, state: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, describe_value, explain
 from distjax.strategies.updating import require_non_slot_devices
-from distjax.variables.policy import Policy
 from distjax.variables.variable import Variable
 
 
@@ -35,11 +34,7 @@ def colocated(extended: Any, beside: Any) -> Iterator[None]:
     if beside.strategy is not extended.strategy:
         raise LocalityError(_foreign_text(extended, beside))
 
-    def sharding(policy: Policy) -> Any:
-        same_kind = policy.stacked == beside.policy.stacked
-        return beside.sharding if same_kind else extended.placement.sharding(policy)
-
-    with frames.entered(dataclasses.replace(frame, colocate_with=sharding)):
+    with frames.entered(dataclasses.replace(frame, colocate_with=beside)):
         yield
 
 

@@ -220,10 +220,9 @@ class StrategyExtended:
             trainable=variable.trainable,
             modes=(variable.synchronization, variable.aggregation),
             policy=variable.policy,
-            sharding=variable.sharding,
-            num_components=variable.num_components,
+            layout=variable.layout,
         )
-        made.storage = variable.copied(variable.storage)
+        made.storage = jax.numpy.copy(variable.storage)
         self._variables.add(made)
         return made
 
@@ -286,6 +285,11 @@ class StrategyExtended:
         """
         return self.parameter_devices
 
+    @property
+    def num_non_slot_copies(self) -> int:
+        """How many copies a variable on the non-slot devices has."""
+        return self.num_replicas
+
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.
 
@@ -314,7 +318,10 @@ class StrategyExtended:
 
     def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array."""
-        parts = values.split(self.topology, stored, variable.policy.stacked)
+        if variable.layout.num_copies == 1:
+            parts: tuple[jax.Array, ...] = (stored[0] if variable.policy.stacked else stored,)
+        else:
+            parts = values.split(self.topology, stored, variable.policy.stacked)
         self._containers.remember(variable, parts)
         return parts
 

@@ -57,7 +57,7 @@ def update(
         inside = Frame(extended.strategy, state=frame.state, in_update=True)
         with frames.entered(inside):
             result = fn(variable, *args, **kwargs)
-    return result if group else _as_lists(extended, variable.num_components, result)
+    return result if group else _as_lists(extended, variable.layout.num_copies, result)
 
 
 def _require_own(extended: Any, variable: Variable) -> None:
@@ -133,7 +133,7 @@ def update_non_slot(
         inside = Frame(extended.strategy, state=frames.current().state, in_update=True)
         with frames.entered(inside):
             result = fn(*args, **kwargs)
-    return result if group else _as_lists(extended, extended.placement.num_components, result)
+    return result if group else _as_lists(extended, extended.num_non_slot_copies, result)
 
 
 def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:

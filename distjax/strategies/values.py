@@ -60,8 +60,7 @@ def locality(x: Any) -> Locality:
       (Locality(mirrored on 2 devices), True)
     """
     if isinstance(x, Variable):
-        kind = kinds.PER_REPLICA if x.policy.stacked else kinds.MIRRORED
-        return Locality(kind, x.storage.sharding if x.sharding is None else x.sharding)
+        return Locality(x.layout.kind, x.sharding or x.storage.sharding)
     if isinstance(x, PerReplica):
         return Locality(kinds.PER_REPLICA, x.topology.per_replica)
     if isinstance(x, jax_compat.Tracer):

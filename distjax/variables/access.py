@@ -22,8 +22,10 @@ from distjax.errors import (
     describe_value,
     explain,
 )
+from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
+from distjax.variables.layout import PartitionedLayout
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -36,8 +38,8 @@ def read(variable: Any) -> jax.Array:
     if variable.policy.stacked:
         with states.storage_lock:  # else another thread may donate it before it is combined
             return _seen(variable, state, frame)
-    state.read(variable)
-    return states.lend(variable)
+    value = state.read(variable)
+    return value if variable.layout.kind is kinds.HOST else states.lend(variable)
 
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
@@ -64,7 +66,8 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
     if state.local_view:
         return (state.read(variable),)
     state.read(variable)
-    stored = states.lend(variable) if state is states.STORAGE else state.read(variable)
+    lends = state is states.STORAGE and variable.layout.kind is not kinds.HOST
+    stored = states.lend(variable) if lends else state.read(variable)
     return variable.strategy.extended.split_components(variable, stored)
 
 
@@ -76,8 +79,14 @@ def stored_components(variable: Any) -> jax.Array:
 def initialize(variable: Any, value: Any) -> None:
     """Gives a new variable its storage: a copy of `value` [...] in each component."""
     if variable.policy.stacked:
-        value = jnp.broadcast_to(jnp.asarray(value), variable.storage_shape)
-    variable.storage = variable.copied(value)
+        value = jnp.broadcast_to(jnp.asarray(value), variable.global_shape)
+    variable.store(variable.copied(value))
+
+
+def own_part(variable: Any, value: jax.Array) -> jax.Array:
+    """Returns what one replica holds of a value [...], in the replica view."""
+    layout = variable.layout
+    return layout.own_shard(value) if isinstance(layout, PartitionedLayout) else value
 
 
 # -- who may ------------------------------------------------------------------
@@ -114,6 +123,8 @@ def _is_local(variable: Any, frame: Frame) -> bool:
 
 def _seen(variable: Any, state: Any, frame: Frame) -> jax.Array:
     stored = state.read(variable)
+    if state.local_view and isinstance(variable.layout, PartitionedLayout):
+        return state.gathered(variable)
     if not variable.policy.stacked or state.local_view:
         return stored
     if frame.in_update:
@@ -137,7 +148,7 @@ def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
             explain(
                 f"a cross-replica read of variable {variable.name!r} needs an aggregation",
                 got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
-                why=f"its {variable.num_components} components differ and nothing says how they "
+                why=f"its {variable.layout.num_copies} components differ and nothing says how they "
                 "combine",
                 fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
                 "look at v.local_results()",
@@ -175,16 +186,24 @@ def _write_in_replica(
                 fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas",
             )
         )
-    if rule is not Combine.EACH and not (rule is Combine.MEAN and _is_python_number(value)):
-        context = variable.strategy.extended
-        array = _combined_in_replica(rule, array, context.axis_name, context.num_replicas)
+    is_equal = rule is Combine.MEAN and _is_python_number(value)
+    if rule is Combine.EACH or is_equal:
+        array = own_part(variable, array)
+    else:
+        array = _combined_in_replica(rule, variable, array)
     _write_component(variable, state, array.astype(variable.dtype), method)
 
 
-def _combined_in_replica(rule: Combine, array: Any, axis_name: str, num_replicas: int) -> Any:
+def _combined_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
+    topology = variable.strategy.extended.topology
     if rule is Combine.FIRST:
-        return ops.from_first_replica(array, axis_name)
-    return ops.all_reduce(ReduceOp[rule.name], array, axis_name, num_replicas)
+        return own_part(variable, ops.from_first_replica(array, topology.axis_name))
+    if isinstance(variable.layout, PartitionedLayout):
+        total = variable.layout.scattered_sum(jnp.asarray(array))
+        return total if rule is Combine.SUM else total / topology.num_replicas
+    return ops.all_reduce(
+        ReduceOp[rule.name], array, topology.axis_name, topology.num_replicas
+    )
 
 
 def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> None:
@@ -192,9 +211,9 @@ def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> N
     if rule is Combine.REFUSE:
         raise AggregationError(_cross_write_text(variable, method))
     if rule is Combine.SPLIT:
-        array = _split(array, variable.num_components)
+        array = _split(array, variable.layout.num_copies)
     elif variable.policy.stacked:
-        array = jnp.broadcast_to(array, variable.storage_shape)
+        array = jnp.broadcast_to(array, variable.global_shape)
     _write_component(variable, state, array, method)
 
 

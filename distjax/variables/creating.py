@@ -17,7 +17,6 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation import require_no_trace, require_own_trace
 from distjax.variables.placement import VariablePlacement
-from distjax.variables.policy import Policy
 from distjax.variables.variable import Variable
 
 
@@ -57,8 +56,9 @@ def make_variable(
         trainable=trainable,
         modes=modes,
         policy=policy,
-        sharding=_colocated(placement, policy),
-        num_components=placement.num_components,
+        layout=placement.layout(
+            policy, aval.shape, aval.dtype, beside=frames.current().colocate_with
+        ),
     )
     if state is None or state.creations is None:
         _initialize_now(variable, initial_value, make_initial)
@@ -67,17 +67,12 @@ def make_variable(
         state.creations.remember(variable)
     else:
         state.creations.collect(variable, value)
-        is_components = variable.policy.stacked and not state.local_view
-        shape = variable.storage_shape if is_components else variable.shape
         if state.local_view:  # replica 0's value wins: equal everywhere from the start
             value = from_first_replica(value, strategy.extended.axis_name)
-        state.bind(variable, jnp.broadcast_to(value, shape))
+            state.bind(variable, access.own_part(variable, value))
+        else:
+            state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
     return variable
-
-
-def _colocated(placement: VariablePlacement, policy: Policy) -> Any:
-    beside = frames.current().colocate_with
-    return placement.sharding(policy) if beside is None else beside(policy)
 
 
 def _is_concrete_in_merge(state: Any, initial_value: Any) -> bool:
@@ -116,7 +111,8 @@ def _initialize_now(
     if callable(initial_value):
         # Compiled with its output sharding: nothing is first whole on one device.
         def make() -> jax.Array:
-            return jnp.broadcast_to(make_initial(), variable.storage_shape)
+            value = jnp.broadcast_to(make_initial(), variable.global_shape)
+            return variable.layout.to_stored(value)
 
         with jax_compat.outside_traces():
             variable.storage = jax.jit(make, out_shardings=variable.sharding)()

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Sharding
 
 from distjax.placement.topology import Topology
+from distjax.variables.layout import Layout, StackedLayout, WholeLayout
 from distjax.variables.policy import (
     PLAIN,
     Policy,
@@ -21,8 +21,6 @@ from distjax.variables.policy import (
 class VariablePlacement(Protocol):
     """The part of a strategy that decides how its variables are stored."""
 
-    num_components: int
-
     def policy(
         self,
         modes: tuple[VariableSynchronization, VariableAggregation],
@@ -32,8 +30,21 @@ class VariablePlacement(Protocol):
         """Returns what a variable of these modes does when read and written."""
         ...
 
-    def sharding(self, policy: Policy) -> Sharding | None:
-        """Returns where its storage lives; None: JAX's default device, uncommitted."""
+    def layout(
+        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
+    ) -> Layout:
+        """Returns how a new variable is stored.
+
+        Args:
+          policy: what it does when read and written.
+          shape: its shape.
+          dtype: its dtype.
+          beside: the variable that it is colocated with, or None.
+        """
+        ...
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns how a value reduced to the devices of `variable` is laid out."""
         ...
 
 
@@ -42,15 +53,21 @@ class PlainPlacement:
     """One copy, without synchronization, on one device (None: the default one)."""
 
     device: jax.Device | None = None
-    num_components: int = 1
 
     def policy(self, modes: Any, dtype: Any, name: str) -> Policy:
         """Returns the policy of a plain variable, whatever its modes."""
         return PLAIN
 
-    def sharding(self, policy: Policy) -> Sharding | None:
-        """Returns the device's sharding."""
-        return None if self.device is None else jax.sharding.SingleDeviceSharding(self.device)
+    def layout(
+        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
+    ) -> Layout:
+        """Returns the device's layout."""
+        device = self.device
+        return WholeLayout(None if device is None else jax.sharding.SingleDeviceSharding(device))
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns the variable's own layout."""
+        return variable.layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +75,6 @@ class MirroredPlacement:
     """A copy on each replica; components [R, ...] for sync-on-read variables."""
 
     topology: Topology
-
-    @property
-    def num_components(self) -> int:
-        """R."""
-        return self.topology.num_replicas
 
     def policy(
         self,
@@ -73,6 +85,14 @@ class MirroredPlacement:
         """Returns the row of the policy table."""
         return policy_for(*modes, dtype, name)
 
-    def sharding(self, policy: Policy) -> Sharding:
+    def layout(
+        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
+    ) -> Layout:
         """Returns `P(replica)` for components, `P()` for copies."""
-        return self.topology.per_replica if policy.stacked else self.topology.mirrored
+        if policy.stacked:
+            return StackedLayout(self.topology)
+        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns the layout of a mirrored value."""
+        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)

@@ -23,8 +23,8 @@ variable_p = jax_compat.Primitive("distjax_variable")
 
 
 @variable_p.def_abstract_eval
-def _variable_abstract_eval(*, variable: Any, stacked: bool) -> ShapedArray:
-    shape = variable.storage_shape if stacked else variable.shape
+def _variable_abstract_eval(*, variable: Any, local_view: bool) -> ShapedArray:
+    shape = variable.local_shape if local_view else variable.global_shape
     return ShapedArray(shape, variable.dtype)
 
 
@@ -34,16 +34,16 @@ class StorageState:
     local_view = False
 
     def read(self, variable: Any) -> Any:
-        """Returns the stored array of `variable`."""
+        """Returns the value of `variable` in global form."""
         if jax_compat.staging():
             raise TraceLeakError(_leak_text(variable, "read", "a trace that distjax does not own"))
         variable.require_initialized()
-        return variable.storage
+        return variable.stored_value
 
-    def write(self, variable: Any, stored: Any) -> None:
-        """Replaces the stored array of `variable`."""
+    def write(self, variable: Any, value: Any) -> None:
+        """Replaces the storage of `variable` by a value in global form."""
         self.require_writable(variable)
-        variable.storage = variable.placed(stored)
+        variable.store(value)
         variable.lent_handles = []  # what was handed out has the former buffers
 
     def require_writable(self, variable: Any) -> None:
@@ -75,6 +75,7 @@ class TraceState:
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self._values: dict[Any, Any] = {}
+        self._gathered: dict[Any, tuple[Any, Any]] = {}
 
     def read(self, variable: Any) -> Any:
         """Returns the value of `variable` in this state's view."""
@@ -87,9 +88,23 @@ class TraceState:
         variable.require_initialized()
         if self.parent is not None:
             return self.parent.read(variable)
-        stacked = variable.policy.stacked and not self.local_view
         with jax_compat.in_trace(self.trace):
-            return variable_p.bind(variable=variable, stacked=stacked)
+            return variable_p.bind(variable=variable, local_view=self.local_view)
+
+    def gathered(self, variable: Any) -> Any:
+        """Returns the whole value of a partitioned variable, gathered where it is read.
+
+        Gathered once in the state's own trace; anew in an inner trace, so that
+        `jax.checkpoint` gathers again in place of keeping the whole.
+        """
+        shard = self.read(variable)
+        if jax_compat.current_trace() is not self.trace:
+            return variable.layout.gathered(shard)
+        held, whole = self._gathered.get(variable, (None, None))
+        if held is not shard:
+            whole = variable.layout.gathered(shard)
+            self._gathered[variable] = (shard, whole)
+        return whole
 
     def bind(self, variable: Any, value: Any) -> None:
         """Sets the value that `variable` has at the start of the trace."""
@@ -115,7 +130,7 @@ class ShapeState(TraceState):
 
     def _initial(self, variable: Any) -> Any:
         variable.require_initialized()
-        shape = variable.shape if self.local_view else variable.storage_shape
+        shape = variable.local_shape if self.local_view else variable.global_shape
         with jax_compat.in_trace(self.trace):
             return _placeholder(shape, variable.dtype)
 

@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 from distjax.context import frames
 from distjax.errors import ContextError, explain
 from distjax.variables import access
+from distjax.variables.layout import Layout
 from distjax.variables.policy import (
     Policy,
     VariableAggregation,
@@ -91,8 +92,7 @@ class Variable:
         trainable: bool | None,
         modes: tuple[VariableSynchronization, VariableAggregation],
         policy: Policy,
-        sharding: Sharding | None,
-        num_components: int,
+        layout: Layout,
     ) -> Variable:
         """Returns a variable that has no storage yet (for strategies)."""
         self = object.__new__(cls)
@@ -104,8 +104,7 @@ class Variable:
         on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable = (not on_read) if trainable is None else bool(trainable)
         self.policy = policy
-        self.sharding = sharding
-        self.num_components = num_components
+        self.layout = layout
         self.serial_number = next(_serial_numbers)
         self.storage = None
         self.is_being_made = False
@@ -115,15 +114,32 @@ class Variable:
     # -- storage --------------------------------------------------------------
 
     @property
-    def storage_shape(self) -> tuple[int, ...]:
-        """[R, ...] for a variable with a component per replica, else the shape."""
-        return (self.num_components, *self.shape) if self.policy.stacked else self.shape
+    def sharding(self) -> Sharding | None:
+        """Where the storage lives; None: JAX's default device, uncommitted."""
+        return self.layout.sharding
 
-    def placed(self, value: Any) -> jax.Array:
-        """Returns `value` on the variable's devices, if it is not there yet."""
-        if self.sharding is None or getattr(value, "sharding", None) == self.sharding:
-            return value
-        return jax.device_put(value, self.sharding)
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """[R, ...] for a variable with a component per replica, else the shape."""
+        return self.layout.global_shape(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what one replica holds."""
+        return self.layout.local_shape(self.shape)
+
+    @property
+    def stored_value(self) -> jax.Array:
+        """The global form of the storage (outside of traces)."""
+        return self.layout.from_stored(self.storage, self.shape)
+
+    def store(self, value: Any) -> None:
+        """Makes `value`, in global form and shared with nobody, the storage."""
+        stored = self.layout.to_stored(value)
+        in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
+        if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
+            stored = jax.device_put(stored, self.sharding)
+        self.storage = stored
 
     def beside(self, value: Any) -> Any:
         """Returns `value` where it can be combined with the stored array."""
@@ -133,10 +149,8 @@ class Variable:
         return value if value.sharding.device_set == devices else np.asarray(value)
 
     def copied(self, value: Any) -> jax.Array:
-        """Returns a copy of `value` [...] on the variable's devices, shared with nobody."""
-        if isinstance(value, jax.Array):
-            return jax.device_put(jnp.copy(value), self.sharding)
-        return jax.device_put(np.array(value), self.sharding)
+        """Returns a copy of a global value, shared with nobody."""
+        return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
     def require_initialized(self) -> None:
         """Raises a ContextError if the function that made the variable failed."""

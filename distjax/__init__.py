@@ -4,6 +4,9 @@ A step is written as if for one replica; a strategy says where replicas and
 variables live; `merge_call` talks across replicas.
 """
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from distjax import errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.collectives.ops import ReduceOp
@@ -18,6 +21,7 @@ from distjax.placement.topology import REPLICA_AXIS
 from distjax.replica import lax
 from distjax.replica.context import ReplicaContext
 from distjax.replica.jit import jit
+from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DEFAULT_STRATEGY as _DEFAULT_STRATEGY
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored import MirroredStrategy
@@ -29,6 +33,7 @@ from distjax.strategies.scoping import (
     in_cross_replica_context,
     set_strategy,
 )
+from distjax.strategies.sharded import ShardedStrategy
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext, locality
 from distjax.strategies.virtual import VirtualStrategy
@@ -40,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "REPLICA_AXIS",
     "Batch",
+    "CentralStorageStrategy",
     "CommunicationImplementation",
     "CommunicationOptions",
     "DistributedDataset",
@@ -52,6 +58,7 @@ __all__ = [
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
+    "ShardedStrategy",
     "Strategy",
     "StrategyExtended",
     "ValueContext",
@@ -70,3 +77,16 @@ __all__ = [
     "set_strategy",
     "testing",
 ]
+
+#: Imported when first asked for, so that `import distjax` imports no optional library.
+_LAZY = frozenset({"compat", "layers", "metrics", "optim"})
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return _importlib.import_module(f"distjax.{name}")
+    raise AttributeError(f"module 'distjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -149,6 +150,14 @@ def source_line(eqn: Any) -> str:
     return "an unknown line"
 
 
+def user_stacklevel() -> int:
+    """Returns the `stacklevel` for a warning of our caller that points at the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_library_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 _LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, jax.__file__)
 )
@@ -197,6 +206,11 @@ def live_equations(
             live.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return live[::-1]
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """Returns a context in which no mesh is set: what is inside chooses its own."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:

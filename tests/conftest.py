@@ -18,9 +18,7 @@ REPLICA_COUNTS = (1, 2, 3, 8)
 STRATEGIES = {
     "default": lambda: dj.get_strategy(),
     "one_device": lambda: dj.OneDeviceStrategy(),
-    **{
-        f"mirrored{n}": lambda n=n: dj.MirroredStrategy(jax.devices()[:n]) for n in REPLICA_COUNTS
-    },
+    **{f"mirrored{n}": lambda n=n: dj.MirroredStrategy(jax.devices()[:n]) for n in REPLICA_COUNTS},
     **{f"virtual{n}": lambda n=n: dj.VirtualStrategy(n) for n in REPLICA_COUNTS},
 }
 

@@ -20,6 +20,7 @@ FLOORS = {
     "flax": 7,
     "optim": 7,
     "metrics": 7,
+    "layers": 7,
     "checkpoint": 7,
     "launch": 8,
     "plan": 8,

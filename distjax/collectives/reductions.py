@@ -28,6 +28,7 @@ def reduce_arrays(
     differs: tuple[bool, ...],
     axes: tuple[int, ...],
     options: CommunicationOptions = CommunicationOptions(),
+    splits: tuple[Any, ...] = (),
 ) -> list[jax.Array]:
     """Returns each array summed or averaged over the replicas.
 
@@ -39,26 +40,37 @@ def reduce_arrays(
       axes: axes of one replica's value to reduce over as well; a mean is then
         over all elements of all replicas.
       options: how the values that differ travel.
+      splits: per array, the layout of a result that is split over the replicas
+        (it arrives by one reduce-scatter), or None; () for none.
     """
     count = topology.num_replicas
+    splits = splits or (None,) * len(differs)
+    scattered = [d and s is not None for d, s in zip(differs, splits, strict=True)]
 
     def on_replica(*local: Any) -> list[Any]:
         inner = [_as_summand(op, _within(op, x, axes)) for x in local]
-        travelling = [x for x, d in zip(inner, differs, strict=True) if d]
-        summed = iter(sum_over_replicas(travelling, topology, options))
-        totals = [next(summed) if d else x * count for x, d in zip(inner, differs, strict=True)]
-        if op is ReduceOp.SUM:
-            return totals
-        return [t / count if d else x for t, x, d in zip(totals, inner, differs, strict=True)]
+        whole = [x for x, d, s in zip(inner, differs, scattered, strict=True) if d and not s]
+        summed = iter(sum_over_replicas(whole, topology, options))
+        totals = []
+        for x, d, s, split in zip(inner, differs, scattered, splits, strict=True):
+            if not d:
+                totals.append(x * count if op is ReduceOp.SUM else x)
+                continue
+            total = split.scattered_sum(x) if s else next(summed)
+            totals.append(total if op is ReduceOp.SUM else total / count)
+        return totals
 
     arrays = [jnp.asarray(a) for a in arrays]
-    return map_replicas(topology, on_replica, arrays, differs, [False] * len(arrays))
+    outs = map_replicas(topology, on_replica, arrays, differs, scattered)
+    return [
+        split.joined(x) if s else x for x, s, split in zip(outs, scattered, splits, strict=True)
+    ]
 
 
 def _as_summand(op: ReduceOp, x: jax.Array) -> jax.Array:
     if op is ReduceOp.MEAN:
         return x.astype(ops.mean_dtype(x.dtype))
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    return x.astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)  # never of weak type: as psum
 
 
 def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -46,6 +46,13 @@ class _Chunk:
     placed: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    pipeline: Pipeline
+    steps: int | None  # the size of its chunks; None: single elements
+    stop_when_dropped: weakref.finalize
+
+
 class DistributedIterator:
     """Iterates over the elements of a `DistributedDataset`, once.
 
@@ -67,9 +74,7 @@ class DistributedIterator:
         self._layout = layout
         self._prefetch = prefetch
         self._state = stream.state
-        self._pipeline: Pipeline | None = None
-        self._steps_per_chunk: int | None = None
-        self._stop_when_dropped: weakref.finalize | None = None
+        self._running: _Running | None = None
         self._is_closed = False
 
     def __iter__(self) -> DistributedIterator:
@@ -83,6 +88,7 @@ class DistributedIterator:
 
         Locality: T out; a bare array where R is 1. Context: not in a replica function
           or any other traced one.
+
         Raises:
           StopIteration: the data has ended.
           ContextError: in a traced function.
@@ -101,6 +107,7 @@ class DistributedIterator:
           num_steps: K, 1 or more.
 
         Locality: T out, arrays [K, R, B, ...]. Context: as `get_next`.
+
         Raises:
           StopIteration: no element is left.
           ValueError: num_steps < 1.
@@ -187,9 +194,9 @@ class DistributedIterator:
         _require_untraced(method)
         if self._is_closed:
             raise StopIteration
-        if self._pipeline is None or steps != self._steps_per_chunk:
-            self._restart(steps)
-        outcome = self._pipeline.get()
+        if self._running is None or steps != self._running.steps:
+            self._running = self._restarted(steps)
+        outcome = self._running.pipeline.get()
         if isinstance(outcome, _Chunk):
             self._state = outcome.elements[-1].state
             return outcome
@@ -199,25 +206,22 @@ class DistributedIterator:
         finally:
             del outcome  # or error, traceback and this frame would keep each other alive
 
-    def _restart(self, steps: int | None) -> None:
-        """Produces chunks of another size from here on; what was not taken is cut anew."""
-        rest = self._end_pipeline()
-        self._stream.put_back(rest)
-        self._steps_per_chunk = steps
+    def _restarted(self, steps: int | None) -> _Running:
+        """Starts producing chunks of another size; what was not taken is cut anew."""
+        self._stream.put_back(self._end_pipeline())
         produce = functools.partial(_produce, self._stream, self._layout, steps)
+        pipeline: Pipeline = Direct(produce)
         if self._prefetch:
-            self._pipeline = Prefetcher(produce, max(1, self._prefetch // (steps or 1)))
-        else:
-            self._pipeline = Direct(produce)
-        self._stop_when_dropped = weakref.finalize(self, self._pipeline.stop)
+            pipeline = Prefetcher(produce, max(1, self._prefetch // (steps or 1)))
+        return _Running(pipeline, steps, weakref.finalize(self, pipeline.stop))
 
     def _end_pipeline(self) -> list[HostElement | End]:
         """Stops producing; returns what was produced and not taken."""
-        if self._pipeline is None:
+        running, self._running = self._running, None
+        if running is None:
             return []
-        items = self._pipeline.drain()
-        self._stop_when_dropped.detach()
-        self._pipeline = None
+        items = running.pipeline.drain()
+        running.stop_when_dropped.detach()
         return [x for item in items for x in ([item] if isinstance(item, End) else item.elements)]
 
 

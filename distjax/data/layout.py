@@ -57,6 +57,7 @@ class InputLayout:
 
     def as_element(self, arrays: Any) -> Any:
         """Returns arrays [R, B, ...] as PerReplica; arrays [B, ...] of one replica as they are."""
-        if self.topology is None or self.num_replicas == 1:
+        topology = self.topology
+        if topology is None or topology.num_replicas == 1:
             return arrays
-        return jax.tree.map(lambda array: PerReplica(array, self.topology), arrays)
+        return jax.tree.map(lambda array: PerReplica(array, topology), arrays)

@@ -63,7 +63,7 @@ class Prefetcher:
     that is dropped calls `stop`.
 
     Args:
-      produce: returns the next item; an `End` is the last one. It does not raise.
+      produce: returns the next item; an `End` is the last one.
       depth: how many items may wait.
     """
 
@@ -110,7 +110,10 @@ class Prefetcher:
     def _work(self) -> None:
         with self._context():
             while self._wait_for_room():
-                item = self._produce()
+                try:
+                    item = self._produce()
+                except BaseException as error:  # SystemExit, say: the loop must not wait for ever
+                    item = End(error)
                 with self._changed:
                     self._items.append(item)
                     self._changed.notify_all()
@@ -127,7 +130,8 @@ class Prefetcher:
 def _context_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Returns what makes another thread see the context of the calling one."""
     stack = frames.stack()
-    x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
+    config: Any = jax.config  # these two are this thread's; pyright does not see them
+    x64, device = config.jax_enable_x64, config.jax_default_device
 
     @contextlib.contextmanager
     def handed() -> Iterator[None]:

@@ -145,11 +145,11 @@ class HostStream:
             self._num_pulled += 1
             return HostElement(tree, self.state)
         except StopIteration:
-            end = End()
+            self._source = None
+            return End()
         except Exception as error:  # raised again in the loop
-            end = End(error)
-        self._source = None
-        return end
+            self._source = None
+            return End(error)  # no local name: this frame is in the traceback
 
 
 def _keeps_state(source: Any) -> bool:

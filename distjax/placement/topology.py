@@ -110,7 +110,17 @@ def mesh_topology(
 
 def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
     """Returns a topology in which R replicas share one device."""
-    if not isinstance(num_replicas, int) or num_replicas < 1:
+    if not isinstance(device, jax.Device):
+        raise ValueError(
+            explain(
+                "device needs a jax.Device",
+                got=describe_value(device),
+                why="replicas are laid on a device of the running backend",
+                fix="OneDeviceStrategy(jax.devices()[0])",
+            )
+        )
+    is_int = isinstance(num_replicas, (int, np.integer)) and not isinstance(num_replicas, bool)
+    if not is_int or num_replicas < 1:
         raise ValueError(
             explain(
                 "num_replicas needs a positive int",
@@ -119,7 +129,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
                 fix="VirtualStrategy(num_replicas=8)",
             )
         )
-    return Topology((device,), num_replicas, axis_name, None)
+    return Topology((device,), int(num_replicas), axis_name, None)
 
 
 def _require_devices(devices: tuple[jax.Device, ...]) -> None:

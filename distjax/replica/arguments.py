@@ -66,6 +66,11 @@ class Template:
         for i in self._where:
             self._all[i] = None
 
+    def release(self) -> list[Any]:
+        """Returns the data leaves and keeps none: a trace must not outlive itself in them."""
+        leaves, self.leaves = self.leaves, [None] * len(self.leaves)
+        return leaves
+
     def fill(self, leaves: Sequence[Any]) -> Any:
         """Returns the tree with `leaves` in the places of the data leaves."""
         if len(self._where) == len(self._all):
@@ -80,8 +85,32 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 
-def hide_objects(tree: Any) -> Any:
+def as_static(value: Any, name: str) -> Static:
+    """Returns an argument as part of what a program is looked up by.
+
+    Raises:
+      ValueError: it cannot be hashed.
+    """
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            explain(
+                f"argument {name} needs an array, a number or a hashable object",
+                got=describe_value(value),
+                why="a Python object is part of what a compiled program is looked up by",
+                fix="make the object hashable, or pass its arrays",
+            )
+        ) from None
+    return Static(value)
+
+
+def hide_objects(tree: Any, names: Sequence[str] = ()) -> Any:
     """Returns `tree` with every leaf that is neither array nor number made Static.
+
+    Args:
+      tree: (args, kwargs).
+      names: names of the positional arguments, for the error.
 
     Raises:
       ValueError: a Python object that cannot be hashed.
@@ -90,19 +119,7 @@ def hide_objects(tree: Any) -> Any:
     def hide(path: Any, leaf: Any) -> Any:
         if is_array(leaf) or is_number(leaf) or is_per_replica(leaf) or isinstance(leaf, Static):
             return leaf
-        try:
-            hash(leaf)
-        except TypeError:
-            raise ValueError(
-                explain(
-                    f"argument {jax.tree_util.keystr(path)} needs an array, a number or a hashable "
-                    "object",
-                    got=describe_value(leaf),
-                    why="a Python object is part of what a compiled program is looked up by",
-                    fix="make the object hashable, or pass its arrays",
-                )
-            ) from None
-        return Static(leaf)
+        return as_static(leaf, user_path(jax.tree_util.keystr(path), names))
 
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)
 
@@ -135,15 +152,32 @@ def function_name(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def argument_names(fn: Any, count: int) -> list[str]:
-    """Returns the parameter names of the first `count` positional arguments."""
+def positional_names(fn: Any) -> list[str]:
+    """Returns the names of the parameters that take positional arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         parameters = ()
-    names = [
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
+
+
+def argument_names(fn: Any, count: int) -> list[str]:
+    """Returns the parameter names of the first `count` positional arguments."""
+    names = positional_names(fn)
     return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def user_path(path: str, names: Sequence[str]) -> str:
+    """Returns the user's "x['a']" for the path "[0][0]['a']" in (args, kwargs).
+
+    Args:
+      path: a `jax.tree_util.keystr`.
+      names: names of the positional arguments.
+    """
+    where, _, rest = path.removeprefix("[").partition("][")
+    key, _, inner = rest.partition("]")
+    if where == "1":
+        return key.strip("'") + inner
+    index = int(key) if key.isdigit() else len(names)
+    return (names[index] if index < len(names) else f"args[{key}]") + inner

@@ -69,7 +69,7 @@ class Discovered:
         self.writes = writes
         self.created = list(creation.values)
         reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
-        self.reads = [e.params["variable"] for e in reads]
+        self.reads = [e.params["variable"]() for e in reads]
         self._jaxpr = jax_compat.make_jaxpr(
             jaxpr,
             jaxpr.constvars,

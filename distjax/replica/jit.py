@@ -12,7 +12,7 @@ import jax
 
 from distjax.context import frames
 from distjax.errors import explain
-from distjax.replica.arguments import Static, function_name
+from distjax.replica.arguments import Static, as_static, function_name, positional_names
 from distjax.replica.program import Program
 
 
@@ -50,6 +50,7 @@ class CompiledFunction:
                 lambda state: dataclasses.replace(frame, state=state),
                 lambda tree: tree,
                 self._donate_argnums,
+                positional_names(self._fn),
             )
         return self._programs[key]
 
@@ -60,10 +61,12 @@ class CompiledFunction:
             return args, kwargs
         names = list(inspect.signature(self._fn).parameters)
         args = tuple(
-            Static(a) if i < len(names) and names[i] in self._static else a
+            as_static(a, names[i]) if i < len(names) and names[i] in self._static else a
             for i, a in enumerate(args)
         )
-        return args, {k: Static(v) if k in self._static else v for k, v in kwargs.items()}
+        return args, {
+            k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()
+        }
 
 
 def _unmarked(tree: Any) -> Any:

@@ -43,6 +43,7 @@ class Program:
       frame: makes the frame that `call` runs in, given the state of variables.
       place: puts arguments that live elsewhere on the program's devices.
       donate_argnums: positional arguments whose buffers are donated.
+      argument_names: the user's names of the positional arguments.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Program:
         frame: Callable[[Any], frames.Frame],
         place: Callable[[Any], Any],
         donate_argnums: tuple[int, ...] = (),
+        argument_names: Sequence[str] = (),
     ):
         self.name = name
         self._call, self._frame, self._place = call, frame, place
-        self._donate_argnums = donate_argnums
+        self._donate_argnums, self._argument_names = donate_argnums, argument_names
         self._lock = threading.RLock()
         self._reads: tuple[Any, ...] = ()
         self._writes: tuple[Any, ...] = ()
@@ -65,7 +67,7 @@ class Program:
         self._jitted: Any = None
         self._pending: Discovered | None = None
         self._is_unguarded = False
-        self._watch = RetraceWatch(name)
+        self._watch = RetraceWatch(name, argument_names)
 
     # -- calling --------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Program:
 
     def _repaired(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns arguments that `jit` takes in place of those it refused, or re-raises."""
-        hidden = hide_objects((args, kwargs))
+        hidden = hide_objects((args, kwargs), self._argument_names)
         if not self._hides_objects and jax.tree.structure(hidden) != jax.tree.structure(
             (args, kwargs)
         ):
@@ -139,7 +141,7 @@ class Program:
                 self._adopt(news.discovered, donated, tree)
 
     def _hidden(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        hidden = hide_objects((args, kwargs))
+        hidden = hide_objects((args, kwargs), self._argument_names)
         if jax.tree.structure(hidden) != jax.tree.structure((args, kwargs)):
             self._hides_objects = True
         return hidden

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from distjax import jax_compat
 from distjax.errors import RecompilationWarning, explain
+from distjax.placement.per_replica import is_per_replica
+from distjax.replica.arguments import Static, user_path
 
 #: The number of compilations of one function at which a warning is given.
 FIRST_WARNING = 8
@@ -19,10 +22,11 @@ class RetraceWatch:
 
     Args:
       name: the user's name of the function.
+      argument_names: the user's names of its positional arguments.
     """
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, name: str, argument_names: Sequence[str] = ()):
+        self._name, self._argument_names = name, argument_names
         self._count = 1
         self._warn_at = FIRST_WARNING
         self._last: dict[str, str] = {}
@@ -30,7 +34,7 @@ class RetraceWatch:
     def saw(self, tree: Any) -> None:
         """Records one more compilation; warns at 8, 16, 32, ..."""
         self._count += 1
-        before, self._last = self._last, _describe(tree)
+        before, self._last = self._last, _describe(tree, self._argument_names)
         if self._count < self._warn_at:
             return
         self._warn_at *= 2
@@ -48,16 +52,29 @@ class RetraceWatch:
                 fix="pad batches to one shape, and pass numbers that change as arrays",
             ),
             RecompilationWarning,
-            stacklevel=4,
+            stacklevel=jax_compat.user_stacklevel(),
         )
 
 
-def _describe(tree: Any) -> dict[str, str]:
+def _describe(tree: Any, names: Sequence[str]) -> dict[str, str]:
+    donated, (args, kwargs) = tree
     rows = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        tree[1], is_leaf=lambda x: hasattr(x, "value")
-    ):
-        name = f"argument {jax.tree_util.keystr(path)}"
-        is_array = hasattr(leaf, "shape") or isinstance(leaf, (int, float, complex))
-        rows[name] = str(jax_compat.aval_of(leaf)) if is_array else repr(leaf.value)
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_leaf)
+    for path, leaf in leaves:
+        name = f"argument {user_path(jax.tree_util.keystr(path), names)}"
+        rows[name] = _describe_leaf(leaf)
+    for index, leaf in enumerate(jax.tree.leaves(donated)):
+        rows[f"donated array {index}"] = _describe_leaf(leaf)
     return rows
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Static) or is_per_replica(value)
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Static):
+        return repr(leaf.value)
+    if is_per_replica(leaf):
+        return f"PerReplica {jax_compat.aval_of(leaf.stacked)}"
+    return str(jax_compat.aval_of(leaf))

@@ -16,7 +16,14 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, LocalityWarning, explain
 from distjax.placement.per_replica import PerReplica, require_same_topology
-from distjax.replica.arguments import Template, argument_names, function_name, is_array, is_number
+from distjax.replica.arguments import (
+    Template,
+    argument_names,
+    function_name,
+    is_array,
+    is_number,
+    user_path,
+)
 from distjax.replica.context import ReplicaContext
 from distjax.variables.creation import Creation
 from distjax.replica.cut import Cutter
@@ -65,7 +72,7 @@ def run_in_trace(
     names = argument_names(fn, len(args))
     for leaf, path in zip(template.leaves, template.paths, strict=True):
         if isinstance(leaf, PerReplica):
-            where = f"argument {_user_path(path, names)} of {function_name(fn)}"
+            where = f"argument {user_path(path, names)} of {function_name(fn)}"
             require_same_topology(leaf, topology, where)
     located = [_as_located(leaf) for leaf in template.leaves]
     traced = trace_replica(strategy, fn, template, located, outer)
@@ -123,11 +130,11 @@ def trace_replica(
             result = Template(fn(*args, **kwargs), is_array)
         if context.merge_error is not None:
             raise context.merge_error
-        result.leaves = [_refuse_per_replica(leaf, fn) for leaf in result.leaves]
+        leaves = [_refuse_per_replica(leaf, fn) for leaf in result.release()]
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=list(state.written), created=created)
         inits = [creation.values[v] for v in created]
-        return [*result.leaves, *(state.read(v) for v in state.written), *inits]
+        return [*leaves, *(state.read(v) for v in state.written), *inits]
 
     avals = [_replica_aval(x) for x in located]
     axis_env = [(topology.axis_name, topology.num_replicas)]
@@ -139,7 +146,7 @@ def trace_replica(
 def _replica_aval(value: Located) -> Any:
     aval = jax_compat.aval_of(value.array)
     if value.differs:
-        return jax_compat.ShapedArray(aval.shape[1:], aval.dtype)
+        return jax_compat.ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
     return aval
 
 
@@ -167,7 +174,7 @@ def _emit(topology: Any, traced: ReplicaTrace, args: Sequence[Located], outer: A
     known = {}
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive is variable_p:
-            variable = eqn.params["variable"]
+            variable = eqn.params["variable"]()
             known[eqn.outvars[0]] = replica_view(variable, outer.read(variable))
     return Cutter(topology).emit(traced.jaxpr, traced.consts, args, known)
 
@@ -247,11 +254,3 @@ def _report(fn: Any, arg: Any, paths: list[str]) -> None:
     if strict:
         raise LocalityError(text)
     warnings.warn(text, LocalityWarning, stacklevel=3)
-
-
-def _user_path(path: str, names: Sequence[str]) -> str:
-    """Returns "x['a']" for the path "[0][0]['a']" of ((x, ...), kwargs)."""
-    if path.startswith("[0]["):
-        index, _, rest = path[4:].partition("]")
-        return names[int(index)] + rest
-    return path[3:] if path.startswith("[1]") else path

@@ -66,15 +66,15 @@ class UserMerge:
         avals = []
         for leaf in self.args.leaves:
             aval = jax_compat.aval_of(leaf)
-            weak = aval.weak_type and not as_per_replica
-            avals.append(ShapedArray((*lead, *aval.shape), aval.dtype, weak_type=weak))
+            shape = (*lead, *aval.shape)
+            avals.append(ShapedArray(shape, aval.dtype, weak_type=aval.weak_type))
 
         def traced(*arrays: Any) -> list[Any]:
             creation = Creation(makes_at_once=True)
             state = ShapeState(local_view=False, creations=creation)
             values = [PerReplica(a, topology) if as_per_replica else a for a in arrays]
             result = self._call(values, state)
-            outs = [from_user_value(leaf) for leaf in result.leaves]
+            outs = [from_user_value(leaf) for leaf in result.release()]
             self.read, self.written = state.read_order, list(state.written)
             self.created = creation.remembered
             self.result = result
@@ -82,7 +82,9 @@ class UserMerge:
             self.out_avals += [ShapedArray(v.local_shape, v.dtype) for v in self.written]
             return [o.array for o in outs]
 
-        jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
+        # The replica function's mesh (its model axes) is not that of cross-replica code.
+        with jax_compat.no_mesh() if topology.model_axes else jax_compat.no_context():
+            jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
 
     def _call(self, values: Sequence[Any], state: TraceState) -> Template:
@@ -132,7 +134,7 @@ class UserMerge:
 def _replica_aval(value: Located) -> ShapedArray:
     aval = jax_compat.aval_of(value.array)
     if value.differs:
-        return ShapedArray(aval.shape[1:], aval.dtype)
+        return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
     return aval
 
 
@@ -142,7 +144,7 @@ def bind_merge(strategy: Any, state: Any, fn: Callable[..., Any], args: Any, kwa
     merge.find_shapes()
     for variable in merge.written:
         state.require_writable(variable)
-    operands = [*merge.args.leaves, *(state.read(v) for v in merge.read)]
+    operands = [*merge.args.release(), *(state.read(v) for v in merge.read)]
     outs = merge_p.bind(*operands, merge=merge)
     num_results = len(merge.result.leaves)
     for variable, value in zip(merge.written, outs[num_results:], strict=True):

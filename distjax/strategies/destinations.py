@@ -30,8 +30,8 @@ def resolve(extended: Any, destinations: Any, method: str) -> Sharding | None:
     if destinations is None:
         return topology.mirrored
     if isinstance(destinations, Variable):
-        mirrored = destinations.strategy.extended.topology.mirrored
-        return mirrored if destinations.sharding is not None else None
+        owner = destinations.strategy.extended
+        return owner.placement.reduction_layout(destinations).sharding
     if isinstance(destinations, PerReplica):
         return destinations.topology.mirrored
     if isinstance(destinations, jax_compat.Tracer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from distjax.replica.located import Located
 from distjax.strategies.destinations import place_on, resolve
 from distjax.strategies.values import is_leaf, is_mirrored
 from distjax.variables.access import stored_components
+from distjax.variables.layout import PartitionedLayout
 from distjax.variables.variable import Variable
 
 
@@ -52,9 +54,11 @@ def _reduce_leaves(
     leaves: list[Any],
     axes: tuple[int, ...],
     options: CommunicationOptions = CommunicationOptions(),
+    splits: Sequence[Any] = (),
 ) -> Any:
     located = [_locate(extended, op, leaf) for leaf in leaves]
     found = [x for x in located if x is not None]
+    found_splits = [s for x, s in zip(located, splits, strict=False) if x is not None]
     reduced = iter(
         compiled(
             reduce_arrays,
@@ -64,6 +68,7 @@ def _reduce_leaves(
             tuple(x.differs for x in found),
             axes,
             options,
+            tuple(found_splits),
         )
         if found
         else ()
@@ -181,11 +186,24 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     require_dense([value for value, _ in pairs], "reduce_to")
     flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
-    reduced = iter(_reduce_leaves(extended, op, leaves, (), extended.communication))
+    splits = [
+        _split_of(extended, destinations)
+        for (values, _), (_, destinations) in zip(flat, pairs, strict=True)
+        for _ in values
+    ]
+    reduced = iter(_reduce_leaves(extended, op, leaves, (), extended.communication, splits))
     return [
         jax.tree.unflatten(treedef, [place_on(next(reduced), target) for _ in values])
         for (values, treedef), target in zip(flat, targets, strict=True)
     ]
+
+
+def _split_of(extended: Any, destinations: Any) -> PartitionedLayout | None:
+    """Returns the layout of a value that arrives split over the replicas, or None."""
+    if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
+        return None
+    layout = extended.placement.reduction_layout(destinations)
+    return layout if isinstance(layout, PartitionedLayout) else None
 
 
 def require_pair(pair: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import jax
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.arguments import function_name
+from distjax.replica.arguments import function_name, positional_names
 from distjax.replica.function_cache import FunctionCache
 from distjax.replica.program import Program
 from distjax.replica.run import run_in_trace
@@ -31,7 +31,7 @@ class ReplicaRunner:
         return self._programs.get(fn, "run", self._make_program(fn))(args, kwargs)
 
     def _make_program(self, fn: Callable[..., Any]) -> Callable[[Callable[[], Any]], Program]:
-        name, extended = function_name(fn), self._extended
+        name, names, extended = function_name(fn), positional_names(fn), self._extended
 
         def make(resolve: Callable[[], Any]) -> Program:
             def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,7 +39,11 @@ class ReplicaRunner:
                 return run_in_trace(extended.strategy, resolve(), args, kwargs, state)
 
             return Program(
-                name, call, lambda state: Frame(extended.strategy, state=state), self._placed
+                name,
+                call,
+                lambda state: Frame(extended.strategy, state=state),
+                self._placed,
+                argument_names=names,
             )
 
         return make

@@ -139,6 +139,7 @@ class Strategy:
           dropped or padded.
 
         Locality: T out. Context: cross-replica or default.
+
         Raises:
           BatchError: a batch that cannot be split; before the first element where the
             dataset has a length and items that tell.
@@ -173,6 +174,7 @@ class Strategy:
           A `dj.DistributedDataset`, as `distribute_dataset` gives.
 
         Locality: T out. Context: cross-replica or default.
+
         Raises:
           BatchError: elements of one step that differ in shape or structure, or a last
             step with missing ones.

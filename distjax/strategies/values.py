@@ -161,7 +161,8 @@ def values_from_function(extended: Any, fn: Callable[[Any], Any]) -> Any:
 
 def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
     for value in column:
-        if is_sparse(value) or not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        is_dense = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
+        if is_sparse(value) or not is_dense:
             raise LocalityError(_values_text(describe_value(value)))
         if getattr(value, "dtype", None) == np.dtype(object):
             raise LocalityError(_values_text(describe_value(value)))

@@ -246,7 +246,7 @@ class ReferenceExtended:
         initial = value if is_array(value) and dtype is None else jnp.asarray(value, dtype)
 
         def make(values: Sequence[Any]) -> list[ReferenceVariable]:
-            options = dict(name=name, trainable=trainable, modes=modes)
+            options = {"name": name, "trainable": trainable, "modes": modes}
             made = ReferenceVariable.made(self.strategy, values[0], **options)
             self._variables.add(made)
             return [made] * len(values)

@@ -166,7 +166,7 @@ class ReferenceVariable(Variable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReferenceVariable:
         modes = (self.synchronization, self.aggregation)
-        options = dict(name=self.name, trainable=self.trainable, modes=modes)
+        options = {"name": self.name, "trainable": self.trainable, "modes": modes}
         made = self.made(self.strategy, self.components[0], **options)
         made.components = list(self.components)
         memo[id(self)] = made

@@ -108,7 +108,7 @@ def _initialize_now(
     variable: Variable, initial_value: Any, make_initial: Callable[[], jax.Array]
 ) -> None:
     """Gives the variable its storage, outside of any trace of ours."""
-    if callable(initial_value):
+    if callable(initial_value) and variable.size > 0:  # JAX cannot place empty outputs
         # Compiled with its output sharding: nothing is first whole on one device.
         def make() -> jax.Array:
             value = jnp.broadcast_to(make_initial(), variable.global_shape)
@@ -119,6 +119,7 @@ def _initialize_now(
         return
     with jax.ensure_compile_time_eval():
         value = initial_value.value if isinstance(initial_value, Variable) else initial_value
+        value = value() if callable(value) else value
         if not isinstance(value, jax.Array):
             value = np.asarray(value)
         if value.dtype != variable.dtype:  # PRNG keys have no astype

@@ -22,10 +22,33 @@ from distjax.jax_compat import ShapedArray
 variable_p = jax_compat.Primitive("distjax_variable")
 
 
+class WeakVariable:
+    """A variable as a parameter of an equation, called to get it.
+
+    By weak reference: JAX's cache of abstract evaluations keeps parameters alive,
+    and with a variable all its arrays.
+    """
+
+    __slots__ = ("_reference", "_serial_number", "__weakref__")
+
+    def __init__(self, variable: Any):
+        self._reference, self._serial_number = weakref.ref(variable), variable.serial_number
+
+    def __call__(self) -> Any:
+        return self._reference()
+
+    def __hash__(self) -> int:
+        return self._serial_number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeakVariable) and self._serial_number == other._serial_number
+
+
 @variable_p.def_abstract_eval
 def _variable_abstract_eval(*, variable: Any, local_view: bool) -> ShapedArray:
-    shape = variable.local_shape if local_view else variable.global_shape
-    return ShapedArray(shape, variable.dtype)
+    described = variable()
+    shape = described.local_shape if local_view else described.global_shape
+    return ShapedArray(shape, described.dtype)
 
 
 class StorageState:
@@ -89,7 +112,7 @@ class TraceState:
         if self.parent is not None:
             return self.parent.read(variable)
         with jax_compat.in_trace(self.trace):
-            return variable_p.bind(variable=variable, local_view=self.local_view)
+            return variable_p.bind(variable=WeakVariable(variable), local_view=self.local_view)
 
     def gathered(self, variable: Any) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.

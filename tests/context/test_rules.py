@@ -135,6 +135,9 @@ CALLS = {
     "broadcast_to": lambda s, v: s.extended.broadcast_to(jnp.float32(3)),
     "gather": lambda s, v: s.gather(jnp.ones(1), 0),
     "update": lambda s, v: s.extended.update(v, lambda v: v.assign(3.0)),
+    "update_non_slot": lambda s, v: s.extended.update_non_slot(
+        s.extended.non_slot_devices([]), lambda: 3
+    ),
     "run": lambda s, v: s.run(lambda: 3),
     "call_for_each_replica": lambda s, v: s.extended.call_for_each_replica(lambda: 3),
 }

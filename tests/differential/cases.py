@@ -127,7 +127,7 @@ def merge_results(strategy):
 
     def fn(x):
         out = context().merge_call(
-            merge, (x, context().all_reduce("sum", x)), dict(word="word", number=None)
+            merge, (x, context().all_reduce("sum", x)), {"word": "word", "number": None}
         )
         assert out["word"] == "word"
         return out["each"] * 2, out["sum"], out["same"]
@@ -284,7 +284,7 @@ def counters_of_ints(strategy):
 
 @case
 def metric_by_hand(strategy):
-    modes = dict(synchronization=ON_READ, aggregation=SUM)
+    modes = {"synchronization": ON_READ, "aggregation": SUM}
     total = variable(strategy, 0.0, name="total", **modes)
     count = variable(strategy, 0.0, name="count", **modes)
 

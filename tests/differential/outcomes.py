@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import distjax as dj
+from distjax.replica.analysis import blind
 
 
 @dataclasses.dataclass
@@ -41,6 +42,19 @@ def outcome(strategy, make, how=lambda fn: fn):
     result = how(case.step)(*case.args)
     finals = [list(map(np.asarray, v.local_results())) for v in case.variables]
     return per_replica_leaves(strategy, result), finals
+
+
+def unproved_outcome(strategy, make):
+    """Returns the outcome with no locality proved, or None where that is refused."""
+    try:
+        with blind():
+            return outcome(strategy, make)
+    except dj.errors.LocalityError:
+        return None  # a mirrored variable needs a proof
+    except TypeError as error:
+        if "not one value per replica" not in str(error):
+            raise
+        return None  # a merge function computes with it
 
 
 def per_replica_leaves(strategy, value):

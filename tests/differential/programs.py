@@ -23,7 +23,6 @@ rounding is not magnified.
 
 import operator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st

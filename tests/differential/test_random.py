@@ -1,12 +1,15 @@
 """Random programs: compiled and reference agree, and proving less changes no number."""
 
 import programs
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from outcomes import assert_same, compiled_strategies, outcome
+from outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 import distjax as dj
-from distjax.replica.analysis import blind
+
+# Registers go in equal and come out different on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning")
 
 # Fixed examples: a failure is a bug, not the luck of the day. To look further, raise
 # max_examples and drop derandomize.
@@ -18,10 +21,10 @@ MODEST = settings(
 )
 REPLICA_COUNTS = st.sampled_from([2, 3])
 HOWS = st.sampled_from([dj.jit, lambda fn: fn])
-ROUNDING = dict(rtol=1e-4, atol=1e-3)
+ROUNDING = {"rtol": 1e-4, "atol": 1e-3}
 
 
-@settings(MODEST, max_examples=25)
+@settings(MODEST, max_examples=40)
 @given(programs.programs(), st.integers(0, 1), REPLICA_COUNTS, HOWS)
 def test_compiled_equals_reference(program, flag, num_replicas, how):
     make = programs.maker(program, flag)
@@ -35,9 +38,7 @@ def test_compiled_equals_reference(program, flag, num_replicas, how):
 def test_proving_more_never_changes_a_value(program, flag, num_replicas):
     make = programs.maker(program, flag)
     seeing = outcome(dj.VirtualStrategy(num_replicas), make)
-    try:
-        with blind():
-            unproved = outcome(dj.VirtualStrategy(num_replicas), make)
-    except dj.errors.LocalityError:
-        return  # refused, as it may be: a mirrored variable needs a proof
-    assert_same(unproved, seeing, "nothing proved", **ROUNDING)
+    unproved = unproved_outcome(dj.VirtualStrategy(num_replicas), make)
+    event("refused" if unproved is None else "accepted")
+    if unproved is not None:
+        assert_same(unproved, seeing, "nothing proved", **ROUNDING)

@@ -158,7 +158,7 @@ def test_r265_tuples_give_a_tuple_of_per_replica(pair):
 
 def test_r265_one_replica_is_wrapped_where_the_strategy_wraps():
     """TF wraps always, but for the default and the one-device strategy."""
-    make = lambda s: s.distribute_values_from_function(lambda ctx: np.float32(7))  # noqa: E731
+    make = lambda s: s.distribute_values_from_function(lambda ctx: np.float32(7))
     assert isinstance(make(dj.MirroredStrategy(jax.devices()[:1])), dj.PerReplica)
     assert isinstance(make(dj.VirtualStrategy(1)), dj.PerReplica)
     assert make(dj.OneDeviceStrategy()) == 7.0
@@ -178,9 +178,7 @@ def test_the_function_is_called_once_per_replica_in_order(pair):
     seen = []
     pair.distribute_values_from_function(lambda ctx: seen.append(ctx) or 0)
     assert seen == [dj.ValueContext(0, 2), dj.ValueContext(1, 2)]
-    assert str(seen[1]) == (
-        "tf.distribute.ValueContext(replica id 1,  total replicas in sync: 2)"
-    )
+    assert str(seen[1]) == ("tf.distribute.ValueContext(replica id 1,  total replicas in sync: 2)")
     assert (dj.ValueContext().replica_id_in_sync_group, dj.ValueContext().num_replicas_in_sync) == (
         0,
         1,
@@ -213,7 +211,9 @@ UNEQUAL = {
 def test_r145_r147_values_that_make_no_array_are_refused(pair, name):
     """Decision 16: equal shapes; TF allows unequal ones and any Python object."""
     with pytest.raises(LocalityError, match="^distribute_values_from_function needs arrays or"):
-        pair.distribute_values_from_function(lambda ctx: UNEQUAL[name](ctx.replica_id_in_sync_group))
+        pair.distribute_values_from_function(
+            lambda ctx: UNEQUAL[name](ctx.replica_id_in_sync_group)
+        )
 
 
 # -- looks ---------------------------------------------------------------------

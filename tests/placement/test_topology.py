@@ -52,7 +52,10 @@ def test_model_axes_divide_the_devices():
 
 
 def test_strategies_without_a_mesh():
-    for strategy in (dj.VirtualStrategy(3, jax.devices()[5]), dj.OneDeviceStrategy(jax.devices()[5])):
+    for strategy in (
+        dj.VirtualStrategy(3, jax.devices()[5]),
+        dj.OneDeviceStrategy(jax.devices()[5]),
+    ):
         assert strategy.mesh is None
         assert strategy.extended.worker_devices == (jax.devices()[5],)
         sharding = SingleDeviceSharding(jax.devices()[5])

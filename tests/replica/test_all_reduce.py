@@ -24,9 +24,9 @@ def total(n):
 def test_r133_sums_of_trees(pair, how):
     one = per_replica(pair, [np.float32(1), np.float32(3)])
     many = per_replica(pair, [np.array([39, 2.0]), np.array([3, 41.0])])
-    out = how(
-        lambda t: pair.run(lambda t: context().all_reduce("sum", t), args=(t,))
-    )({"a": one, "b": [many]})
+    out = how(lambda t: pair.run(lambda t: context().all_reduce("sum", t), args=(t,)))(
+        {"a": one, "b": [many]}
+    )
     assert local(pair, out["a"]) == [4.0, 4.0]
     assert local(pair, out["b"][0]) == [[42.0, 43.0]] * 2
 
@@ -50,7 +50,7 @@ def test_r137_gradient_on_one_replica(c):
         dj.MirroredStrategy(jax.devices()[:1]),
         dj.get_strategy(),
     ):
-        fn = lambda x: jax.grad(lambda x: context().all_reduce("sum", x) * c)(x)  # noqa: E731
+        fn = lambda x: jax.grad(lambda x: context().all_reduce("sum", x) * c)(x)
         assert float(strategy.run(fn, args=(jnp.float32(1),))) == c
 
 
@@ -149,7 +149,7 @@ def test_gather_of_keys(pair):
 def test_fold_in_makes_keys_differ(strategy, how):
     n = strategy.num_replicas_in_sync
     key = jax.random.key(3)
-    fn = lambda key: jax.random.key_data(context().fold_in(key))  # noqa: E731
+    fn = lambda key: jax.random.key_data(context().fold_in(key))
     out = how(lambda key: strategy.run(fn, args=(key,)))(key)
     expected = [np.asarray(jax.random.key_data(jax.random.fold_in(key, r))) for r in range(n)]
     for got, want in zip(strategy.local_results(out), expected, strict=True):

@@ -16,6 +16,7 @@ from distjax.errors import (
     StrategyMismatchError,
     TraceLeakError,
 )
+from distjax.replica.analysis import blind
 
 
 def context():
@@ -60,7 +61,16 @@ def test_arguments_by_locality(pair, how):
         total = context().all_reduce("sum", x)
         return context().merge_call(
             look,
-            kwargs=dict(t=x, m=m, reduced=total, v=v, o=captured, number=3, text="a", none=None),
+            kwargs={
+                "t": x,
+                "m": m,
+                "reduced": total,
+                "v": v,
+                "o": captured,
+                "number": 3,
+                "text": "a",
+                "none": None,
+            },
         )
 
     assert how(lambda x, m: pair.run(fn, args=(x, m)))(ids(pair), jnp.float32(2)) == 3
@@ -210,6 +220,61 @@ def test_merge_functions_write_variables(pair, how):
     g = per_replica(pair, [np.float32(1), np.float32(2)])
     assert local(pair, how(lambda g: pair.run(fn, args=(g,)))(g)) == [8.5, 8.5]
     assert float(w.value) == 8.5
+
+
+# -- weak types: the law that proving more never changes a dtype ----------------
+
+
+def half(x):
+    """Weak values take the dtype of what they meet, here bfloat16."""
+    return x * jnp.ones(2, jnp.bfloat16)
+
+
+WEAK = {
+    "run to run": lambda s, x: s.run(half, args=(s.run(jnp.sin, args=(x,)),)),
+    "run in merge": lambda s, x: s.run(
+        lambda x: merge(lambda s, y: s.run(half, args=(y,)), jnp.sin(x)), args=(x,)
+    ),
+    "T run in merge": lambda s, x: s.run(
+        lambda x: merge(
+            lambda s, y: s.run(half, args=(y,)), x * context().replica_id_in_sync_group
+        ),
+        args=(x,),
+    ),
+    "reduce in merge": lambda s, x: s.run(
+        lambda x: merge(lambda s, y: half(s.reduce("sum", y)), jnp.sin(x)), args=(x,)
+    ),
+    "out of a merge": lambda s, x: s.run(
+        lambda x: half(merge(lambda s, y: s.reduce("sum", y), jnp.sin(x))), args=(x,)
+    ),
+    "through a merge": lambda s, x: s.run(
+        lambda x: half(merge(lambda s, y: y, jnp.sin(x))), args=(x,)
+    ),
+    "in a scan": lambda s, x: s.run(
+        lambda x: half(lax.scan(lambda c, _: (c + merge(sum_of, c), None), x, length=2)[0]),
+        args=(x,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_types_do_not_depend_on_what_is_proved(name):
+    def dtype(strategy):
+        out = WEAK[name](strategy, 2.0)
+        return out.dtype
+
+    proved = [dtype(make()) for make in (two_virtual, two_mirrored)]
+    with blind():
+        blinded = [dtype(make()) for make in (two_virtual, two_mirrored)]
+    assert len(set(proved + blinded)) == 1
+
+
+def two_virtual():
+    return dj.VirtualStrategy(2)
+
+
+def two_mirrored():
+    return dj.MirroredStrategy(jax.devices()[:2])
 
 
 # -- inside control flow and transformations: decision 5 -----------------------
@@ -367,6 +432,7 @@ def test_merge_call_in_a_merge_function(pair):
 @pytest.mark.parametrize("op", [lax.psum, lax.pmean, lax.pmax, lax.all_gather])
 def test_a_bare_collective_in_a_merge_function(strategy, op):
     """Decision 29."""
+
     def collect(strategy, x):
         return op(x, "replica")
 
@@ -404,6 +470,19 @@ def test_a_value_that_differs_written_to_a_mirrored_variable(pair):
     assert float(v.value) == 1.0
 
 
+def test_a_branch_that_differs_cannot_write_a_mirrored_variable(pair, how):
+    """No collective is in it (a Python number needs none), but the copies would diverge."""
+    with pair.scope():
+        v = dj.Variable(1.0, name="kept", aggregation=dj.VariableAggregation.MEAN)
+
+    def fn(x):
+        dj.lax.cond(x > 0, lambda: v.assign(5.0), lambda: v.value)
+
+    with pytest.raises(LocalityError, match="^variable 'kept' needs a value that is equal on"):
+        how(lambda x: pair.run(fn, args=(x,)))(ids(pair))
+    assert float(v.value) == 1.0
+
+
 def test_an_outer_context_is_not_the_inner_runs(pair):
     def fn():
         outer = context()
@@ -421,7 +500,7 @@ def test_gradient_through_a_merge_is_the_same_reduction(pair, how, op):
     """Decision 8, for reduce in a merge as for all_reduce."""
 
     def fn(x, c):
-        f = lambda x: c * merge(lambda s, y: s.reduce(op, y), x * x)  # noqa: E731
+        f = lambda x: c * merge(lambda s, y: s.reduce(op, y), x * x)
         return jax.grad(f)(x), jax.jvp(f, (x,), (jnp.ones_like(x),))[1]
 
     x = per_replica(pair, [np.float32(3), np.float32(5)])

@@ -75,11 +75,32 @@ def test_r033_broadcast_to_is_not_supported(destinations):
     assert issubclass(UnsupportedError, NotImplementedError)
 
 
-@pytest.mark.parametrize("name", ["worker_devices", "parameter_devices"])
-def test_devices_are_not_supported(name):
+@pytest.mark.parametrize(
+    "name", ["worker_devices", "parameter_devices", "between_graph", "should_init"]
+)
+def test_r041_what_the_default_strategy_does_not_have(name):
     with pytest.raises(UnsupportedError, match=f"^{name} needs a strategy that has devices"):
         getattr(DEFAULT.extended, name)
     assert issubclass(UnsupportedError, RuntimeError)
+
+
+def test_r029_datasets_from_function():
+    seen = []
+    dataset = DEFAULT.distribute_datasets_from_function(
+        lambda context: seen.append(context) or [[0, 1], [2, 3]]
+    )
+    assert next(iter(dataset)) == [0, 1]
+    assert seen == [dj.InputContext()]
+    assert dataset == [[0, 1], [2, 3]]
+    batches = [np.ones(2)]
+    assert DEFAULT.distribute_dataset(batches) is batches
+
+
+def test_r035_non_slot_devices_are_the_first_variable_by_name():
+    zz, aa = dj.Variable(1.0, name="zz"), dj.Variable(2.0, name="aa")
+    assert DEFAULT.extended.non_slot_devices([zz, aa]) is aa
+    assert DEFAULT.extended.non_slot_devices([]) == (jax.devices()[0],)  # decision 15
+    assert DEFAULT.extended.update_non_slot(aa, lambda x: x, (3,), group=False) == [3]
 
 
 def test_r037_values_from_function_are_bare():

@@ -99,6 +99,25 @@ def test_tensor_parallel_variables(four_by_two, params, how):
     assert_close((value, got), expected(params, 2))
 
 
+def test_merges_in_a_loop_next_to_sharded_values(four_by_two, how):
+    """The mesh of the replica function, its model axis, is not that of the merge function."""
+
+    def fn(x):
+        def body(c, _):
+            c = sharded(c * 2, "model")
+            mean = dj.get_replica_context().merge_call(lambda s, c: s.reduce("mean", c), args=(c,))
+            return sharded(mean, "model") + x, None
+
+        return lax.scan(body, x, length=2)[0]
+
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    out = how(lambda x: four_by_two.run(fn, args=(x,)))(per_replica(four_by_two, list(x)))
+    want = x
+    for _ in range(2):
+        want = (want * 2).mean(0) + x
+    np.testing.assert_allclose(local(four_by_two, out), want)
+
+
 def test_one_all_reduce_per_gradient(four_by_two, params):
     compiled = dj.jit(lambda params, x: four_by_two.run(step, args=(params, x)))
     lowered = compiled.lower(params, per_replica(four_by_two, list(BATCH)))
@@ -186,14 +205,17 @@ def test_a_pmap_era_step_runs_unchanged(params, how, kind):
     )
     fn = pmap_era_step
     if kind == "scanned":
-        fn = lambda p, x: jax.tree.map(  # noqa: E731
+        fn = lambda p, x: jax.tree.map(
             lambda y: y[0], lax.scan(lambda c, _: (c, pmap_era_step(p, x)), 0, length=1)[1]
         )
     got = how(lambda p, x: strategy.run(fn, args=(p, x)))(params, per_replica(strategy, batches))
     new, value, correct, own, everyone = got
     assert isinstance(own, dj.PerReplica)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((new, value, correct, everyone)))
-    for g, w in zip(jax.tree.leaves((new, value, correct, everyone)),
-                    jax.tree.leaves((want[0], want[1], want[2], want[4])), strict=True):
+    for g, w in zip(
+        jax.tree.leaves((new, value, correct, everyone)),
+        jax.tree.leaves((want[0], want[1], want[2], want[4])),
+        strict=True,
+    ):
         np.testing.assert_allclose(g, w[0], rtol=1e-6)
     np.testing.assert_allclose(local(strategy, own), want[3], rtol=1e-6)

@@ -58,9 +58,7 @@ def test_r239_group_false_gives_an_element_per_copy(strategy, how):
 
 def test_group_false_of_a_sync_on_read_variable(pair, how):
     v = make(pair, 0.0, synchronization=ON_READ, aggregation=SUM)
-    step = how(
-        lambda x: pair.extended.update(v, lambda v, x: v.assign_add(x), (x,), group=False)
-    )
+    step = how(lambda x: pair.extended.update(v, lambda v, x: v.assign_add(x), (x,), group=False))
     assert [float(x) for x in step(per_replica(pair, [np.float32(1), np.float32(2)]))] == [1, 2]
     assert local(pair, v) == [1.0, 2.0]
 
@@ -239,10 +237,56 @@ def test_an_exception_in_an_update_changes_nothing_else(pair):
     assert not dj.in_cross_replica_context()
 
 
+# -- update_non_slot ------------------------------------------------------------
+
+
+def test_r245_update_non_slot(pair, how):
+    devices = pair.extended.non_slot_devices([])
+    assert devices == pair.extended.parameter_devices
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+    out = how(lambda x: pair.extended.update_non_slot(devices, lambda x: x, (x,), group=False))(x)
+    assert [float(v) for v in out] == [1.0, 2.0]
+    grouped = pair.extended.update_non_slot(devices, lambda x: (x + 1, "n"), (x,))
+    assert local(pair, grouped[0]) == [2.0, 3.0] and grouped[1] == "n"
+    assert pair.extended.update_non_slot(devices, lambda x: x, (3,), group=False) == [3, 3]
+
+
+def test_r245_update_non_slot_needs_the_non_slot_devices(pair):
+    for wrong in (list(pair.extended.non_slot_devices([])), (), "cpu:0", None):
+        with pytest.raises(ValueError, match="^update_non_slot needs the tuple of devices that"):
+            pair.extended.update_non_slot(wrong, lambda: 1)
+
+
+def test_update_non_slot_in_a_replica(pair):
+    devices = pair.extended.non_slot_devices([])
+    with pytest.raises(ContextError, match="^update_non_slot needs cross-replica context"):
+        pair.run(lambda: pair.extended.update_non_slot(devices, lambda: 1))
+
+
+def test_decision_15_colocate_with_the_non_slot_devices(pair):
+    v = make(pair)
+    with pair.scope():
+        for beside in (pair.extended.non_slot_devices([v]), pair.extended.non_slot_devices([]), v):
+            with pair.extended.colocate_vars_with(beside):
+                slot = dj.Variable(0.0)
+            assert dj.locality(slot) == dj.locality(v)
+        for wrong in ("cpu:0", 3, None, list(pair.extended.worker_devices)):
+            with pytest.raises(LocalityError, match="^`colocate_vars_with` must only be passed a"):
+                with pair.extended.colocate_vars_with(wrong):
+                    pass
+    theirs = make(dj.VirtualStrategy(2))
+    with pair.scope(), pytest.raises(LocalityError, match="^`colocate_vars_with` must only be"):
+        with pair.extended.colocate_vars_with(theirs):
+            pass
+    with pytest.raises(ContextError, match="^colocate_vars_with. Need to be inside the scope of"):
+        with pair.extended.colocate_vars_with(v):
+            pass
+
+
 # -- decision 11: a PerReplica assigned across ---------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, dict(synchronization=ON_READ, aggregation=SUM)])
+@pytest.mark.parametrize("options", [{}, {"synchronization": ON_READ, "aggregation": SUM}])
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
 def test_a_per_replica_is_not_assigned_across(pair, how, options, method):
     v = make(pair, name="target", **options)

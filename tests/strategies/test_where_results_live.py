@@ -43,7 +43,7 @@ def test_results_of_merge_functions(three, how):
     def merge(strategy, x):
         return x, strategy.reduce("sum", x), jnp.zeros(2)
 
-    fn = lambda x: dj.get_replica_context().merge_call(merge, args=(x,))  # noqa: E731
+    fn = lambda x: dj.get_replica_context().merge_call(merge, args=(x,))
     t, reduced, constant = how(lambda x: three.run(fn, args=(x,)))(ids(three))
     assert t.stacked.sharding == NamedSharding(three.mesh, PartitionSpec("replica"))
     assert is_mirrored(three, reduced) and is_mirrored(three, constant)
@@ -150,9 +150,12 @@ def test_one_device_strategies_stay_on_their_device(make, how):
     with strategy.scope():
         v = dj.Variable(1.0)
     x = ids(strategy)
-    out = how(
-        lambda x: (strategy.run(lambda x: (x + v.value, v.value), (x,)), strategy.reduce("sum", x))
-    )(x)
+
+    def step(x):
+        out = strategy.run(lambda x: (x + v.value, v.value), args=(x,))
+        return out, strategy.reduce("sum", out[0])
+
+    out = how(step)(x)
     for leaf in jax.tree.leaves((out, v.storage)):
         assert leaf.sharding.device_set == {device}
 
@@ -190,12 +193,13 @@ def test_values_that_differ_stay_where_they_are(three):
 def test_one_all_reduce_per_reduction(three):
     x = ids(three)
     assert collectives(lambda x: three.reduce("sum", x), x) == {"all-reduce": 1}
-    assert collectives(lambda x: three.reduce("mean", [x, x * 1.0] if False else x), x) == {
-        "all-reduce": 1
-    }
-    both = dict(a=x, b=three.run(lambda x: x + 1, args=(x,)))
-    step = lambda t: three.extended.batch_reduce_to("sum", [(t["a"], None), (t["b"], None)])  # noqa: E731
-    assert collectives(step, both) == {"all-reduce": 1}  # XLA packs the two into one
+    assert collectives(lambda x: three.reduce("mean", x, axis=()), x) == {"all-reduce": 1}
+    y = three.run(lambda x: x + 1, args=(x,))
+
+    def both(x, y):
+        return three.extended.batch_reduce_to("sum", [(x, None), (y, None)])
+
+    assert collectives(both, x, y) == {"all-reduce": 1}  # XLA packs the two into one
 
 
 def test_one_all_gather_per_gather(three):

@@ -403,7 +403,7 @@ def test_writes(strategy, modes, column):
 
 
 def test_the_texts_of_refused_writes_and_reads(strategy):
-    modes = dict(synchronization=ON_READ)
+    modes = {"synchronization": ON_READ}
     bare, each = variable(strategy), variable(strategy, **modes)
     total = variable(strategy, aggregation=SUM)
     with pytest.raises(AggregationError, match="You must specify an aggregation method to update"):

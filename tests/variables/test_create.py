@@ -78,9 +78,7 @@ def test_r163_modes_of_variables_made_in_a_replica(pair):
 def test_r165_invalid_synchronization(pair, mode):
     with pytest.raises(ValueError) as caught:
         make(pair, 1.0, name="v", synchronization=mode)
-    assert first_line(caught) == (
-        f"Invalid variable synchronization mode: {mode} for variable: v."
-    )
+    assert first_line(caught) == (f"Invalid variable synchronization mode: {mode} for variable: v.")
 
 
 def test_r167_strategy_of_a_variable(strategy):

@@ -45,7 +45,11 @@ REPLICA_NUMBER = {
 CROSS_REPLICA = {
     **dict.fromkeys(MODES, EACH_FOUR),
     (ON_READ, NONE): (AggregationError, NO_CROSS_WRITE),
-    (ON_READ, SUM): ([2, 2], (AggregationError, NO_CROSS_WRITE), (AggregationError, NO_CROSS_WRITE)),
+    (ON_READ, SUM): (
+        [2, 2],
+        (AggregationError, NO_CROSS_WRITE),
+        (AggregationError, NO_CROSS_WRITE),
+    ),
 }
 #: What a cross-replica read makes of components [1, 2].
 READ_OF_1_2 = {SUM: 3.0, MEAN: 1.5, FIRST: 1.0}
@@ -53,9 +57,7 @@ READ_OF_1_2 = {SUM: 3.0, MEAN: 1.5, FIRST: 1.0}
 
 def make(strategy, mode, start=10.0, **options):
     with strategy.scope():
-        return dj.Variable(
-            start, name="v", synchronization=mode[0], aggregation=mode[1], **options
-        )
+        return dj.Variable(start, name="v", synchronization=mode[0], aggregation=mode[1], **options)
 
 
 def parts(variable):
@@ -324,7 +326,9 @@ def test_one_device_variables_are_plain(mode, how):
     strategy = dj.OneDeviceStrategy()
     v = make(strategy, mode)
     assert float(how(lambda: v.assign_add(4.0))()) == 14
-    assert float(how(lambda: strategy.run(lambda x: v.assign_sub(x), args=(jnp.float32(1),)))()) == 13
+    assert (
+        float(how(lambda: strategy.run(lambda x: v.assign_sub(x), args=(jnp.float32(1),)))()) == 13
+    )
     assert float(how(lambda: strategy.run(lambda: v.assign(4.0)))()) == 4
     strategy.extended.update(v, lambda v: v.assign_add(1.0))
     assert parts(v) == [5] and float(v.value) == 5

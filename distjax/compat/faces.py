@@ -1,0 +1,47 @@
+"""Face: an object under other names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Face:
+    """Stands for `wrapped`; names that it does not have are those of `wrapped`.
+
+    Args:
+      wrapped: the object, or a face of it.
+    """
+
+    def __init__(self, wrapped: Any):
+        self.wrapped = wrapped.wrapped if isinstance(wrapped, Face) else wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # not set yet: copying, pickling
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.wrapped is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wrapped!r})"
+
+
+def face_or_none(face: Callable[[Any], Any], wrapped: Any) -> Any:
+    """Returns a face of `wrapped`, None for None."""
+    return None if wrapped is None else face(wrapped)
+
+
+def seeing(face: Callable[[Any], Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a merge function that hands ``fn`` a face of its strategy."""
+
+    @functools.wraps(fn)
+    def merge_fn(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return fn(face(strategy), *args, **kwargs)
+
+    return merge_fn

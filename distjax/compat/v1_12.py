@@ -1,0 +1,240 @@
+"""Names of the tower age, TensorFlow 1.12 (seed 002).
+
+A tower is a replica. Functions take their arguments bare: `f(fn, x)` where later
+ages write `f(fn, args=(x,))`.
+
+Example:
+  >>> from distjax.compat import v1_12
+  >>> distribution = v1_12.DistributionStrategy(dj.VirtualStrategy(2))
+  >>> def merge_fn(distribution, three_plus_tower_id):
+  ...     return sum(distribution.unwrap(three_plus_tower_id))
+  >>> def fn(three):
+  ...     tower_ctx = v1_12.get_tower_context()
+  ...     v = three + tower_ctx.tower_id
+  ...     return tower_ctx.merge_call(merge_fn, v) + v
+  >>> with distribution.scope():
+  ...     merged_results = distribution.call_for_each_tower(fn, 3)
+  >>> [int(v) for v in distribution.unwrap(merged_results)]
+  [10, 11]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.placement.per_replica import PerReplica as PerDevice
+from distjax.strategies import scoping
+from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
+from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
+from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.variables.variable import Variable
+
+__all__ = [
+    "DistributionStrategy",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "PerDevice",
+    "TowerContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "get_cross_tower_context",
+    "get_distribution_strategy",
+    "get_tower_context",
+    "has_distribution_strategy",
+]
+
+
+class DistributionStrategy(Face):
+    """A strategy with the names of the tower age, those of `extended` among them.
+
+    Args:
+      strategy: a distjax strategy.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        extended = super().__getattr__("extended")
+        return getattr(extended, name) if hasattr(extended, name) else super().__getattr__(name)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[DistributionStrategy]:
+        """`Strategy.scope`."""
+        with self.wrapped.scope():
+            yield self
+
+    def distribute_dataset(self, dataset: Any) -> PerDeviceDataset:
+        """`Strategy.distribute_dataset`, of a dataset or a function that makes one."""
+        made = dataset() if callable(dataset) else dataset
+        return PerDeviceDataset(self.wrapped.distribute_dataset(made))
+
+    def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`extended.call_for_each_replica`; `run_concurrently` has no effect."""
+        kwargs.pop("run_concurrently", None)
+        return self.extended.call_for_each_replica(fn, args, kwargs)
+
+    def run_steps_on_dataset(
+        self, fn: Any, iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+    ) -> Any:
+        """`extended.run_steps_on_iterator`."""
+        return self.extended.run_steps_on_iterator(
+            fn, _iterator(iterator), iterations, initial_loop_values
+        )
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+        """`extended.broadcast_to`."""
+        return self.extended.broadcast_to(tensor, destinations)
+
+    def reduce(self, aggregation: Any, value: Any, destinations: Any = None) -> Any:
+        """`extended.reduce_to`, by default to where the value is."""
+        where = value if destinations is None else destinations
+        return self.extended.reduce_to(aggregation, value, where)
+
+    def batch_reduce(self, aggregation: Any, value_destination_pairs: Any) -> list[Any]:
+        """`extended.batch_reduce_to`."""
+        return self.extended.batch_reduce_to(aggregation, value_destination_pairs)
+
+    def update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`extended.update`; `grouped` is its `group`."""
+        group = kwargs.pop("grouped", True)
+        return self.extended.update(var, fn, args, kwargs, group)
+
+    def update_non_slot(
+        self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """`extended.update_non_slot`; `grouped` is its `group`."""
+        group = kwargs.pop("grouped", True)
+        return self.extended.update_non_slot(colocate_with, fn, args, kwargs, group)
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """`Strategy.local_results`, as a list."""
+        return list(self.wrapped.local_results(value))
+
+    def fetch(self, val: Any, destination: Any = None, fn: Any = lambda x: x) -> Any:
+        """Returns `fn` of a value of any locality, on the host; a list for a PerDevice."""
+        if isinstance(val, PerDevice):
+            return jax.device_get([fn(x) for x in self.unwrap(val)])
+        return jax.device_get(fn(self.read_var(val) if isinstance(val, Variable) else val))
+
+    def group(self, value: Any, name: str | None = None) -> Any:
+        """Returns once `value` has been computed (there is no graph to add to)."""
+        return jax.block_until_ready(self.unwrap(value))
+
+    def initialize(self) -> list[Any]:
+        """Nothing is left to initialize: []."""
+        return []
+
+    def finalize(self) -> list[Any]:
+        """Nothing is left to finalize: []."""
+        return []
+
+    @property
+    def num_towers(self) -> int:
+        """`Strategy.num_replicas_in_sync`."""
+        return self.wrapped.num_replicas_in_sync
+
+    num_replicas = num_towers
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower."""
+        return self.num_towers == 1
+
+
+class PerDeviceDataset(Face):
+    """A distributed dataset, and the iterator over it that seed 002 makes of it."""
+
+    def make_one_shot_iterator(self) -> Any:
+        """``iter(dataset)``, whose `get_next` gives an element."""
+        return iter(self.wrapped)
+
+    make_initializable_iterator = make_one_shot_iterator
+
+    def get_next(self) -> Any:
+        """Returns the next element of the dataset's one iterator."""
+        return self.iterator.get_next()
+
+    @property
+    def iterator(self) -> Any:
+        """The iterator that `get_next` reads from, made when first asked for."""
+        if "_iterator" not in vars(self):
+            self._iterator = iter(self.wrapped)
+        return self._iterator
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapped)
+
+
+def _iterator(value: Any) -> Any:
+    return value.iterator if isinstance(value, PerDeviceDataset) else value
+
+
+class TowerContext(Face):
+    """A replica context with the names of the tower age.
+
+    Args:
+      context: a distjax replica context.
+    """
+
+    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`ReplicaContext.merge_call`; `merge_fn` is handed a DistributionStrategy."""
+        return self.wrapped.merge_call(seeing(DistributionStrategy, merge_fn), args, kwargs)
+
+    @property
+    def tower_id(self) -> Any:
+        """`ReplicaContext.replica_id_in_sync_group`."""
+        return self.wrapped.replica_id_in_sync_group
+
+    @property
+    def num_towers(self) -> int:
+        """`ReplicaContext.num_replicas_in_sync`."""
+        return self.wrapped.num_replicas_in_sync
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower."""
+        return self.num_towers == 1
+
+    @property
+    def distribution_strategy(self) -> DistributionStrategy:
+        """`ReplicaContext.strategy`."""
+        return DistributionStrategy(self.wrapped.strategy)
+
+    @property
+    def device(self) -> Any:
+        """The first of `ReplicaContext.devices`: one trace stands for all towers."""
+        return self.wrapped.devices[0]
+
+
+def MirroredStrategy(devices: Any = None) -> DistributionStrategy:
+    """`dj.MirroredStrategy`."""
+    return DistributionStrategy(_Mirrored(devices))
+
+
+def OneDeviceStrategy(device: Any = None) -> DistributionStrategy:
+    """`dj.OneDeviceStrategy`."""
+    return DistributionStrategy(_OneDevice(device))
+
+
+def get_tower_context() -> TowerContext | None:
+    """`dj.get_replica_context`."""
+    return face_or_none(TowerContext, scoping.get_replica_context())
+
+
+def get_cross_tower_context() -> DistributionStrategy | None:
+    """Returns the strategy in cross-tower context, else None."""
+    return get_distribution_strategy() if scoping.in_cross_replica_context() else None
+
+
+def get_distribution_strategy() -> DistributionStrategy:
+    """`dj.get_strategy`."""
+    return DistributionStrategy(scoping.get_strategy())
+
+
+def has_distribution_strategy() -> bool:
+    """`dj.has_strategy`."""
+    return scoping.has_strategy()

@@ -1,0 +1,167 @@
+"""Names of the early replica age, TensorFlow 1.13 (seed 001).
+
+Example:
+  >>> from distjax.compat import v1_13
+  >>> distribution = v1_13.Strategy(dj.VirtualStrategy(2))
+  >>> def merge_fn(distribution, three_plus_replica_id):
+  ...     return sum(distribution.unwrap(three_plus_replica_id))
+  >>> def fn(three):
+  ...     replica_ctx = v1_13.get_replica_context()
+  ...     v = three + replica_ctx.replica_id_in_sync_group
+  ...     return replica_ctx.merge_call(merge_fn, args=(v,)) + v
+  >>> with distribution.scope():
+  ...     merged_results = distribution.call_for_each_replica(fn, args=[3])
+  >>> [int(v) for v in distribution.unwrap(merged_results)]
+  [10, 11]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from distjax.collectives.ops import ReduceOp
+from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.placement.per_replica import PerReplica
+from distjax.strategies import scoping
+from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
+from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
+from distjax.strategies.scoping import has_strategy, in_cross_replica_context
+from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.variables.variable import Variable
+
+__all__ = [
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+
+class StrategyExtended(Face):
+    """A `StrategyExtended` with the names of 1.13; most are distjax's own."""
+
+    def experimental_run_steps_on_iterator(
+        self, fn: Any, iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+    ) -> Any:
+        """`run_steps_on_iterator`."""
+        return self.wrapped.run_steps_on_iterator(fn, iterator, iterations, initial_loop_values)
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """`between_graph`."""
+        return self.wrapped.between_graph
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """`require_static_shapes`."""
+        return self.wrapped.require_static_shapes
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """`should_init`."""
+        return self.wrapped.should_init
+
+
+class Strategy(Face):
+    """A strategy with the names of 1.13.
+
+    Args:
+      strategy: a distjax strategy.
+    """
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The methods for distribution-aware algorithms."""
+        return StrategyExtended(self.wrapped.extended)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """`dj.Strategy.scope`."""
+        with self.wrapped.scope():
+            yield self
+
+    def make_dataset_iterator(self, dataset: Any) -> Any:
+        """``iter(distribute_dataset(dataset))``, whose `get_next` gives an element."""
+        return iter(self.wrapped.distribute_dataset(dataset))
+
+    def make_input_fn_iterator(self, input_fn: Callable[[Any], Any]) -> Any:
+        """``iter(distribute_datasets_from_function(input_fn))``."""
+        return iter(self.wrapped.distribute_datasets_from_function(input_fn))
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """`extended.call_for_each_replica`, as the example of seed 001 calls it."""
+        return self.wrapped.extended.call_for_each_replica(fn, args, kwargs)
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+        """`dj.Strategy.run`, on the iterator's next element if there is one."""
+        args = () if input_iterator is None else (input_iterator.get_next(),)
+        return self.wrapped.run(fn, args)
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+        """`extended.broadcast_to`."""
+        return self.wrapped.extended.broadcast_to(tensor, destinations)
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """`dj.Strategy.local_results`, as a list."""
+        return list(self.wrapped.local_results(value))
+
+    def group(self, value: Any, name: str | None = None) -> Any:
+        """Returns once `value` has been computed (there is no graph to add to)."""
+        return jax.block_until_ready(self.unwrap(value))
+
+    def experimental_initialize(self) -> list[Any]:
+        """Nothing is left to initialize: []."""
+        return []
+
+    def experimental_finalize(self) -> list[Any]:
+        """Nothing is left to finalize: []."""
+        return []
+
+
+class ReplicaContext(Face):
+    """A replica context whose strategy has the names of 1.13."""
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.13 Strategy."""
+        return self.wrapped.merge_call(seeing(Strategy, merge_fn), args, kwargs)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return Strategy(self.wrapped.strategy)
+
+
+def MirroredStrategy(devices: Any = None) -> Strategy:
+    """`dj.MirroredStrategy`."""
+    return Strategy(_Mirrored(devices))
+
+
+def OneDeviceStrategy(device: Any = None) -> Strategy:
+    """`dj.OneDeviceStrategy`."""
+    return Strategy(_OneDevice(device))
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """`dj.get_replica_context`."""
+    return face_or_none(ReplicaContext, scoping.get_replica_context())
+
+
+def get_strategy() -> Strategy:
+    """`dj.get_strategy`."""
+    return Strategy(scoping.get_strategy())

@@ -1,0 +1,134 @@
+"""Names of the late replica age, TensorFlow 1.15 (seed 000).
+
+Example:
+  >>> from distjax.compat import v1_15
+  >>> strategy = v1_15.Strategy(dj.VirtualStrategy(2))
+  >>> def fn(three):
+  ...     context = v1_15.get_replica_context()
+  ...     v = three + context.replica_id_in_sync_group
+  ...     return context.all_reduce("sum", v) + v
+  >>> merged_results = strategy.experimental_run_v2(fn, args=[3])
+  >>> [int(v) for v in strategy.experimental_local_results(merged_results)]
+  [10, 11]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from distjax.collectives.ops import ReduceOp
+from distjax.compat import v1_13
+from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.compat.v1_13 import StrategyExtended
+from distjax.data.input_context import InputContext
+from distjax.placement.per_replica import PerReplica
+from distjax.strategies import scoping
+from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
+from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
+from distjax.strategies.scoping import has_strategy, in_cross_replica_context
+from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.variables.variable import Variable
+
+__all__ = [
+    "InputContext",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+
+class Strategy(Face):
+    """A strategy with the names of 1.15.
+
+    Args:
+      strategy: a distjax strategy.
+    """
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The methods for distribution-aware algorithms."""
+        return StrategyExtended(self.wrapped.extended)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """`dj.Strategy.scope`."""
+        with self.wrapped.scope():
+            yield self
+
+    def experimental_run_v2(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """`dj.Strategy.run`."""
+        return self.wrapped.run(fn, args, kwargs)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """`dj.Strategy.local_results`."""
+        return self.wrapped.local_results(value)
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """`dj.Strategy.local_results`, under its deprecated name."""
+        return self.wrapped.local_results(value)
+
+    def experimental_distribute_dataset(self, dataset: Any) -> Any:
+        """`dj.Strategy.distribute_dataset`."""
+        return self.wrapped.distribute_dataset(dataset)
+
+    def experimental_distribute_datasets_from_function(self, dataset_fn: Any) -> Any:
+        """`dj.Strategy.distribute_datasets_from_function`."""
+        return self.wrapped.distribute_datasets_from_function(dataset_fn)
+
+    make_dataset_iterator = v1_13.Strategy.make_dataset_iterator
+    make_input_fn_iterator = v1_13.Strategy.make_input_fn_iterator
+    experimental_run = v1_13.Strategy.experimental_run
+
+
+class ReplicaContext(Face):
+    """A replica context whose strategy has the names of 1.15."""
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.15 Strategy."""
+        return self.wrapped.merge_call(seeing(Strategy, merge_fn), args, kwargs)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return Strategy(self.wrapped.strategy)
+
+
+def MirroredStrategy(devices: Any = None) -> Strategy:
+    """`dj.MirroredStrategy`."""
+    return Strategy(_Mirrored(devices))
+
+
+def OneDeviceStrategy(device: Any = None) -> Strategy:
+    """`dj.OneDeviceStrategy`."""
+    return Strategy(_OneDevice(device))
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """`dj.get_replica_context`."""
+    return face_or_none(ReplicaContext, scoping.get_replica_context())
+
+
+def get_strategy() -> Strategy:
+    """`dj.get_strategy`."""
+    return Strategy(scoping.get_strategy())
+
+
+def experimental_set_strategy(strategy: Any) -> None:
+    """`dj.set_strategy`."""
+    scoping.set_strategy(strategy.wrapped if isinstance(strategy, Face) else strategy)

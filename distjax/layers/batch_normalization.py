@@ -1,0 +1,181 @@
+"""Batch normalisation over the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax.context import frames
+from distjax.errors import BatchError, describe_value, explain
+from distjax.layers.statistics import Statistics, batch_statistics
+from distjax.placement.per_replica import is_per_replica
+from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.variables.variable import Variable
+
+
+class BatchNormalization:
+    """Normalises each feature by the statistics of the batch of all replicas.
+
+    ``y = gamma * (x - mean) / sqrt(variance + epsilon) + beta``: on R replicas
+    the same numbers, and the same gradients, as on one device with the whole
+    batch.
+
+    The moving statistics are sync-on-read variables with aggregation MEAN:
+    writing them communicates nothing, and where statistics are not synchronized
+    their mean over the replicas is read.
+
+    Args:
+      num_features: C, the size of the last axis.
+      momentum: how much of the moving statistics is kept in a step.
+      epsilon: added to the variance.
+      synchronized: False: each replica normalises by its own batch.
+      name: prefix of the variables' names.
+
+    Locality: gamma, beta mirrored; moving statistics a component per replica.
+    Context: any; on a PerReplica in cross-replica context it goes through `run`.
+
+    Example:
+      A variable cannot be written inside `jax.grad`: take the statistics out,
+      and `update` the moving ones outside.
+
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> with strategy.scope():
+      ...     norm = dj.layers.BatchNormalization(1)
+      >>> def step(x):
+      ...     def loss(parameters):
+      ...         y, statistics = norm.normalize(x, parameters=parameters)
+      ...         return jnp.mean(y), statistics
+      ...     parameters = {k: v.value for k, v in norm.parameters.items()}
+      ...     grads, statistics = jax.grad(loss, has_aux=True)(parameters)
+      ...     norm.update(statistics)
+      ...     return statistics.mean
+      >>> strategy.run(step, args=(jnp.array([[1.0], [3.0]]),))
+      Array([2.], dtype=float32)
+
+    Source: Ioffe and Szegedy, 2015; tf.keras.layers.BatchNormalization
+      (synchronized=True); seed 000, "Distribute-aware layers".
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        synchronized: bool = True,
+        name: str = "batch_norm",
+    ):
+        self.num_features = num_features
+        self.momentum, self.epsilon, self.synchronized = momentum, epsilon, synchronized
+        self.gamma = Variable(np.ones(num_features, np.float32), name=f"{name}/gamma")
+        self.beta = Variable(np.zeros(num_features, np.float32), name=f"{name}/beta")
+        self.moving_mean = _moving(np.zeros(num_features, np.float32), f"{name}/moving_mean")
+        self.moving_variance = _moving(np.ones(num_features, np.float32), f"{name}/moving_variance")
+
+    @property
+    def parameters(self) -> dict[str, Variable]:
+        """The variables to train, as `normalize` takes their values."""
+        return {"gamma": self.gamma, "beta": self.beta}
+
+    def __call__(self, x: Any, *, training: bool, mask: Any = None) -> Any:
+        """Returns `x` normalised; in training, updates the moving statistics.
+
+        Args:
+          x: [B, ..., C], or a PerReplica of such.
+          training: normalise by the batch, else by the moving statistics.
+          mask: bool [B]: which examples count in the batch's statistics.
+
+        Locality: T or M in, the same out. Context: any; with `training` not
+          inside `jax.grad` (see `normalize`).
+        Cost: in training the all-reduces of `batch_statistics`.
+
+        Raises:
+          BatchError: another number of features, or a wrong mask.
+        """
+        if not training:
+            return self._through_run(self._infer, x)
+        y, statistics = self.normalize(x, mask)
+        self.update(statistics)
+        return y
+
+    def normalize(
+        self, x: Any, mask: Any = None, *, parameters: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Statistics]:
+        """Returns `x` normalised by its batch, and the batch's statistics.
+
+        Writes nothing, so it may stand inside `jax.grad`.
+
+        Args:
+          x: [B, ..., C], or a PerReplica of such.
+          mask: bool [B]: which examples count in the statistics.
+          parameters: values of gamma and beta [C] to differentiate by; default:
+            those of the variables.
+
+        Locality: T or M in; x the same, statistics M (T if not synchronized) out.
+        """
+        if parameters is None:
+            parameters = {key: v.value for key, v in self.parameters.items()}
+        return self._through_run(self._normalize_here, x, mask, dict(parameters))
+
+    def update(self, statistics: Statistics) -> None:
+        """Moves the moving statistics towards those of a batch.
+
+        Locality: T or M in a replica, M or PerReplica outside. Cost: none.
+        """
+        self._through_run(self._update_here, *statistics)
+
+    # -- in one context -------------------------------------------------------
+
+    def _through_run(self, fn: Any, *args: Any) -> Any:
+        """Calls ``fn`` here, or on every replica if arguments differ per replica."""
+        own, frame = self.gamma.strategy, frames.current()
+        is_outside = frame.replica_context is None or frame.strategy is not own
+        differs = any(is_per_replica(x) for x in jax.tree.leaves(args, is_leaf=is_per_replica))
+        return own.run(fn, args) if is_outside and differs else fn(*args)
+
+    def _normalize_here(self, x: Any, mask: Any, parameters: Mapping[str, Any]) -> Any:
+        x = self._checked(x)
+        statistics = batch_statistics(x, mask, synchronized=self.synchronized)
+        return self._transformed(x, statistics, parameters), statistics
+
+    def _infer(self, x: Any) -> Any:
+        statistics = Statistics(self.moving_mean.value, self.moving_variance.value)
+        parameters = {key: v.value for key, v in self.parameters.items()}
+        return self._transformed(self._checked(x), statistics, parameters)
+
+    def _update_here(self, mean: Any, variance: Any) -> None:
+        for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            moving.assign(self.momentum * moving.value + (1 - self.momentum) * new)
+
+    def _transformed(
+        self, x: jax.Array, statistics: Statistics, parameters: Mapping[str, Any]
+    ) -> jax.Array:
+        scale = parameters["gamma"] * jax.lax.rsqrt(statistics.variance + self.epsilon)
+        return ((x - statistics.mean) * scale + parameters["beta"]).astype(x.dtype)
+
+    def _checked(self, x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if x.ndim >= 2 and x.shape[-1] == self.num_features:
+            return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+        raise BatchError(
+            explain(
+                f"BatchNormalization needs [B, ..., {self.num_features}] per replica",
+                got=describe_value(x),
+                why="the last axis holds the features, the first the examples",
+                fix=f"dj.layers.BatchNormalization({x.shape[-1] if x.ndim else 1}), or move the "
+                "features to the last axis",
+            )
+        )
+
+
+def _moving(initial: np.ndarray, name: str) -> Variable:
+    return Variable(
+        initial,
+        name=name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.MEAN,
+    )

@@ -1,0 +1,81 @@
+"""Dropout whose mask differs per replica, or is the same on all."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax.context import frames
+from distjax.errors import ContextError, explain
+from distjax.placement.per_replica import is_per_replica
+
+
+def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) -> Any:
+    """Returns `x` with a fraction of its elements zero and the others scaled up.
+
+    ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate): the expectation
+    is `x`.
+
+    Args:
+      key: a PRNG key, equal on every replica.
+      rate: the fraction to drop, from 0 up to but not 1.
+      x: [B, ...], or in cross-replica context a PerReplica of such.
+      synchronized: False: the replica's number is folded into the key, so each
+        replica draws a mask of its own. True: all draw the same mask.
+
+    Locality: T or M in; T out, or the locality of `x` if synchronized.
+    Context: any. In cross-replica context one array gets one mask, that of
+      `synchronized`; a PerReplica goes through `run`.
+    Cost: no collective.
+
+    Raises:
+      ValueError: a rate outside of [0, 1).
+      ContextError: a PerReplica with no strategy in force.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> def step(x):
+      ...     return dj.layers.dropout(jax.random.key(0), 0.5, x, synchronized=True)
+      >>> same = strategy.run(step, args=(jnp.ones(8),))
+      >>> isinstance(same, jax.Array)
+      True
+
+    Source: Srivastava et al., 2014; seed 000, "Distribute-aware layers".
+    """
+    if isinstance(rate, numbers.Number) and not 0 <= rate < 1:
+        raise ValueError(
+            explain(
+                "dropout: rate needs to be at least 0 and less than 1",
+                got=str(rate),
+                why="the elements that stay are scaled by 1 / (1 - rate)",
+                fix="dj.layers.dropout(key, 0.1, x)",
+            )
+        )
+    frame = frames.current()
+    apply = _with_shared_mask if synchronized else _with_own_mask
+    if frame.replica_context is None and (is_per_replica(x) or is_per_replica(key)):
+        return frame.strategy.run(apply, args=(key, rate, x))
+    if is_per_replica(x):
+        raise ContextError(
+            explain(
+                "dropout of a PerReplica needs cross-replica context of its strategy",
+                got=frame.name,
+                why="the strategy in force says what one replica is",
+                fix="with strategy.scope(): dropout(key, rate, x); or strategy.run(dropout, ...)",
+            )
+        )
+    return apply(key, rate, x)
+
+
+def _with_own_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:
+    context = frames.current().replica_context
+    return _with_shared_mask(key if context is None else context.fold_in(key), rate, x)
+
+
+def _with_shared_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x)).astype(x.dtype)

@@ -1,0 +1,82 @@
+"""Mean and variance over the batches of all replicas."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distjax.context import frames
+from distjax.errors import BatchError, explain
+
+
+class Statistics(NamedTuple):
+    """Mean and variance [C] of a batch, per feature (the variance is the biased one)."""
+
+    mean: Any
+    variance: Any
+
+
+def batch_statistics(x: Any, mask: Any = None, *, synchronized: bool = True) -> Statistics:
+    """Returns mean and variance of each feature over the global batch.
+
+    ``mean = sum(x) / n`` and ``variance = sum((x - mean)^2) / n``, sums and n over
+    the examples of all replicas: equal to those of the whole batch on one
+    device. Two rounds, so that a large mean does not cancel the variance.
+
+    Args:
+      x: [B, ..., C].
+      mask: bool [B] (or any leading part of the shape of `x`): which examples
+        count.
+      synchronized: False: of this replica's batch alone.
+
+    Locality: T or M in; M out if synchronized. Context: replica or default; on
+      one array in cross-replica context, of that array.
+    Cost: two all-reduces of [C], and one of the count if there is a mask.
+
+    Raises:
+      BatchError: a mask of another dtype or shape.
+    """
+    x = jnp.asarray(x)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    axes = tuple(range(x.ndim - 1))
+    if mask is None:
+        kept, count = None, jnp.asarray(x[..., 0].size, x.dtype)
+    else:
+        kept = _kept(mask, x.shape)
+        count = jnp.sum(kept, dtype=x.dtype)
+    context = frames.current().replica_context
+
+    def over_all(value: jax.Array) -> jax.Array:
+        if not synchronized or context is None:
+            return value
+        return context.all_reduce("sum", value)
+
+    def summed(values: jax.Array) -> jax.Array:
+        if kept is not None:
+            values = jnp.where(kept[..., None], values, jnp.zeros_like(values))
+        return over_all(jnp.sum(values, axis=axes))
+
+    if kept is not None:
+        count = over_all(count)
+    elif synchronized and context is not None:
+        count = count * context.num_replicas_in_sync
+    count = jnp.maximum(count, 1)
+    mean = summed(x) / count
+    return Statistics(mean, summed(jnp.square(x - mean)) / count)
+
+
+def _kept(mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_ or mask.ndim >= len(shape) or mask.shape != shape[: mask.ndim]:
+        raise BatchError(
+            explain(
+                f"batch_statistics: mask needs bool values of shape {shape[:1]} per replica",
+                got=f"{mask.dtype} of shape {mask.shape}",
+                why="it says for each example whether it counts",
+                fix="batch_norm(batch.data, training=True, mask=batch.mask)",
+            )
+        )
+    trailing = (1,) * (len(shape) - 1 - mask.ndim)
+    return jnp.broadcast_to(mask.reshape(mask.shape + trailing), shape[:-1])

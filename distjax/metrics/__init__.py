@@ -1,0 +1,7 @@
+"""Metrics: totals kept per replica, brought together when they are read."""
+
+from distjax.metrics.accuracy import Accuracy
+from distjax.metrics.averages import Mean, Sum
+from distjax.metrics.metric import Metric
+
+__all__ = ["Accuracy", "Mean", "Metric", "Sum"]

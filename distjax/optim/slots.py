@@ -1,0 +1,117 @@
+"""The state of an optax transformation as variables, each where it belongs.
+
+What optax says is per parameter (a slot: a moment, an accumulator) lives where
+its variable lives; the rest (step counts, hyperparameters) on the non-slot
+devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from distjax.replica.arguments import is_array, is_number
+from distjax.variables.variable import Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerState:
+    """An optax state whose arrays are variables.
+
+    Attributes:
+      tree: the state, as `tx.init` gives it, with variables as leaves.
+      slots: per variable that is optimized, the leaves of `tree` that are its
+        slots.
+      non_slots: the other variables among the leaves of `tree`.
+    """
+
+    tree: Any
+    slots: dict[Variable, list[Variable]]
+    non_slots: list[Variable]
+
+    def values(self) -> Any:
+        """Returns the optax state of arrays that the current context sees."""
+        return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
+
+    def paired_with(self, new: Any) -> dict[Variable, Any]:
+        """Returns for each variable of the state its value in the state `new`."""
+        pairs = jax.tree.map(lambda old, value: (old, value), self.tree, new)
+        leaves = jax.tree.structure(self.tree).flatten_up_to(pairs)
+        return {old: value for old, value in leaves if isinstance(old, Variable)}
+
+
+class _Owned:
+    """A leaf of an optax state, and whose it is (None: nobody's)."""
+
+    def __init__(self, value: Any, owner: tuple[Variable, int] | None):
+        self.value, self.owner = value, owner
+
+
+def make_state(tx: Any, extended: Any, variables: Any) -> OptimizerState:
+    """Returns the initial state of `tx` for `variables`, as new variables.
+
+    Args:
+      tx: an optax transformation.
+      extended: the strategy that the variables belong to.
+      variables: a tree of variables.
+
+    Context: a trace of distjax, so that all initial values are one program.
+    """
+    optimized = jax.tree.leaves(variables)
+    initial = tx.init(jax.tree.map(lambda v: v.value, variables))
+    slots: dict[Variable, list[Variable]] = {v: [] for v in optimized}
+    non_slots: list[Variable] = []
+
+    def make(path: Sequence[Any], leaf: _Owned) -> Any:
+        if not (is_array(leaf.value) or is_number(leaf.value)):
+            return leaf.value
+        if leaf.owner is None:
+            beside, kin, name = extended.non_slot_devices(optimized), non_slots, _field(path, "")
+        else:
+            owner, depth = leaf.owner
+            beside, kin = owner, slots[owner]
+            name = f"{owner.name}/{_field(path[: len(path) - depth], 'slot')}"
+        with extended.colocate_vars_with(beside):
+            kin.append(Variable(leaf.value, name=name or "non_slot", trainable=False))
+        return kin[-1]
+
+    tree = jax.tree_util.tree_map_with_path(make, _with_owners(tx, initial, variables))
+    return OptimizerState(tree, slots, non_slots)
+
+
+def _with_owners(tx: Any, state: Any, variables: Any) -> Any:
+    """Returns `state` with each leaf an `_Owned`, by optax's own account.
+
+    A transformation whose `init` looks inside its parameters, so that optax
+    cannot tell, has non-slot state only.
+    """
+    owners = jax.tree_util.tree_map_with_path(lambda path, v: (v, len(path)), variables)
+    try:
+        return optax.tree_utils.tree_map_params(
+            tx,
+            lambda x, owner: x if _is_masked(x) else _Owned(x, owner),
+            state,
+            owners,
+            transform_non_params=_of_nobody,
+            is_leaf=_is_masked,
+        )
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return _of_nobody(state)
+
+
+def _of_nobody(state: Any) -> Any:
+    return jax.tree.map(lambda x: _Owned(x, None), state)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _field(path: Sequence[Any], default: str) -> str:
+    """Returns the name of the innermost field of an optax state on `path`."""
+    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    return names[-1] if names else default

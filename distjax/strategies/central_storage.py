@@ -1,0 +1,86 @@
+"""CentralStorageStrategy: variables once, in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.errors import describe_value, explain
+from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
+from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.strategies.strategy import Strategy
+from distjax.variables.layout import HostLayout, Layout, StackedLayout, WholeLayout
+from distjax.variables.policy import Policy, policy_for
+
+
+@dataclasses.dataclass(frozen=True)
+class CentralStoragePlacement:
+    """One copy of each variable in host memory; components stay on the replicas."""
+
+    topology: Topology
+    memory_kind: str
+
+    def policy(self, modes: Any, dtype: Any, name: str) -> Policy:
+        """Returns the row of the policy table."""
+        return policy_for(*modes, dtype, name)
+
+    def layout(
+        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
+    ) -> Layout:
+        """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
+        if policy.stacked:
+            return StackedLayout(self.topology)
+        if jax_compat.is_key_dtype(dtype) or 0 in shape:
+            return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+        return HostLayout(self.topology, self.memory_kind)
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns the layout of a value on the devices, where updates run."""
+        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+
+
+class CentralStorageStrategy(Strategy):
+    """A replica per device; each variable once, in host memory.
+
+    Variables are copied to the devices where a step reads them; gradients are
+    reduced; the new values are copied back. For models whose state does not fit
+    on a device beside its activations.
+
+    Args:
+      devices: the D devices; default: all local ones.
+      parameter_memory: the memory kind of the storage.
+      axis_name: the name of the replica axis inside `run`.
+
+    Raises:
+      ValueError: the devices do not have that kind of memory.
+
+    Locality: stored flat, padded and split over the host's devices, so that the
+      host holds one copy; `v.value` outside a trace is a copy on the devices.
+
+    Source: tf.distribute.experimental.CentralStorageStrategy.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        parameter_memory: str = "pinned_host",
+        axis_name: str = REPLICA_AXIS,
+    ):
+        topology = mesh_topology(devices or default_devices("all"), axis_name)
+        known = sorted(m.kind for m in topology.devices[0].addressable_memories())
+        if parameter_memory not in known:
+            raise ValueError(
+                explain(
+                    f"CentralStorageStrategy: parameter_memory needs one of {', '.join(known)}",
+                    got=describe_value(parameter_memory),
+                    why="these are the memories that the devices can address",
+                    fix="dj.CentralStorageStrategy(parameter_memory='pinned_host')",
+                )
+            )
+        placement = CentralStoragePlacement(topology, parameter_memory)
+        super().__init__(StrategyExtended(topology, placement))

@@ -1,0 +1,97 @@
+"""Partitioners: into how many shards a variable is split, by TensorFlow's rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from distjax.errors import describe_value, explain
+
+
+def _require_count(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    raise ValueError(
+        explain(
+            f"{owner}: {name} needs an int of 1 or more",
+            got=describe_value(value),
+            why="it bounds the number or the size of shards",
+            fix=f"{owner}({name}=8)",
+        )
+    )
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _along_first_axis(shape: tuple[int, ...], num_shards: int) -> list[int]:
+    return [num_shards, *(1 for _ in shape[1:])] if shape else []
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedShards:
+    """A fixed number of shards along the first axis, at most its size.
+
+    Source: tf.distribute.experimental.partitioners.FixedShardsPartitioner.
+    """
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        _require_count("FixedShards", "num_shards", self.num_shards)
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any) -> list[int]:
+        """Returns the number of shards along each axis."""
+        return _along_first_axis(shape, min(self.num_shards, shape[0]) if shape else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MinSize:
+    """As many shards as keep each at least `min_shard_bytes` large.
+
+    Source: tf.distribute.experimental.partitioners.MinSizePartitioner.
+    """
+
+    min_shard_bytes: int = 256 << 10
+    max_shards: int = 1
+
+    def __post_init__(self) -> None:
+        _require_count("MinSize", "min_shard_bytes", self.min_shard_bytes)
+        _require_count("MinSize", "max_shards", self.max_shards)
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any) -> list[int]:
+        """Returns the number of shards along each axis."""
+        if not shape:
+            return []
+        fitting = max(1, _num_bytes(shape, dtype) // self.min_shard_bytes)
+        return _along_first_axis(shape, max(1, min(fitting, self.max_shards, shape[0])))
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxSize:
+    """As few shards as keep each at most `max_shard_bytes` large.
+
+    Source: tf.distribute.experimental.partitioners.MaxSizePartitioner.
+    """
+
+    max_shard_bytes: int
+    max_shards: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("MaxSize", "max_shard_bytes", self.max_shard_bytes)
+        if self.max_shards is not None:
+            _require_count("MaxSize", "max_shards", self.max_shards)
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any) -> list[int]:
+        """Returns the number of shards along each axis."""
+        if not shape or shape[0] == 0:
+            return _along_first_axis(shape, 1)
+        row_bytes = max(1, _num_bytes(shape, dtype) // shape[0])
+        rows = max(1, self.max_shard_bytes // row_bytes)
+        needed = -(-shape[0] // rows)
+        limit = shape[0] if self.max_shards is None else min(self.max_shards, shape[0])
+        return _along_first_axis(shape, max(1, min(needed, limit)))

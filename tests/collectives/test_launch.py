@@ -1,0 +1,93 @@
+"""Programs in flight: bounded where JAX needs it, and never awaited elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax import jax_compat
+from distjax.collectives import launch
+
+
+@pytest.mark.parametrize("how", ["run", "jit", "eager"])
+def test_many_steps_that_nobody_awaits(how):
+    """Before JAX 0.12 plain JAX hangs here, after about 50 steps."""
+    strategy = dj.MirroredStrategy(jax.devices()[:8])
+    with strategy.scope():
+        w = dj.Variable(jnp.zeros(4), aggregation=dj.VariableAggregation.MEAN)
+        r = dj.Variable(
+            jnp.zeros(4),
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+    x = strategy.distribute_values_from_function(
+        lambda ctx: np.full(4, ctx.replica_id_in_sync_group, np.float32)
+    )
+
+    def replica(x):
+        w.assign_add(x)
+        r.assign_add(x)
+        return dj.get_replica_context().all_reduce("sum", x)
+
+    steps = {
+        "run": lambda: strategy.run(replica, args=(x,)),
+        "jit": dj.jit(lambda: strategy.run(replica, args=(x,))),
+        "eager": lambda: (strategy.reduce("sum", x), strategy.gather(x, 0), r.value)[0],
+    }
+    results = [steps[how]() for _ in range(300)]
+    np.testing.assert_array_equal(results[-1], np.full(4, 28.0))
+    if how != "eager":
+        np.testing.assert_array_equal(w.value, np.full(4, 300 * 3.5))
+        np.testing.assert_array_equal(r.value, np.full(4, 300 * 28.0))
+
+
+class Ticket:
+    """An array that says whether it was awaited."""
+
+    def __init__(self):
+        self.awaited = False
+
+    def block_until_ready(self):
+        self.awaited = True
+
+
+@pytest.fixture
+def empty_queue(monkeypatch):
+    import collections
+
+    monkeypatch.setattr(launch, "_in_flight", collections.deque())
+
+
+def test_the_oldest_is_awaited_first(empty_queue):
+    tickets = [Ticket() for _ in range(launch.MAX_IN_FLIGHT + 2)]
+    for ticket in tickets:
+        launch.launched(ticket)
+    assert [t.awaited for t in tickets] == [True] * 2 + [False] * launch.MAX_IN_FLIGHT
+
+
+def test_nothing_is_recorded_without_a_ticket_or_in_a_trace(empty_queue):
+    launch.launched(None)
+    jax.jit(lambda x: (launch.launched(x), x)[1])(1.0)
+    assert not launch._in_flight
+
+
+def test_where_programs_are_throttled():
+    assert launch.is_throttled() == jax_compat.CPU_COLLECTIVES_NEED_THROTTLE
+    assert launch.is_throttled() == (jax_compat.JAX_VERSION < (0, 12))
+    ticket = launch.make_ticket()
+    assert (ticket is not None) == launch.is_throttled()
+
+
+def test_compiled_once_per_function_and_static_values():
+    traces = []
+
+    def fn(arrays, factor):
+        traces.append(factor)
+        return arrays["x"] * factor
+
+    for factor in (2, 3, 2, 3):
+        assert float(launch.compiled(fn, {"x": jnp.float32(5)}, factor)) == 5 * factor
+    assert traces == [2, 3]
+    grad = jax.grad(lambda x: launch.compiled(fn, {"x": x}, 4))(1.0)
+    assert float(grad) == 4  # in a trace it is part of it

@@ -1,0 +1,236 @@
+"""ShardedStrategy and CentralStorageStrategy: where state lives, and that it trains the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distjax as dj
+from distjax.variables.partitioners import FixedShards, MaxSize, MinSize
+
+RNG = np.random.default_rng(0)
+W0, B0 = RNG.normal(size=(16, 8)).astype(np.float32), np.zeros((3,), np.float32)
+X = RNG.normal(size=(8, 5, 16)).astype(np.float32)
+
+
+def make_strategy(kind, count):
+    devices = jax.devices()[:count]
+    if kind == "mirrored":
+        return dj.MirroredStrategy(devices)
+    if kind == "central":
+        return dj.CentralStorageStrategy(devices)
+    return dj.ShardedStrategy(devices, partition=kind)
+
+
+KINDS = ["optimizer", "gradients", "parameters", "central"]
+
+
+def momentum_training(strategy, steps=3):
+    """Trains w, b with momentum by the seeds' four steps; returns state and losses."""
+    extended = strategy.extended
+    with strategy.scope():
+        w, b = dj.Variable(W0, name="w"), dj.Variable(B0, name="b")
+        slots = []
+        for v in (w, b):
+            with extended.colocate_vars_with(v):
+                slots.append(dj.Variable(jnp.zeros(v.shape), name=f"{v.name}/momentum"))
+
+    def loss(params, x):
+        return jnp.mean((x @ params[0]) ** 2) + jnp.sum((params[1] - 1) ** 2)
+
+    def apply(strategy, grads):
+        pairs = list(zip(grads, (w, b), strict=True))
+        for v, m, g in zip((w, b), slots, extended.batch_reduce_to("mean", pairs), strict=True):
+            extended.update(m, lambda m, g: m.assign(0.9 * m.value + g), args=(g,))
+            extended.update(v, lambda v, m: v.assign_sub(0.1 * m), args=(m.value,))
+
+    def step(x):
+        value, grads = jax.value_and_grad(loss)([w.value, b.value], x)
+        ctx = dj.get_replica_context()
+        ctx.merge_call(apply, args=(grads,))
+        return ctx.all_reduce("mean", value)
+
+    count = strategy.num_replicas_in_sync
+    per_replica = X.reshape(count, -1, 16)
+    batch = strategy.distribute_values_from_function(
+        lambda ctx: per_replica[ctx.replica_id_in_sync_group]
+    )
+    train = dj.jit(lambda x: strategy.run(step, args=(x,)))
+    losses = [float(train(batch)) for _ in range(steps)]
+    return (w, b, *slots), losses, train.lower(batch)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_equals_mirrored(kind, count):
+    state, losses, _ = momentum_training(make_strategy(kind, count))
+    expected, expected_losses, _ = momentum_training(make_strategy("mirrored", count))
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for got, want in zip(state, expected, strict=True):
+        np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("optimizer", ["mirrored", "mirrored", "partitioned", "mirrored"]),
+        ("gradients", ["mirrored", "mirrored", "partitioned", "mirrored"]),
+        ("parameters", ["partitioned", "mirrored", "partitioned", "mirrored"]),
+        ("central", ["host"] * 4),
+    ],
+)
+def test_where_variables_live(kind, expected):
+    """b [3] is not divisible by 8 and stays mirrored."""
+    state, _, _ = momentum_training(make_strategy(kind, 8), steps=1)
+    assert [dj.locality(v).kind for v in state] == expected
+    for v in state:
+        held = sum(s.data.nbytes for s in v.storage.addressable_shards)
+        copies = {"mirrored": 8, "partitioned": 1, "host": 1}[dj.locality(v).kind]
+        padding = 0 if v.size % 8 == 0 else 8 * 4
+        assert v.size * 4 * copies <= held <= v.size * 4 * copies + padding
+    if kind == "central":
+        assert {v.storage.sharding.memory_kind for v in state} == {"pinned_host"}
+
+
+def test_zero_3_collectives_in_the_lowered_text():
+    """One gather per split parameter read, one reduce-scatter per split gradient."""
+    _, _, lowered = momentum_training(make_strategy("parameters", 8), steps=1)
+    text = lowered.as_text()
+    assert text.count('"stablehlo.all_gather"') == 1
+    assert text.count('"stablehlo.reduce_scatter"') == 1
+
+
+def test_zero_3_arguments_and_outputs_are_an_eighth():
+    strategy = make_strategy("parameters", 8)
+    _, _, lowered = momentum_training(strategy, steps=1)
+    memory = lowered.compile().memory_analysis()
+    split = 2 * W0.nbytes // 8  # w and its momentum
+    small = 2 * B0.nbytes + X[0].nbytes + 64  # b, its momentum, the batch, scalars
+    assert memory.argument_size_in_bytes <= split + small
+    assert memory.alias_size_in_bytes >= split  # donated
+
+
+def test_zero_2_gradients_arrive_split():
+    strategy = make_strategy("gradients", 8)
+    with strategy.scope():
+        w = dj.Variable(W0)
+    g = strategy.distribute_values_from_function(lambda ctx: W0)
+    reduced = strategy.extended.reduce_to("sum", g, w)
+    assert reduced.addressable_shards[0].data.shape == (2, 8)
+    np.testing.assert_allclose(reduced, 8 * W0, rtol=1e-6)
+    step = dj.jit(lambda g: strategy.extended.reduce_to("sum", g, w))
+    text = step.lower(g).as_text()
+    assert text.count('"stablehlo.reduce_scatter"') == 1
+    assert text.count('"stablehlo.all_reduce"') == 0
+
+
+def test_a_checkpoint_gathers_again():
+    strategy = make_strategy("parameters", 8)
+    with strategy.scope():
+        w = dj.Variable(W0)
+
+    def step(x):
+        layer = jax.checkpoint(lambda x: jnp.tanh(x @ w.value).sum())
+        return lax.pmean(jax.value_and_grad(layer)(x), "replica")
+
+    batch = strategy.distribute_values_from_function(lambda ctx: X[ctx.replica_id_in_sync_group])
+    text = dj.jit(lambda x: strategy.run(step, args=(x,))).lower(batch).as_text()
+    assert text.count('"stablehlo.all_gather"') == 2
+
+
+AGGREGATED = {
+    "SUM": lambda base, xs: base + sum(xs),
+    "MEAN": lambda base, xs: base + sum(xs) / len(xs),
+    "ONLY_FIRST_REPLICA": lambda base, xs: base + xs[0],
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATED)
+@pytest.mark.parametrize("kind", ["parameters", "central"])
+def test_writes_in_a_replica_function(kind, aggregation):
+    strategy = make_strategy(kind, 2)
+    with strategy.scope():
+        v = dj.Variable(W0, aggregation=dj.VariableAggregation[aggregation])
+    deltas = [np.float32(1.0), np.float32(4.0)]
+    delta = strategy.distribute_values_from_function(
+        lambda ctx: np.full(W0.shape, deltas[ctx.replica_id_in_sync_group])
+    )
+
+    def fn(delta):
+        seen = v.assign_add(delta)
+        return seen, v.value
+
+    seen, after = strategy.run(fn, args=(delta,))
+    expected = AGGREGATED[aggregation](W0, deltas)
+    for value in (seen, after, v.value):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    v.assign(np.zeros_like(W0))
+    np.testing.assert_array_equal(v.value, np.zeros_like(W0))
+    assert [c.shape for c in v.local_results()] == [W0.shape]
+
+
+@pytest.mark.parametrize("kind", ["parameters", "central"])
+def test_update_without_group_has_one_element(kind):
+    strategy = make_strategy(kind, 2)
+    with strategy.scope():
+        v = dj.Variable(W0)
+    results = strategy.extended.update(v, lambda v: v.assign_add(np.ones_like(W0)), group=False)
+    assert isinstance(results, list) and len(results) == 1
+    np.testing.assert_allclose(results[0], W0 + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "central"])
+def test_values_and_initial_values_stay_valid(kind):
+    strategy = make_strategy(kind, 2)
+    initial = jnp.asarray(W0)
+    with strategy.scope():
+        v = dj.Variable(initial, aggregation=dj.VariableAggregation.MEAN)
+        made = dj.Variable(lambda: jnp.ones((4, 2)))
+    held = v.value
+    for _ in range(2):
+        strategy.run(lambda: v.assign(jnp.zeros(W0.shape)))
+    np.testing.assert_array_equal(held, W0)
+    np.testing.assert_array_equal(initial, W0)
+    np.testing.assert_array_equal(made.value, np.ones((4, 2)))
+
+
+def test_partitioners_follow_tensorflow():
+    """r345: [10, 3] and [6, 1] float32."""
+    assert FixedShards(2)((10, 3), np.float32) == [2, 1]
+    assert MinSize(4, max_shards=2)((6, 1), np.float32) == [2, 1]
+    assert MinSize(4, max_shards=10)((6, 1), np.float32) == [6, 1]
+    assert MaxSize(4)((6, 1), np.float32) == [6, 1]
+    assert MaxSize(4, max_shards=2)((6, 1), np.float32) == [2, 1]
+    assert MaxSize(1024)((6, 1), np.float32) == [1, 1]
+    assert MinSize()((10, 3), np.float32) == [1, 1]  # r337: a small variable is not split
+    assert FixedShards(4)((), np.float32) == []
+
+
+def test_a_partitioner_decides_what_is_split():
+    big = MinSize(min_shard_bytes=64, max_shards=8)
+    strategy = dj.ShardedStrategy(partition="parameters", partitioner=big)
+    with strategy.scope():
+        small, large = dj.Variable(jnp.zeros(16)), dj.Variable(jnp.zeros((64, 8)))
+    assert dj.locality(small).kind == "mirrored"
+    assert dj.locality(large).kind == "partitioned"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: FixedShards(0), "FixedShards: num_shards needs an int of 1 or more"),
+        (lambda: MinSize(0), "MinSize: min_shard_bytes needs an int of 1 or more"),
+        (lambda: MinSize(1, 0), "MinSize: max_shards needs an int of 1 or more"),
+        (lambda: MaxSize(0), "MaxSize: max_shard_bytes needs an int of 1 or more"),
+        (lambda: MaxSize(1, 0), "MaxSize: max_shards needs an int of 1 or more"),
+        (lambda: dj.ShardedStrategy(partition="all"), "partition needs one of optimizer, grad"),
+        (
+            lambda: dj.CentralStorageStrategy(parameter_memory="disk"),
+            "parameter_memory needs one of device, pinned_host",
+        ),
+    ],
+)
+def test_wrong_options(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()

@@ -34,6 +34,7 @@ from distjax.strategies.scoping import (
     set_strategy,
 )
 from distjax.strategies.sharded import ShardedStrategy
+from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext, locality
 from distjax.strategies.virtual import VirtualStrategy
@@ -54,6 +55,7 @@ __all__ = [
     "InputOptions",
     "Locality",
     "MirroredStrategy",
+    "MultiStepContext",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",

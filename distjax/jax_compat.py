@@ -94,6 +94,12 @@ def trace_jaxpr(
     return open_jaxpr(closed)
 
 
+def traced_avals(fn: Callable[[], list[Any]]) -> list[ShapedArray]:
+    """Returns shapes and dtypes of what ``fn`` returns, by one trace."""
+    jaxpr, _ = trace_jaxpr(fn, ())
+    return [v.aval for v in jaxpr.outvars]
+
+
 def aval_of(value: Any) -> ShapedArray:
     """Returns shape, dtype and weak type of an array or Python number."""
     aval = jax.typeof(value)

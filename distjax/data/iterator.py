@@ -201,10 +201,11 @@ class DistributedIterator:
             self._state = outcome.elements[-1].state
             return outcome
         self.close()
+        error = outcome.take_error()
         try:
-            raise StopIteration if outcome.error is None else outcome.error
+            raise StopIteration if error is None else error
         finally:
-            del outcome  # or error, traceback and this frame would keep each other alive
+            del error  # or error, traceback and this frame would keep each other alive
 
     def _restarted(self, steps: int | None) -> _Running:
         """Starts producing chunks of another size; what was not taken is cut anew."""

@@ -81,14 +81,13 @@ class Prefetcher:
         self._thread.start()
 
     def get(self) -> Any:
-        """Returns the next item, and waits for it; after an `End`, that again without error."""
+        """Returns the next item, and waits for it; an `End` again and again."""
         with self._changed:
             self._changed.wait_for(lambda: self._items)
-            item = self._items.popleft()
-            if isinstance(item, End):
-                self._items.append(End())
+            if isinstance(self._items[0], End):
+                return self._items[0]
             self._changed.notify_all()
-        return item
+            return self._items.popleft()
 
     def stop(self) -> None:
         """Asks the thread to end; it does as soon as the source lets it."""

@@ -26,11 +26,20 @@ class HostElement:
     state: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
 class End:
-    """The stream gives no more: it has ended (error None), or failed."""
+    """The stream gives no more: it has ended, or failed.
 
-    error: BaseException | None = None
+    Args:
+      error: what the source raised; None: it has ended.
+    """
+
+    def __init__(self, error: BaseException | None = None):
+        self._error = error
+
+    def take_error(self) -> BaseException | None:
+        """Returns the error, once: frames of its traceback hold this object."""
+        error, self._error = self._error, None
+        return error
 
 
 class HostStream:
@@ -75,16 +84,13 @@ class HostStream:
         """Returns up to `limit` elements that can be stacked, at least one; or the end.
 
         Fewer than `limit` come where the next element has another shape, or is the
-        end. An error of the source is handed out once, after the elements before it.
+        end. An error of the source comes after the elements before it.
         """
         elements: list[HostElement] = []
         while len(elements) < limit:
             outcome = self._peek()
             if isinstance(outcome, End):
-                if elements:
-                    break
-                self._ahead[0] = End()
-                return outcome
+                return elements or outcome
             if elements and outcome.tree.signature != elements[0].tree.signature:
                 break
             elements.append(outcome)
@@ -149,7 +155,7 @@ class HostStream:
             return End()
         except Exception as error:  # raised again in the loop
             self._source = None
-            return End(error)  # no local name: this frame is in the traceback
+            return End(error)
 
 
 def _keeps_state(source: Any) -> bool:

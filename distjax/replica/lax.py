@@ -135,6 +135,12 @@ def _slice_shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
 
 
+def in_inner_trace(outer: TraceState, fn: Callable[[], Any]) -> Any:
+    """Returns ``fn()`` run in a trace inside that of `outer`; what it writes is dropped."""
+    with frames.entered(dataclasses.replace(frames.current(), state=_inner_state(outer))):
+        return fn()
+
+
 def _written_by(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list[Any]:
     """Returns the variables that ``fn`` writes, found by one trace for shapes."""
     written: list[Any] = []

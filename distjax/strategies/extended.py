@@ -18,9 +18,11 @@ from distjax.data import dataset as datasets
 from distjax.errors import explain
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_args
+from distjax.replica.function_cache import FunctionCache
 from distjax.strategies import colocating, reducing, updating, values
 from distjax.strategies.containers import ContainerRegistry
 from distjax.strategies.running import ReplicaRunner
+from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.variables.creating import make_variable
 from distjax.variables.placement import VariablePlacement
 from distjax.variables.policy import Combine
@@ -55,6 +57,7 @@ class StrategyExtended:
         self.communication = communication or CommunicationOptions()
         self.wraps = wraps
         self._runner = ReplicaRunner(self)
+        self.step_programs = FunctionCache()
         self._containers = ContainerRegistry()
         self._variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
@@ -201,6 +204,35 @@ class StrategyExtended:
         """Gives each replica elements: see `Strategy.distribute_datasets_from_function`."""
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
+
+    def run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Runs ``fn(context, inputs)`` K times, as one compiled loop.
+
+        Variables are carried, the input of all K steps is moved ahead in one
+        transfer.
+
+        Args:
+          fn: one step, in cross-replica context; it reports to `context`.
+          iterator: of a distributed dataset, or any iterator of arrays.
+          iterations: K, 1 or more. At the end of the data the steps that are left
+            are run, and `MultiStepContext.iterations` says how many.
+          initial_loop_values: name -> value that `context.last_step_outputs` has in
+            the first step; the step before's from then on.
+
+        Context: cross-replica or default.
+        Raises:
+          StopIteration: no element is left.
+          ValueError: iterations < 1.
+        Source: tf.distribute `experimental_run_steps_on_iterator`; seed 001.
+        """
+        frames.require_cross_replica(self.strategy, "run_steps_on_iterator")
+        return run_steps(self, fn, iterator, iterations, initial_loop_values)
 
     # -- variables ------------------------------------------------------------
 

@@ -1,0 +1,191 @@
+"""run_steps_on_iterator: K steps as one compiled loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.collectives.ops import as_reduce_op
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.data.iterator import DistributedIterator, Steps
+from distjax.data.layout import InputLayout
+from distjax.errors import describe_value, explain
+from distjax.replica import lax
+from distjax.replica.arguments import Static, function_name
+from distjax.replica.program import Program
+
+
+class MultiStepContext:
+    """What a step function of `run_steps_on_iterator` reports to.
+
+    Attributes:
+      last_step_outputs: name -> output of the last step.
+      non_tensor_outputs: name -> Python object.
+      iterations: the number of steps that ran (0 inside a step function).
+
+    Source: tf.distribute MultiStepContext.
+    """
+
+    def __init__(self, initial: Mapping[str, Any] | None = None):
+        self.last_step_outputs: dict[str, Any] = dict(initial or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
+        self.iterations = 0
+
+    @property
+    def run_op(self) -> None:
+        """None: the steps have run (a graph-mode name)."""
+        return None
+
+    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
+        """Sets an output of this step; that of the last step is kept.
+
+        Args:
+          name: its key in `last_step_outputs`.
+          output: a tree of values.
+          reduce_op: how it is reduced over the replicas. None keeps it as it is;
+            needed in a replica context, where each replica has its own.
+
+        Context: cross-replica, or replica (then by a `merge_call`).
+
+        Raises:
+          ValueError: no reduce_op in a replica context.
+        """
+        replica = frames.current().replica_context
+        if replica is None or frames.current().strategy.extended.is_default:
+            self._set(frames.current().strategy, output, name, reduce_op)
+            return
+        if reduce_op is None:
+            raise ValueError(
+                explain(
+                    f"set_last_step_output({name!r}) needs a reduce_op in a replica context",
+                    got="reduce_op=None",
+                    why="each replica has an output of its own, and one is kept",
+                    fix=f"context.set_last_step_output({name!r}, output, reduce_op='mean')",
+                )
+            )
+        replica.merge_call(self._set, args=(output, name, as_reduce_op(reduce_op)))
+
+    def _set(self, strategy: Any, output: Any, name: str, reduce_op: Any) -> None:
+        reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
+        self.last_step_outputs[name] = reduced
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Sets a Python object as an output.
+
+        In a replica context a tuple of the replicas' objects is kept; one trace
+        stands for all of them, so it has one element.
+        """
+        replica = frames.current().replica_context
+        is_own = replica is not None and not frames.current().strategy.extended.is_default
+        self.non_tensor_outputs[name] = (output,) if is_own else output
+
+
+def run_steps(
+    extended: Any,
+    fn: Callable[[MultiStepContext, Any], Any],
+    iterator: Any,
+    iterations: int,
+    initial_loop_values: Mapping[str, Any] | None,
+) -> MultiStepContext:
+    """Runs up to K steps: see `StrategyExtended.run_steps_on_iterator`."""
+    _require_iterations(iterations)
+    context = MultiStepContext(initial_loop_values)
+    while context.iterations < iterations:
+        try:
+            steps = _take(iterator, iterations - context.iterations)
+        except StopIteration:
+            if context.iterations == 0:
+                raise
+            break
+        program = extended.step_programs.get(fn, "steps", _make_program(extended, fn))
+        layout = Static(steps.layout)
+        carried = context.last_step_outputs if initial_loop_values is not None else None
+        outputs, others = program((layout, steps.arrays, carried), {})
+        context.last_step_outputs.update(outputs)
+        context.non_tensor_outputs.update(others)
+        context.iterations += steps.num_steps
+    return context
+
+
+def _require_iterations(iterations: Any) -> None:
+    if isinstance(iterations, int) and not isinstance(iterations, bool) and iterations >= 1:
+        return
+    raise ValueError(
+        explain(
+            "run_steps_on_iterator: iterations needs an int of 1 or more",
+            got=describe_value(iterations),
+            why="it is the number of steps to run",
+            fix="run_steps_on_iterator(fn, iterator, iterations=100)",
+        )
+    )
+
+
+def _take(iterator: Any, num_steps: int) -> Steps:
+    """Returns up to `num_steps` elements of any iterator, stacked."""
+    if isinstance(iterator, DistributedIterator):
+        return iterator.take(num_steps)
+    elements = list(itertools.islice(iterator, num_steps))
+    if not elements:
+        raise StopIteration
+    arrays = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *elements)
+    return Steps(len(elements), arrays, InputLayout(None))
+
+
+def _make_program(extended: Any, fn: Any) -> Callable[[Callable[[], Any]], Program]:
+    name = function_name(fn)
+
+    def make(resolve: Callable[[], Any]) -> Program:
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            layout, arrays, initial = args
+            return _loop(resolve(), layout.value, arrays, initial)
+
+        return Program(
+            f"steps of {name}",
+            call,
+            lambda state: Frame(extended.strategy, state=state),
+            lambda tree: tree,
+        )
+
+    return make
+
+
+def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:
+    """Emits the loop into the current trace; returns outputs of the last step."""
+    others: dict[str, Any] = {}
+
+    def step(before: Any, slices: Any) -> dict[str, Any]:
+        context = MultiStepContext(initial if before is None else before)
+        fn(context, layout.as_element(slices))
+        others.update(context.non_tensor_outputs)
+        return jax.tree.map(jnp.asarray, context.last_step_outputs)
+
+    first = jax.tree.map(lambda x: x[0], arrays)
+    start = _zeros_like_outputs(lambda: step(None, first), initial)
+    is_carried = initial is not None
+
+    def body(before: Any, slices: Any) -> tuple[Any, None]:
+        return step(before if is_carried else None, slices), None
+
+    outputs, _ = lax.scan(body, start, arrays)
+    return outputs, others
+
+
+def _zeros_like_outputs(run: Callable[[], Any], initial: Any) -> Any:
+    """Returns what the loop carries into its first step."""
+    found: list[Any] = []
+    outer = frames.current().state
+
+    def traced() -> list[Any]:
+        outs = lax.in_inner_trace(outer, run)
+        found[:] = [jax.tree.structure(outs)]
+        return jax.tree.leaves(outs)
+
+    avals = jax_compat.traced_avals(traced)
+    zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
+    return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}

@@ -1,0 +1,130 @@
+"""run_steps_on_iterator: K steps in one compiled loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+
+
+def batches(stop, size):
+    return [np.arange(i, i + size, dtype=np.int32) for i in range(0, stop, size)]
+
+
+def half_sums(strategy, iterations, stop=12):
+    """The measured case: each replica sums its half of range(stop).batch(4)."""
+
+    def step(context, inputs):
+        def replica(x):
+            total = jnp.sum(x)
+            context.set_last_step_output("mean", total, reduce_op="mean")
+            context.set_non_tensor_output("kind", "halves")
+            return total
+
+        raw = strategy.run(replica, args=(inputs,))
+        context.set_last_step_output("raw", raw)
+        context.set_last_step_output("sum", raw, reduce_op=dj.ReduceOp.SUM)
+        context.set_non_tensor_output("where", "cross")
+
+    iterator = iter(strategy.distribute_dataset(batches(stop, 4)))
+    return strategy.extended.run_steps_on_iterator(step, iterator, iterations)
+
+
+@pytest.mark.parametrize(("iterations", "raw"), [(3, (17, 21)), (1, (1, 5))])
+def test_r325_outputs_of_the_last_step(pair, iterations, raw):
+    context = half_sums(pair, iterations)
+    outputs = context.last_step_outputs
+    assert [int(v) for v in pair.local_results(outputs["raw"])] == list(raw)
+    assert float(outputs["mean"]) == sum(raw) / 2
+    assert int(outputs["sum"]) == sum(raw)
+    assert context.non_tensor_outputs == {"kind": ("halves",), "where": "cross"}
+    assert context.iterations == iterations
+    assert context.run_op is None
+
+
+def test_r327_a_replica_needs_a_reduce_op(pair):
+    def step(context, inputs):
+        pair.run(lambda x: context.set_last_step_output("x", x), args=(inputs,))
+
+    iterator = iter(pair.distribute_dataset(batches(8, 4)))
+    with pytest.raises(ValueError, match="needs a reduce_op in a replica context"):
+        pair.extended.run_steps_on_iterator(step, iterator)
+
+
+def test_the_end_of_the_data(pair):
+    """Decision 27: the steps that are left are run; with none left, StopIteration."""
+    context = half_sums(pair, iterations=10)
+    assert context.iterations == 3
+    assert int(context.last_step_outputs["sum"]) == 38
+    iterator = iter(pair.distribute_dataset(batches(4, 4)))
+    step = lambda context, inputs: None  # noqa: E731
+    assert pair.extended.run_steps_on_iterator(step, iterator).iterations == 1
+    with pytest.raises(StopIteration):
+        pair.extended.run_steps_on_iterator(step, iterator)
+
+
+@pytest.mark.parametrize("iterations", [0, -1, 2.0, True])
+def test_iterations_is_a_positive_int(pair, iterations):
+    with pytest.raises(ValueError, match="iterations needs an int of 1 or more"):
+        half_sums(pair, iterations)
+
+
+def test_variables_are_carried_and_traced_once(strategy):
+    traces = []
+    with strategy.scope():
+        total = dj.Variable(0, name="total")
+
+    def step(context, inputs):
+        traces.append(1)
+        value = strategy.reduce("sum", strategy.run(jnp.sum, args=(inputs,)))
+        total.assign_add(value)
+        context.set_last_step_output("total", total.value)
+
+    count = strategy.num_replicas_in_sync
+    data = [np.ones(count * 2, np.int32) * i for i in range(6)]
+    iterator = iter(strategy.distribute_dataset(data))
+    first = strategy.extended.run_steps_on_iterator(step, iterator, 3)
+    # Every replica of a strategy that wraps sums its part; one replica sums all.
+    assert int(first.last_step_outputs["total"]) == (0 + 1 + 2) * count * 2
+    seen = len(traces)
+    strategy.extended.run_steps_on_iterator(step, iterator, 3)
+    assert int(total.value) == sum(range(6)) * count * 2
+    assert len(traces) == seen  # the second call compiles nothing
+
+
+def test_initial_loop_values_reach_the_first_step(pair):
+    def step(context, inputs):
+        before = context.last_step_outputs["steps"]
+        context.set_last_step_output("steps", before + 1)
+
+    iterator = iter(pair.distribute_dataset(batches(12, 4)))
+    context = pair.extended.run_steps_on_iterator(
+        step, iterator, 3, initial_loop_values={"steps": jnp.int32(10)}
+    )
+    assert int(context.last_step_outputs["steps"]) == 13
+
+
+def test_any_iterator_of_the_default_strategy():
+    strategy = dj.get_strategy()
+
+    def step(context, inputs):
+        context.set_last_step_output("x", inputs.sum(), reduce_op="sum")
+
+    context = strategy.extended.run_steps_on_iterator(step, iter(batches(8, 4)), 2)
+    assert int(context.last_step_outputs["x"]) == 4 + 5 + 6 + 7
+    assert isinstance(context.last_step_outputs["x"], jax.Array)
+
+
+def test_a_step_function_that_raises_leaves_variables_as_they_were(pair):
+    with pair.scope():
+        v = dj.Variable(1.0)
+
+    def step(context, inputs):
+        v.assign(2.0)
+        raise KeyError("step")
+
+    iterator = iter(pair.distribute_dataset(batches(8, 4)))
+    with pytest.raises(KeyError, match="step"):
+        pair.extended.run_steps_on_iterator(step, iterator, 2)
+    assert float(v.value) == 1.0

@@ -22,7 +22,7 @@ from distjax.replica import lax
 from distjax.replica.context import ReplicaContext
 from distjax.replica.jit import jit
 from distjax.strategies.central_storage import CentralStorageStrategy
-from distjax.strategies.default import DEFAULT_STRATEGY as _DEFAULT_STRATEGY
+from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.one_device import OneDeviceStrategy
@@ -49,6 +49,7 @@ __all__ = [
     "CentralStorageStrategy",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "DefaultStrategy",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",

@@ -118,7 +118,10 @@ def open_jaxpr(closed: Any) -> tuple[jec.Jaxpr, list[Any]]:
 
 
 def make_jaxpr(
-    like: jec.Jaxpr, constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any],
+    like: jec.Jaxpr,
+    constvars: Sequence[Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
     eqns: Sequence[Any],
 ) -> jec.Jaxpr:
     """Returns a jaxpr made of equations of the jaxpr `like`."""

@@ -73,6 +73,10 @@ class CommunicationOptions:
         return dataclasses.replace(self, **changed)
 
 
+#: One collective per array, as XLA carries it.
+DEFAULT_OPTIONS = CommunicationOptions()
+
+
 def _text(name: str, expected: str, value: Any) -> str:
     return explain(
         f"CommunicationOptions: {name} needs {expected}",

@@ -41,9 +41,7 @@ def map_replicas(
         return _map_on_one_device(topology, fn, args, args_differ, outs_differ)
 
     def on_blocks(*blocks: Any) -> list[Any]:
-        local = [
-            lax.squeeze(b, (0,)) if t else b for b, t in zip(blocks, args_differ, strict=True)
-        ]
+        local = [lax.squeeze(b, (0,)) if t else b for b, t in zip(blocks, args_differ, strict=True)]
         outs = list(fn(*local))
         flags = _per_output(outs_differ, len(outs))
         return [lax.expand_dims(o, (0,)) if t else o for o, t in zip(outs, flags, strict=True)]

@@ -57,9 +57,7 @@ def packs(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
     return made
 
 
-def _one_sum(
-    topology: Topology, options: CommunicationOptions
-) -> Callable[[jax.Array], jax.Array]:
+def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax.Array], jax.Array]:
     axis = topology.axis_name
 
     def plain(x: jax.Array) -> jax.Array:

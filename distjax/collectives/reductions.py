@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax.collectives import ops
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.ops import ReduceOp
 from distjax.collectives.packing import sum_over_replicas
@@ -27,7 +27,7 @@ def reduce_arrays(
     op: ReduceOp,
     differs: tuple[bool, ...],
     axes: tuple[int, ...],
-    options: CommunicationOptions = CommunicationOptions(),
+    options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: tuple[Any, ...] = (),
 ) -> list[jax.Array]:
     """Returns each array summed or averaged over the replicas.

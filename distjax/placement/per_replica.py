@@ -121,9 +121,7 @@ class PerReplica:
     __hash__ = object.__hash__
 
 
-_OPERATORS = (
-    "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-)
+_OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 for _name in _OPERATORS:
     setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
     setattr(PerReplica, f"__r{_name}__", PerReplica._refuse)

@@ -156,9 +156,7 @@ def _require_devices(devices: tuple[jax.Device, ...]) -> None:
         )
 
 
-def _require_axes(
-    devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping[str, int]
-) -> None:
+def _require_axes(devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping[str, int]) -> None:
     per_replica = int(np.prod(tuple(axes.values()), dtype=int))
     if axis_name in axes:
         raise ValueError(

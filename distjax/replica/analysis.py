@@ -17,9 +17,7 @@ from distjax.errors import DivergenceError, explain
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 
 #: Collectives whose result is the same on every member of the whole axis.
-_EQUALISING = frozenset(
-    "psum psum_invariant pmax pmin all_gather all_gather_invariant".split()
-)
+_EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their own operands.
 _CALLS = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "

@@ -81,6 +81,7 @@ class ReplicaContext:
 
         Locality: T or M in; T for PerReplica results, else M.
         Context: replica context; inside loops, branches, jit, grad, vmap too.
+
         Raises:
           MergeError: in a merge function, or where replicas may not all arrive.
           ContextError: outside of this context's trace.
@@ -126,6 +127,7 @@ class ReplicaContext:
           axis: the axis to concatenate along, 0 or more.
 
         Locality: T or M in, M out. Context: replica. Cost: an all-gather a leaf.
+
         Raises:
           ValueError: a scalar, or an axis that the value does not have.
         """

@@ -63,7 +63,11 @@ class Cutter:
         return [read(env, v) for v in jaxpr.outvars]
 
     def _emit_segment(
-        self, jaxpr: Any, eqns: list[Any], env: dict[Any, Located], last_use: dict[Any, int],
+        self,
+        jaxpr: Any,
+        eqns: list[Any],
+        env: dict[Any, Located],
+        last_use: dict[Any, int],
         index: int,
     ) -> None:
         outs = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= index]

@@ -12,9 +12,9 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import Template, is_array
-from distjax.variables.creation import Creation
 from distjax.replica.layout import as_stored, laid_out
 from distjax.variables import access
+from distjax.variables.creation import Creation
 from distjax.variables.state import TraceState, variable_p
 
 
@@ -60,8 +60,14 @@ class Discovered:
     """
 
     def __init__(
-        self, jaxpr: Any, consts: list[Any], signature: Any, template: Template,
-        wrappers: tuple[Any, ...], writes: list[Any], creation: Creation,
+        self,
+        jaxpr: Any,
+        consts: list[Any],
+        signature: Any,
+        template: Template,
+        wrappers: tuple[Any, ...],
+        writes: list[Any],
+        creation: Creation,
     ):
         self._consts, self._signature = consts, signature
         self._template, self._wrappers = template, wrappers

@@ -64,9 +64,7 @@ class CompiledFunction:
             as_static(a, names[i]) if i < len(names) and names[i] in self._static else a
             for i, a in enumerate(args)
         )
-        return args, {
-            k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()
-        }
+        return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
 
 
 def _unmarked(tree: Any) -> Any:
@@ -96,6 +94,7 @@ def jit(
 
     Locality: as ``fn``; every JAX array that is not PerReplica is Mirrored inside.
     Context: any; inside another `dj.jit` or `run` it is the function itself.
+
     Raises:
       ValueError: a static name that ``fn`` does not have.
 

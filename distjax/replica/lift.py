@@ -149,10 +149,7 @@ def _fixpoint(
     while True:
         flags = [c.differs for c in carry]
         avals = [jax_compat.aval_of(c.array) for c in carry]
-        outs = _shapes_only(
-            lambda *arrays: step(_locate(arrays[: len(carry)], flags), arrays[len(carry) :]),
-            [*avals, *slices],
-        )
+        outs = _shapes_only(_with_localities(step, flags), [*avals, *slices])
         joined = join(flags, [o.differs for o in outs[: len(carry)]])
         if joined == flags:
             return carry, flags, [o.differs for o in outs[len(carry) :]]
@@ -160,6 +157,13 @@ def _fixpoint(
             Located(stacked(c, cutter.topology), True) if f else c
             for c, f in zip(carry, joined, strict=True)
         ]
+
+
+def _with_localities(
+    step: Callable[[Sequence[Located], Sequence[Any]], list[Located]], flags: Sequence[bool]
+) -> Callable[..., list[Located]]:
+    count = len(flags)
+    return lambda *arrays: step(_locate(arrays[:count], flags), arrays[count:])
 
 
 def _shapes_only(fn: Callable[..., list[Located]], avals: Sequence[Any] = ()) -> list[Located]:

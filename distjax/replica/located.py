@@ -63,5 +63,5 @@ def replica_sum(value: Located, topology: Topology) -> jax.Array:
     """Returns the sum over replicas, as one value [...]; M counts R times."""
     if not value.differs:
         return value.array * topology.num_replicas
-    psum = lambda x: [lax.psum(x, topology.axis_name)]  # noqa: E731
+    psum = lambda x: [lax.psum(x, topology.axis_name)]
     return map_replicas(topology, psum, [value.array], [True], [False])[0]

@@ -175,15 +175,12 @@ def _merge_transpose(cotangents: Sequence[Any], *operands: Any, merge: Merge) ->
         raise TypeError("only the tangents of a merge_call can be transposed")
     linear = operands[merge.num_operands :]
     given = tuple(i for i, ct in enumerate(cotangents) if not isinstance(ct, Zero))
-    avals = [
-        t.aval if jax_compat.is_undefined_primal(t) else jax_compat.aval_of(t) for t in linear
-    ]
+    avals = [t.aval if jax_compat.is_undefined_primal(t) else jax_compat.aval_of(t) for t in linear]
     transposed = CotangentMerge(merge, given, avals)
     sent = [jax.numpy.asarray(cotangents[i]) for i in given]
     outs = merge_p.bind(*operands[: merge.num_operands], *sent, merge=transposed)
     return [None] * merge.num_operands + [
-        o if jax_compat.is_undefined_primal(t) else None
-        for o, t in zip(outs, linear, strict=True)
+        o if jax_compat.is_undefined_primal(t) else None for o, t in zip(outs, linear, strict=True)
     ]
 
 

@@ -20,9 +20,9 @@ from distjax.collectives.launch import launched, make_ticket
 from distjax.context import frames
 from distjax.errors import ContextError, TraceLeakError, explain
 from distjax.replica.arguments import hide_objects
-from distjax.variables.creation import Creation, require_no_trace
 from distjax.replica.discovery import Discovered, discover
 from distjax.replica.retraces import RetraceWatch
+from distjax.variables.creation import Creation, require_no_trace
 from distjax.variables.state import keep_lent_arrays, storage_lock
 
 
@@ -230,5 +230,6 @@ def _unguarded_text(name: str) -> str:
         f"{name} needs to create its variables once",
         got="a second call of a function whose variable constructors are not guarded",
         why="the constructor runs at every trace, but a compiled call runs none",
-        fix="create the variables outside, or guard: `if self.v is None: self.v = dj.Variable(...)`",
+        fix="create the variables outside, or guard them: "
+        "`if self.v is None: self.v = dj.Variable(...)`",
     )

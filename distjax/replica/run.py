@@ -25,10 +25,10 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.context import ReplicaContext
-from distjax.variables.creation import Creation
 from distjax.replica.cut import Cutter
 from distjax.replica.located import Located, as_user_value
 from distjax.replica.views import global_view, replica_view
+from distjax.variables.creation import Creation
 from distjax.variables.state import TraceState, variable_p
 
 
@@ -212,9 +212,11 @@ def _structure(tree: Any) -> Any:
 
 
 def _is_lone_leaf(tree: Any) -> bool:
-    return not isinstance(tree, (tuple, list, dict)) and jax.tree_util.treedef_is_leaf(
-        _structure(tree)
-    ) or _is_located(tree)
+    return (
+        not isinstance(tree, (tuple, list, dict))
+        and jax.tree_util.treedef_is_leaf(_structure(tree))
+        or _is_located(tree)
+    )
 
 
 def _subtrees(tree: Any) -> list[Any]:

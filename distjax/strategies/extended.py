@@ -226,6 +226,7 @@ class StrategyExtended:
             the first step; the step before's from then on.
 
         Context: cross-replica or default.
+
         Raises:
           StopIteration: no element is left.
           ValueError: iterations < 1.
@@ -278,6 +279,7 @@ class StrategyExtended:
             with one element per copy.
 
         Locality: V(var) in and out. Context: cross-replica or default.
+
         Raises:
           LocalityError: a per-replica argument for a mirrored variable.
         Source: seed 001, `update`.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
 from distjax.collectives.gathering import require_gather_axis
 from distjax.collectives.launch import compiled
@@ -53,7 +53,7 @@ def _reduce_leaves(
     op: ReduceOp,
     leaves: list[Any],
     axes: tuple[int, ...],
-    options: CommunicationOptions = CommunicationOptions(),
+    options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: Sequence[Any] = (),
 ) -> Any:
     located = [_locate(extended, op, leaf) for leaf in leaves]

@@ -74,6 +74,7 @@ class Strategy:
 
         Locality: T, M and variables in; M or T out. Context: cross-replica or
           default.
+
         Example:
           >>> strategy = dj.VirtualStrategy(2)
           >>> def fn(three):
@@ -100,6 +101,7 @@ class Strategy:
 
         Locality: T or M in, M out. Context: cross-replica or default.
         Cost: one all-reduce per value.
+
         Raises:
           ValueError: SUM of a value that is not on the replicas.
           LocalityError: SUM of a mirrored variable.

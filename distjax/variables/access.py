@@ -169,9 +169,7 @@ def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -
         state.write(variable, variable.copied(new) if is_users else new)
 
 
-def _write_in_replica(
-    variable: Any, state: Any, value: Any, array: jax.Array, method: str
-) -> None:
+def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, method: str) -> None:
     rule = variable.policy.replica_write
     if rule is Combine.REFUSE:
         raise AggregationError(_no_aggregation_text(variable, method))
@@ -201,9 +199,7 @@ def _combined_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
     if isinstance(variable.layout, PartitionedLayout):
         total = variable.layout.scattered_sum(jnp.asarray(array))
         return total if rule is Combine.SUM else total / topology.num_replicas
-    return ops.all_reduce(
-        ReduceOp[rule.name], array, topology.axis_name, topology.num_replicas
-    )
+    return ops.all_reduce(ReduceOp[rule.name], array, topology.axis_name, topology.num_replicas)
 
 
 def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> None:
@@ -224,8 +220,9 @@ def _split(total: jax.Array, num_components: int) -> jax.Array:
         index = index.reshape((num_components,) + (1,) * total.ndim)
         share, rest = total // num_components, total % num_components
         return share[None] + (index < rest[None]).astype(total.dtype)
-    return jnp.broadcast_to((total / num_components).astype(total.dtype),
-                            (num_components, *total.shape))
+    return jnp.broadcast_to(
+        (total / num_components).astype(total.dtype), (num_components, *total.shape)
+    )
 
 
 def _applied(variable: Any, old: jax.Array, array: jax.Array, method: str) -> jax.Array:

@@ -96,13 +96,13 @@ def require_own_trace(state: Any, name: str) -> None:
 
 def _leak_text(name: str) -> str:
     return explain(
-            f"variable {name!r} needs to be created outside of inner traces",
-            got="a creation from a traced value inside jax.jit, a loop, a branch, grad, vmap or a "
-            "merge function",
-            why="its initial value belongs to the inner trace and would leak out of it",
-            fix="create it before, under `with strategy.scope():`, or at the top of the replica "
-            "function; in a merge function from a concrete value or a function: "
-            "dj.Variable(lambda: jnp.zeros(3))",
+        f"variable {name!r} needs to be created outside of inner traces",
+        got="a creation from a traced value inside jax.jit, a loop, a branch, grad, vmap or a "
+        "merge function",
+        why="its initial value belongs to the inner trace and would leak out of it",
+        fix="create it before, under `with strategy.scope():`, or at the top of the replica "
+        "function; in a merge function from a concrete value or a function: "
+        "dj.Variable(lambda: jnp.zeros(3))",
     )
 
 
@@ -112,5 +112,6 @@ def _changed_text(name: str, got: str) -> str:
         got=got,
         why="a function that creates variables is traced a second time, and each constructor is "
         "handed the variable made at its place",
-        fix="create variables outside, or guard them: `if self.v is None: self.v = dj.Variable(...)`",
+        fix="create variables outside, or guard them: "
+        "`if self.v is None: self.v = dj.Variable(...)`",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,16 @@ class Variable:
     strategy: Any
     shape: tuple[int, ...]
     dtype: Any
+    name: str
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    trainable: bool
+    policy: Policy
+    layout: Layout
+    storage: Any
+    serial_number: int
+    is_being_made: bool
+    lent_handles: list[weakref.ref[Any]]
 
     def __new__(
         cls,
@@ -202,9 +213,8 @@ class Variable:
 
     def __repr__(self) -> str:
         modes = f"{self.synchronization.name}, {self.aggregation.name}"
-        return (
-            f"Variable({self.name!r}, {self.dtype}{list(self.shape)}, {modes}, of {self.strategy!r})"
-        )
+        what = f"{self.name!r}, {self.dtype}{list(self.shape)}, {modes}"
+        return f"Variable({what}, of {self.strategy!r})"
 
     def __jax_array__(self) -> jax.Array:
         return self.value

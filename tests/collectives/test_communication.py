@@ -50,9 +50,7 @@ def test_the_way_does_not_change_the_result(op, options):
 
 def count_in_program(strategy, what, shapes=SHAPES):
     values = gradients(strategy, shapes)
-    step = dj.jit(
-        lambda values: strategy.extended.batch_reduce_to("sum", [(v, v) for v in values])
-    )
+    step = dj.jit(lambda values: strategy.extended.batch_reduce_to("sum", [(v, v) for v in values]))
     return step.lower(values).as_text().count(f'"stablehlo.{what}"')
 
 

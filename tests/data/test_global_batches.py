@@ -59,8 +59,9 @@ def test_trees_keep_their_structure(strategy):
     (element,) = strategy.distribute_dataset([batch])
     leaf = lambda x: isinstance(x, dj.PerReplica)
     assert jax.tree.structure(element, is_leaf=leaf) == jax.tree.structure(batch)
-    shapes = strategy.run(lambda e: [str(x.dtype) + str(x.shape) for x in jax.tree.leaves(e)],
-                          args=(element,))
+    shapes = strategy.run(
+        lambda e: [str(x.dtype) + str(x.shape) for x in jax.tree.leaves(e)], args=(element,)
+    )
     assert shapes == ["float32(1, 3)", "int32(1,)", "bool(1,)"]
 
 

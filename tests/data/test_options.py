@@ -11,9 +11,7 @@ from distjax.errors import BatchError
 
 
 def test_r283_input_context():
-    context = dj.InputContext(
-        num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6
-    )
+    context = dj.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
     assert context.num_replicas_in_sync == 6
     assert context.input_pipeline_id == 1
     assert context.num_input_pipelines == 2

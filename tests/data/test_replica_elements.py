@@ -34,7 +34,10 @@ def test_the_function_is_called_once_with_its_context(strategy):
 def test_r029_the_default_strategy_returns_what_the_function_does():
     made = [np.array([0, 1])]
     assert distributed(DEFAULT, made) is made
-    assert next(iter(DEFAULT.distribute_datasets_from_function(lambda ctx: made))).tolist() == [0, 1]
+    assert next(iter(DEFAULT.distribute_datasets_from_function(lambda ctx: made))).tolist() == [
+        0,
+        1,
+    ]
     (batch,) = distributed(DEFAULT, made, PAD)
     assert batch.mask.tolist() == [True, True]
 

@@ -6,10 +6,11 @@ import pytest
 from replicas import local
 
 import distjax as dj
+from conftest import STRATEGIES
 from distjax.errors import BatchError
 
 
-@pytest.fixture(params=[0, 1, 2, 7])
+@pytest.fixture(params=[0, 7])
 def options(request):
     return dj.InputOptions(prefetch=request.param)
 
@@ -23,12 +24,10 @@ def element(steps, k):
     return steps.as_element(jax.tree.map(lambda x: x[k], steps.arrays))
 
 
-@pytest.fixture
-def placed(strategy):
-    """The strategies that move input to devices of theirs."""
-    if strategy is dj.get_strategy():
-        pytest.skip("the default strategy returns the dataset itself")
-    return strategy
+@pytest.fixture(params=["one_device", "mirrored1", "mirrored2", "mirrored8", "virtual3"])
+def placed(request):
+    """Strategies that move input to devices of theirs (the default one does not)."""
+    return STRATEGIES[request.param]()
 
 
 def test_steps_hold_what_next_would_have_given(placed, options):

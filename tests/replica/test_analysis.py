@@ -47,7 +47,9 @@ PROVED = {
     "scan that writes nothing of x into one carry": lambda w, x: lax.scan(
         lambda c, _: ((c[0] * 2, c[1] + x), None), (w, w), None, length=3
     )[0][0],
-    "while of an equal predicate": lambda w, x: lax.while_loop(lambda c: c < 50, lambda c: c * 2, w),
+    "while of an equal predicate": lambda w, x: lax.while_loop(
+        lambda c: c < 50, lambda c: c * 2, w
+    ),
     "cond of an equal predicate": lambda w, x: lax.cond(w > 0, lambda: w, lambda: w + 1),
     "custom_jvp": lambda w, x: jax.nn.relu(w),
     "gradient of an equal function": lambda w, x: jax.grad(jnp.sin)(w),
@@ -132,7 +134,9 @@ COLLECTIVES = {
     "merge_call": lambda w: dj.get_replica_context().merge_call(lambda s, v: v, args=(w,)),
     "psum": lambda w: lax.psum(w, AXIS),
     "all_gather": lambda w: lax.all_gather(w, AXIS)[0],
-    "psum in scan": lambda w: lax.scan(lambda c, _: (lax.psum(c, AXIS), None), w, None, length=2)[0],
+    "psum in scan": lambda w: lax.scan(lambda c, _: (lax.psum(c, AXIS), None), w, None, length=2)[
+        0
+    ],
 }
 
 
@@ -170,7 +174,5 @@ def test_groups_of_replicas_are_not_the_whole_axis():
     x = strategy.distribute_values_from_function(
         lambda ctx: np.float32(ctx.replica_id_in_sync_group)
     )
-    out = strategy.run(
-        lambda x: lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]]), args=(x,)
-    )
+    out = strategy.run(lambda x: lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]]), args=(x,))
     assert [float(v) for v in strategy.local_results(out)] == [1.0, 1.0, 5.0, 5.0]

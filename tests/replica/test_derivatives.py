@@ -170,7 +170,11 @@ def test_vmap_of_a_merge_and_of_its_gradient(pair):
     def step(x):
         values = jax.vmap(lambda w: merged_square(w, x))(ws)
         grads = jax.vmap(jax.grad(lambda w: merged_square(w, x)))(ws)
-        return values, grads, jax.grad(lambda ws: jax.vmap(merged_square, (0, None))(ws, x).sum())(ws)
+        return (
+            values,
+            grads,
+            jax.grad(lambda ws: jax.vmap(merged_square, (0, None))(ws, x).sum())(ws),
+        )
 
     values, grads, grads_of_map = pair.run(step, args=(per_replica(pair),))
     np.testing.assert_allclose(values, (5 * np.array(ws)) ** 2)
@@ -185,7 +189,7 @@ def test_vmap_of_a_merge_over_axes_other_than_the_first(pair):
     )
 
     def step(x):
-        merge = lambda v: dj.get_replica_context().merge_call(  # noqa: E731
+        merge = lambda v: dj.get_replica_context().merge_call(
             lambda strategy, v: (strategy.reduce("sum", v), v), args=(v,)
         )
         return jax.vmap(merge, in_axes=1, out_axes=1)(x)

@@ -135,7 +135,7 @@ def layers(w, x, merge, remat):
 
 def test_remat_keeps_its_saving_around_a_merge():
     strategy = dj.MirroredStrategy(jax.devices()[:2])
-    merge = lambda v: dj.get_replica_context().merge_call(lambda s, v: v, args=(v,))  # noqa: E731
+    merge = lambda v: dj.get_replica_context().merge_call(lambda s, v: v, args=(v,))
     temp = {
         remat: compiled_step(strategy, lambda w, x, r=remat: layers(w, x, merge, r))
         .memory_analysis()

@@ -58,7 +58,7 @@ def test_the_end_of_the_data(pair):
     assert context.iterations == 3
     assert int(context.last_step_outputs["sum"]) == 38
     iterator = iter(pair.distribute_dataset(batches(4, 4)))
-    step = lambda context, inputs: None  # noqa: E731
+    step = lambda context, inputs: None
     assert pair.extended.run_steps_on_iterator(step, iterator).iterations == 1
     with pytest.raises(StopIteration):
         pair.extended.run_steps_on_iterator(step, iterator)

@@ -1,0 +1,154 @@
+"""Where batches come from: what numpy takes, and what reuses its memory."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import local
+
+import distjax as dj
+
+
+@pytest.fixture(params=[0, 2])
+def options(request):
+    return dj.InputOptions(prefetch=request.param)
+
+
+@pytest.mark.parametrize("size", [2, 1024, 4096])
+def test_a_source_may_fill_the_same_buffer_again(strategy, options, size):
+    """On CPU `device_put` keeps numpy's memory where it is aligned."""
+    buffer = np.zeros((strategy.num_replicas_in_sync, size), np.float32)
+
+    def source():
+        for i in range(6):
+            buffer[:] = i
+            yield buffer
+
+    if strategy is dj.get_strategy():
+        options = dj.InputOptions("drop", options.prefetch)
+    found = list(strategy.distribute_dataset(source(), options))
+    assert [np.asarray(strategy.local_results(x)[0]).max() for x in found] == list(range(6))
+    buffer[:] = 9
+    assert np.asarray(strategy.local_results(found[0])[-1]).max() == 0
+
+
+def test_a_function_may_fill_the_same_buffer_again(pair, options):
+    buffer = np.zeros(1024, np.float32)
+
+    def fn(context):
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    found = list(pair.distribute_datasets_from_function(fn, options))
+    assert [[v[0] for v in local(pair, x)] for x in found] == [[0, 1], [2, 3]]
+
+
+def test_steps_of_a_buffer_that_is_filled_again(pair, options):
+    buffer = np.zeros(4, np.float32)
+    source = (np.add(buffer, 1, out=buffer) for _ in range(3))
+    steps = iter(pair.distribute_dataset(source, options)).take(3)
+    assert np.asarray(steps.arrays)[:, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_jax_arrays(pair, options):
+    replicated = jax.device_put(jnp.arange(4), jax.devices()[7])
+    batches = [jnp.arange(4), replicated, pair.extended.broadcast_to(np.arange(4))]
+    for x in pair.distribute_dataset(batches, options):
+        assert local(pair, x) == [[0, 1], [2, 3]]
+
+
+def test_dtypes(pair):
+    names = ["float32", "float16", "bfloat16", "int8", "uint16", "bool", "complex64", "int4"]
+    batch = {name: np.zeros(2, jnp.dtype(name)) for name in names}
+    (x,) = pair.distribute_dataset([batch])
+    assert {name: str(leaf.dtype) for name, leaf in x.items()} == {n: n for n in names}
+
+
+def test_memory_in_another_order(pair):
+    batch = np.arange(12).reshape(3, 4).T
+    (x,) = pair.distribute_dataset([batch])
+    assert local(pair, x) == [batch[:2].tolist(), batch[2:].tolist()]
+
+
+def test_objects_with_numpys_protocol(pair):
+    """As tensors of TensorFlow have it."""
+
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            return np.arange(4, dtype=dtype)
+
+    (x,) = pair.distribute_dataset([{"x": Tensor()}])
+    assert local(pair, x["x"]) == [[0, 1], [2, 3]]
+
+
+def test_arrays_of_batches_are_datasets(pair):
+    assert [local(pair, x) for x in pair.distribute_dataset(np.arange(4).reshape(2, 2))] == [
+        [[0], [1]],
+        [[2], [3]],
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_loaders(pair, options, workers):
+    torch = pytest.importorskip("torch", reason="torch is not a dependency")
+    data = torch.utils.data.TensorDataset(torch.arange(14.0), torch.arange(14)[:, None])
+    loader = torch.utils.data.DataLoader(
+        data,
+        batch_size=4,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    dataset = pair.distribute_dataset(loader, options)
+    assert len(dataset) == 4
+    found = list(dataset)
+    assert local(pair, found[3][0]) == [[12], [13]]
+    assert local(pair, found[0][1]) == [[[0], [1]], [[2], [3]]]
+    iterator = iter(dataset)
+    next(iterator), next(iterator)
+    resumed = iter(dataset)
+    resumed.set_state(iterator.get_state())
+    assert local(pair, next(resumed)[0]) == local(pair, next(iterator)[0]) == [[8, 9], [10, 11]]
+
+
+def test_torch_datasets_of_batches(pair):
+    """A map-style dataset: a length, items, and no __iter__."""
+    torch = pytest.importorskip("torch", reason="torch is not a dependency")
+
+    class Batches(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            if index >= 2:
+                raise IndexError
+            return torch.full((2,), index)
+
+    dataset = pair.distribute_dataset(Batches())
+    assert [local(pair, x) for x in dataset] == [[[0], [0]], [[1], [1]]]
+    assert len(pair.distribute_dataset(Batches(), dj.InputOptions("drop"))) == 2
+
+
+def test_tf_data(pair, options):
+    tf = pytest.importorskip("tensorflow", reason="TensorFlow is not a dependency")
+    made = tf.data.Dataset.range(10).map(lambda i: {"x": i, "y": (i * i,)}).batch(4)
+    dataset = pair.distribute_dataset(made, options)
+    assert len(dataset) == 3
+    found = [(local(pair, e["x"]), local(pair, e["y"][0])) for e in dataset]
+    assert found[2] == ([[8], [9]], [[64], [81]])
+    endless = iter(pair.distribute_dataset(made.repeat(), options))
+    assert local(pair, next(endless)["x"]) == [[0, 1], [2, 3]]
+
+
+def test_no_data_library_is_imported(pair):
+    """distjax.data works by protocols: importing it brings none of them in."""
+    import subprocess
+
+    code = (
+        "import sys, distjax.data.dataset; "
+        "print([m for m in ('torch', 'tensorflow', 'grain') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"

@@ -94,7 +94,7 @@ def trace_jaxpr(
     return open_jaxpr(closed)
 
 
-def traced_avals(fn: Callable[[], list[Any]]) -> list[ShapedArray]:
+def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:
     """Returns shapes and dtypes of what ``fn`` returns, by one trace."""
     jaxpr, _ = trace_jaxpr(fn, ())
     return [v.aval for v in jaxpr.outvars]

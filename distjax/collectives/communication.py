@@ -54,8 +54,7 @@ class CommunicationOptions:
                 raise ValueError(_text(name, "an int, 0 or more", value))
         if self.compress not in (None, "bfloat16"):
             raise ValueError(_text("compress", "None or 'bfloat16'", self.compress))
-        name = getattr(self.implementation, "name", self.implementation)
-        name = name.upper() if isinstance(name, str) else name
+        name = str(getattr(self.implementation, "name", self.implementation)).upper()
         if name not in CommunicationImplementation.__members__:
             known = ", ".join(CommunicationImplementation.__members__)
             raise ValueError(_text("implementation", f"one of {known}", self.implementation))

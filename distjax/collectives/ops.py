@@ -34,7 +34,7 @@ def as_reduce_op(op: Any, where: str = "op") -> ReduceOp:
     Raises:
       ValueError: anything else.
     """
-    name = op.upper() if isinstance(op, str) else getattr(op, "name", None)
+    name = str(op if isinstance(op, str) else getattr(op, "name", "")).upper()
     is_ours = isinstance(op, str) or type(op).__name__ in ("ReduceOp", "VariableAggregation")
     if is_ours and name in ReduceOp.__members__:
         return ReduceOp[name]

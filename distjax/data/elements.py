@@ -67,7 +67,8 @@ def read_element(element: Any, name: str) -> HostTree:
 def _as_numpy(leaf: Any, tree: HostTree, index: int, name: str) -> np.ndarray:
     cause = None
     try:
-        array = np.asarray(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+        array = np.asarray(leaf)
+        array = array if isinstance(leaf, jax.Array) else array.copy()
         if jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_:
             return array
     except Exception as error:  # whatever the conversion of a foreign type raises

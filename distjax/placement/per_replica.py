@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from distjax import jax_compat
 from distjax.errors import LocalityError, explain
 from distjax.placement.topology import Topology
 
@@ -66,7 +67,7 @@ class PerReplica:
         return jax.tree.map(lambda leaf: PerReplica(leaf, self.topology), out)
 
     def __repr__(self) -> str:
-        if isinstance(self.stacked, jax.core.Tracer) or not hasattr(self.stacked, "shape"):
+        if isinstance(self.stacked, jax_compat.Tracer) or not hasattr(self.stacked, "shape"):
             return f"PerReplica(R={self.num_replicas}, {self.stacked})"
         return "PerReplica({\n" + "".join(f"  {row}\n" for row in self._rows()) + "})"
 
@@ -87,7 +88,7 @@ class PerReplica:
 
     def _repr_html_(self) -> str:
         head = f"PerReplica &middot; {html.escape(str(self.dtype))}{list(self.shape)}"
-        if isinstance(self.stacked, jax.core.Tracer):
+        if isinstance(self.stacked, jax_compat.Tracer):
             return f"<code>{html.escape(repr(self))}</code>"
         with np.printoptions(threshold=20, edgeitems=3, precision=4):
             body = "".join(

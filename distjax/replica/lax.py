@@ -28,7 +28,7 @@ def scan(
     unroll: int | bool = 1,
 ) -> tuple[Any, Any]:
     """Returns `jax.lax.scan` of ``f``, which may write variables."""
-    options = dict(length=length, reverse=reverse, unroll=unroll)
+    options: dict[str, Any] = dict(length=length, reverse=reverse, unroll=unroll)
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.scan(f, init, xs, **options))

@@ -64,7 +64,7 @@ class Program:
         self._written = frozenset[Any]()
         self._threads = False
         self._hides_objects = False
-        self._jitted: Any = None
+        self._jitted: Any = None  # a jax.stages.Wrapped, made at the first call
         self._pending: Discovered | None = None
         self._is_unguarded = False
         self._watch = RetraceWatch(name, argument_names)
@@ -128,8 +128,9 @@ class Program:
         if self._jitted is None:
             self._prepare(donated, tree)
         for attempt in range(2):
+            jitted: Any = self._jitted
             try:
-                return self._jitted.lower(
+                return jitted.lower(
                     [v.storage for v in self._writes],
                     donated,
                     [v.storage for v in self._reads],

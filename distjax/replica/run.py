@@ -133,7 +133,7 @@ def trace_replica(
         leaves = [_refuse_per_replica(leaf, fn) for leaf in result.release()]
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=list(state.written), created=created)
-        inits = [creation.values[v] for v in created]
+        inits = list(creation.values.values()) if creation is not None else []
         return [*leaves, *(state.read(v) for v in state.written), *inits]
 
     avals = [_replica_aval(x) for x in located]

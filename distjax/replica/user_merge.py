@@ -33,7 +33,7 @@ class UserMerge:
         self.read: list[Any] = []
         self.written: list[Any] = []
         self.created: list[Any] = []
-        self.result: Template | None = None
+        self.result: Any = None
         self.out_avals: list[ShapedArray] = []
 
     def find_shapes(self) -> None:

@@ -25,7 +25,8 @@ class ContainerRegistry:
 
     def container_of(self, value: Any) -> Any:
         """Returns the variable of a component, or `value` if it is none."""
-        part, variable = self._entries.get(id(value), (None, None))
-        if part is None or part() is not value or variable() is None:
+        if id(value) not in self._entries:
             return value
-        return variable()
+        part, variable = self._entries[id(value)]
+        container = variable()
+        return value if part() is not value or container is None else container

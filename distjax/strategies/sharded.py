@@ -41,7 +41,7 @@ class ShardedPlacement:
 
     def policy(self, modes: Any, dtype: Any, name: str) -> Policy:
         """Returns the row of the policy table."""
-        return policy_for(*modes, dtype, name)
+        return policy_for(modes, dtype, name)
 
     def layout(
         self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
@@ -64,7 +64,9 @@ class ShardedPlacement:
 
     def _split(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         axis = self._axis(tuple(shape), dtype)
-        return self._whole() if axis is None else PartitionedLayout(self.topology, axis)
+        if axis is None:
+            return self._whole()
+        return PartitionedLayout(self.topology, axis)
 
     def _axis(self, shape: tuple[int, ...], dtype: Any) -> int | None:
         count = self.topology.num_replicas

@@ -11,6 +11,7 @@ from distjax.collectives.mapping import map_replicas
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import (
+    ContextError,
     LocalityError,
     StrategyMismatchError,
     describe_value,
@@ -178,6 +179,39 @@ def _on_each_copy(
     return program(args, kwargs)
 
 
+class _ComponentState(TraceState):
+    """The state of a function that runs on each component of one variable.
+
+    Only that variable's component is followed: of others a function may read
+    those with one value, and write none.
+    """
+
+    def __init__(self, variable: Variable | None, outer: TraceState):
+        super().__init__(local_view=True, parent=outer)
+        self._updated = variable
+
+    def _initial(self, variable: Variable) -> Any:
+        if variable.policy.stacked:
+            raise ContextError(_other_variable_text("read", variable))
+        return super()._initial(variable)
+
+    def write(self, variable: Variable, value: Any) -> None:
+        """Sets a new value of the component; refuses other variables."""
+        if variable is not self._updated:
+            raise ContextError(_other_variable_text("write", variable))
+        super().write(variable, value)
+
+
+def _other_variable_text(action: str, variable: Variable) -> str:
+    return explain(
+        f"a {action} of variable {variable.name!r} needs an update of its own",
+        got="an update function that runs on the components of another variable",
+        why="only the components of the variable being updated are followed there",
+        fix="pass values as arguments: update(v, fn, args=(x,)), and call update for each "
+        "variable that changes",
+    )
+
+
 def _on_each_copy_in_trace(
     extended: Any, variable: Variable | None, fn: Any, args: Any, kwargs: Any, outer: Any
 ) -> Any:
@@ -189,7 +223,7 @@ def _on_each_copy_in_trace(
     found: list[Template] = []
 
     def on_copy(*local: Any) -> list[Any]:
-        state = TraceState(local_view=True, parent=outer)
+        state = _ComponentState(variable, outer)
         for slot, component in zip(slots, local, strict=False):
             state.bind(slot, component)
         inner_args, inner_kwargs = template.fill(local[len(slots) :])

@@ -276,7 +276,10 @@ class ReferenceExtended:
                     fix="g = strategy.extended.reduce_to('sum', g, var)",
                 )
             )
-        return self.update_non_slot(var, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+        result = self.update_non_slot(var, lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+        if not var.is_on_read:
+            var.require_equal_components()
+        return result
 
     def update_non_slot(
         self,

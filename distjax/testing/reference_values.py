@@ -67,9 +67,14 @@ def _regrouped(column: Sequence[Any], topology: Topology, where: str) -> Any:
     arrays = [jnp.asarray(x) for x in column]
     if any((a.shape, a.dtype) != (arrays[0].shape, arrays[0].dtype) for a in arrays):
         raise LocalityError(_differing_text(where, ", ".join(map(describe_value, arrays))))
-    if all(_content(a) == _content(arrays[0]) for a in arrays):
+    if all_equal(arrays):
         return arrays[0]
     return PerReplica(jnp.stack(arrays), topology)
+
+
+def all_equal(arrays: Sequence[jax.Array]) -> bool:
+    """Returns whether the arrays are the same, bit by bit."""
+    return all(_content(a) == _content(arrays[0]) for a in arrays)
 
 
 def _content(array: jax.Array) -> bytes:

@@ -27,7 +27,7 @@ from distjax.errors import (
     explain,
 )
 from distjax.placement.per_replica import PerReplica
-from distjax.testing.reference_values import combined, is_array, is_number
+from distjax.testing.reference_values import all_equal, combined, is_array, is_number
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
@@ -137,6 +137,19 @@ class ReferenceVariable(Variable):
             return [(array / count).astype(self.dtype)] * count
         share, rest = array // count, array % count
         return [share + (i < rest).astype(self.dtype) for i in range(count)]
+
+    def require_equal_components(self) -> None:
+        """Raises a LocalityError if an update made the copies diverge."""
+        if all_equal(self.components):
+            return
+        raise LocalityError(
+            explain(
+                f"an update of variable {self.name!r} needs to leave its components equal",
+                got="components that differ",
+                why="it is mirrored: the function has read what differs per replica",
+                fix="pass a reduced value as an argument: update(v, fn, args=(x,))",
+            )
+        )
 
     def _own_component(self, action: str) -> int | None:
         """Returns which component the context sees; None in cross-replica context."""

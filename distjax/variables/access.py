@@ -259,7 +259,7 @@ def _kind(dtype: Any) -> int:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
-def _converted(variable: Any, value: Any, method: str) -> jax.Array:
+def _converted(variable: Any, value: Any, method: str) -> Any:
     if not hasattr(value, "dtype") and not isinstance(value, (numbers.Number, list, tuple)):
         raise TypeError(_conversion_text(variable, method, describe_value(value)))
     if isinstance(value, jax.Array):

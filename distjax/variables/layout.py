@@ -23,20 +23,21 @@ from distjax.placement.topology import Topology
 
 
 class Layout(Protocol):
-    """The form of a variable's storage.
+    """The form of a variable's storage."""
 
-    Attributes:
-      kind: the kind of the variable's Locality.
-      sharding: where the stored array lives; None: JAX's default device.
-      num_copies: how many copies `update` and `local_results` speak of.
-    """
+    @property
+    def kind(self) -> str:
+        """The kind of the variable's Locality."""
+        ...
 
-    kind: str
-    num_copies: int
+    @property
+    def num_copies(self) -> int:
+        """How many copies `update` and `local_results` speak of."""
+        ...
 
     @property
     def sharding(self) -> Sharding | None:
-        """Where the stored array lives."""
+        """Where the stored array lives; None: JAX's default device."""
         ...
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ class PartitionedLayout:
     num_copies: int = 1
     kind: str = kinds.PARTITIONED
 
-    @functools.cached_property
+    @property
     def sharding(self) -> Sharding:
         """`P(..., replica)` with the replica axis at `axis`."""
         if self.topology.mesh is None:
@@ -200,7 +201,7 @@ class HostLayout:
         devices = np.array(self.topology.devices, dtype=object)
         return Mesh(devices, ("part",), axis_types=(AxisType.Auto,))
 
-    @functools.cached_property
+    @property
     def sharding(self) -> Sharding:
         """Split over the devices, in host memory."""
         return NamedSharding(self._mesh, PartitionSpec("part"), memory_kind=self.memory_kind)

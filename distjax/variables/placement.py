@@ -83,7 +83,7 @@ class MirroredPlacement:
         name: str,
     ) -> Policy:
         """Returns the row of the policy table."""
-        return policy_for(*modes, dtype, name)
+        return policy_for(modes, dtype, name)
 
     def layout(
         self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None

@@ -115,8 +115,7 @@ def resolve_modes(
 
 
 def policy_for(
-    synchronization: VariableSynchronization,
-    aggregation: VariableAggregation,
+    modes: tuple[VariableSynchronization, VariableAggregation],
     dtype: Any,
     name: str,
 ) -> Policy:
@@ -125,6 +124,7 @@ def policy_for(
     Raises:
       ValueError: synchronization NONE, or MEAN of a dtype that is not inexact.
     """
+    synchronization, aggregation = modes
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
             explain(

@@ -159,7 +159,7 @@ class Variable:
         devices = self.sharding.device_set
         return value if value.sharding.device_set == devices else np.asarray(value)
 
-    def copied(self, value: Any) -> jax.Array:
+    def copied(self, value: Any) -> Any:
         """Returns a copy of a global value, shared with nobody."""
         return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 

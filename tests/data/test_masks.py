@@ -28,6 +28,7 @@ def losses(x):
     return jnp.log(1 + jnp.sum(x * x, axis=1))
 
 
+@pytest.mark.filterwarnings("ignore::distjax.errors.RecompilationWarning")
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(first=st.integers(1, 9), sizes=st.lists(st.integers(0, 9), max_size=3), seed=st.integers(0))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -200,7 +201,6 @@ def test_errors_of_iter_are_raised_at_once(pair):
 
 def test_an_error_keeps_nothing_alive(pair):
     """Neither the source nor the iterator, with no garbage collection."""
-    import weakref
 
     class Source:
         def __iter__(self):

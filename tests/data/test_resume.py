@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import local
 
@@ -253,6 +253,7 @@ def test_what_is_no_state(pair, state):
 PAIR = dj.VirtualStrategy(2)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([1, 2, 3, 4]), max_size=6),
     partial=st.sampled_from(["drop", "pad"]),

@@ -1,5 +1,6 @@
 """Where batches come from: what numpy takes, and what reuses its memory."""
 
+import subprocess
 import sys
 
 import jax
@@ -91,17 +92,17 @@ def test_arrays_of_batches_are_datasets(pair):
     ]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torch_loaders(pair, options, workers):
+def torch_loader(workers=0):
     torch = pytest.importorskip("torch", reason="torch is not a dependency")
     data = torch.utils.data.TensorDataset(torch.arange(14.0), torch.arange(14)[:, None])
-    loader = torch.utils.data.DataLoader(
-        data,
-        batch_size=4,
-        num_workers=workers,
-        multiprocessing_context="spawn" if workers else None,
+    context = "spawn" if workers else None
+    return torch.utils.data.DataLoader(
+        data, batch_size=4, num_workers=workers, multiprocessing_context=context
     )
-    dataset = pair.distribute_dataset(loader, options)
+
+
+def test_torch_loaders(pair, options):
+    dataset = pair.distribute_dataset(torch_loader(), options)
     assert len(dataset) == 4
     found = list(dataset)
     assert local(pair, found[3][0]) == [[12], [13]]
@@ -111,6 +112,12 @@ def test_torch_loaders(pair, options, workers):
     resumed = iter(dataset)
     resumed.set_state(iterator.get_state())
     assert local(pair, next(resumed)[0]) == local(pair, next(iterator)[0]) == [[8, 9], [10, 11]]
+
+
+@pytest.mark.slow
+def test_torch_loaders_with_processes(mirrored):
+    found = [local(mirrored, x) for x, _ in mirrored.distribute_dataset(torch_loader(workers=1))]
+    assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12], [13]]]
 
 
 def test_torch_datasets_of_batches(pair):
@@ -142,10 +149,8 @@ def test_tf_data(pair, options):
     assert local(pair, next(endless)["x"]) == [[0, 1], [2, 3]]
 
 
-def test_no_data_library_is_imported(pair):
+def test_no_data_library_is_imported():
     """distjax.data works by protocols: importing it brings none of them in."""
-    import subprocess
-
     code = (
         "import sys, distjax.data.dataset; "
         "print([m for m in ('torch', 'tensorflow', 'grain') if m in sys.modules])"

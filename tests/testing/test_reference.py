@@ -503,6 +503,13 @@ def test_a_mirrored_variable_is_updated_equally(strategy):
         strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign_add(1.0)))
 
 
+def test_an_update_leaves_mirrored_components_equal(strategy):
+    v, s = variable(strategy), variable(strategy, synchronization=ON_READ)
+    strategy.run(lambda: s.assign(rid() + 1.0))
+    with pytest.raises(LocalityError, match="update of variable 'v' needs to leave its components"):
+        strategy.extended.update(v, lambda v: v.assign_add(s.value))
+
+
 def test_non_slot_updates(strategy):
     extended = strategy.extended
     own = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)

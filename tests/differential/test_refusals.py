@@ -1,0 +1,110 @@
+"""Programs that compiled strategies and the reference refuse alike."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import MEAN, ON_READ, SUM, context, rid, rows, variable
+from outcomes import compiled_strategies
+
+import distjax as dj
+from distjax.errors import AggregationError, ContextError, LocalityError, MergeError
+
+
+def write_without_aggregation(strategy):
+    v = variable(strategy, 1.0)
+    strategy.run(lambda: v.assign(rid()))
+
+
+def python_number_into_a_sum(strategy):
+    v = variable(strategy, 1.0, aggregation=SUM)
+    strategy.run(lambda: v.assign(1.0))
+
+
+def addition_across_to_a_sum(strategy):
+    variable(strategy, 1.0, synchronization=ON_READ, aggregation=SUM).assign_add(1.0)
+
+
+def read_across_without_aggregation(strategy):
+    _ = variable(strategy, 1.0, synchronization=ON_READ).value
+
+
+def per_replica_assigned(strategy):
+    variable(strategy, 1.0).assign(rows(strategy, lambda r: r))
+
+
+def update_with_a_per_replica(strategy):
+    v, x = variable(strategy, 1.0), rows(strategy, lambda r: r)
+    strategy.extended.update(v, lambda v, x: v.assign(x), args=(x,))
+
+
+def mean_of_ints(strategy):
+    variable(strategy, 1, aggregation=MEAN)
+
+
+def float_into_an_int(strategy):
+    variable(strategy, 1).assign(1.5)
+
+
+def sum_of_a_host_value(strategy):
+    strategy.reduce("sum", np.float32(1))
+
+
+def merge_in_a_merge(strategy):
+    def fn():
+        ctx = context()
+        ctx.merge_call(lambda strategy: ctx.merge_call(lambda strategy: 1))
+
+    strategy.run(fn)
+
+
+def meeting_under_an_own_predicate(strategy):
+    def fn():
+        meet = lambda: context().all_reduce("sum", jnp.float32(1))
+        return dj.lax.cond(rid() > 0, meet, lambda: jnp.float32(0))
+
+    strategy.run(fn)
+
+
+def reduction_in_a_replica(strategy):
+    strategy.run(lambda: strategy.reduce("sum", rid()))
+
+
+REFUSALS = {
+    write_without_aggregation: AggregationError,
+    python_number_into_a_sum: ValueError,
+    addition_across_to_a_sum: AggregationError,
+    read_across_without_aggregation: AggregationError,
+    per_replica_assigned: LocalityError,
+    update_with_a_per_replica: LocalityError,
+    mean_of_ints: ValueError,
+    float_into_an_int: TypeError,
+    sum_of_a_host_value: ValueError,
+    merge_in_a_merge: MergeError,
+    meeting_under_an_own_predicate: MergeError,
+    reduction_in_a_replica: ContextError,
+}
+
+
+@pytest.mark.parametrize("program", list(REFUSALS), ids=lambda fn: fn.__name__)
+def test_all_refuse(program):
+    for strategy in (dj.testing.ReferenceStrategy(2), *compiled_strategies(2).values()):
+        with pytest.raises(REFUSALS[program]):
+            program(strategy)
+        assert not dj.has_strategy()
+
+
+@pytest.mark.parametrize("action", ["read", "write"])
+def test_components_of_other_variables_are_out_of_reach_in_a_compiled_update(pair, action):
+    modes = {"synchronization": ON_READ, "aggregation": SUM}
+    v, other = variable(pair, 1.0, name="v", **modes), variable(pair, 2.0, name="other", **modes)
+    fns = {"read": lambda v: v.assign(other.value), "write": lambda v: other.assign(v.value)}
+    with pytest.raises(ContextError, match=f"a {action} of variable 'other' needs an update of"):
+        pair.extended.update(v, fns[action])
+    assert [float(x) for x in other.local_results()] == [2, 2]
+
+
+def test_a_compiled_update_of_components_reads_mirrored_variables(pair):
+    v = variable(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
+    w = variable(pair, jnp.float32(3), name="w")
+    pair.extended.update(v, lambda v: v.assign_add(w.value))
+    assert float(v.value) == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -264,3 +264,21 @@ for _name in "add sub mul truediv floordiv mod divmod pow matmul and or xor".spl
     setattr(Variable, f"__r{_name}__", _operator(f"__r{_name}__"))
 for _name in "neg pos abs invert lt le gt ge round".split():
     setattr(Variable, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _in_place(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Variable, other: Any) -> NoReturn:
+        raise TypeError(
+            explain(
+                f"an in-place operator needs an array, not variable {self.name!r}",
+                got=f"`v {name}= ...`",
+                why="it would bind the name to a new array and leave the variable as it was",
+                fix="v.assign_add(x), v.assign_sub(x), or v.assign(v.value * x)",
+            )
+        )
+
+    return refuse
+
+
+for _name, _symbol in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}.items():
+    setattr(Variable, f"__i{_name}__", _in_place(_symbol))

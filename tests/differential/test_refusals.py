@@ -93,14 +93,15 @@ def test_all_refuse(program):
         assert not dj.has_strategy()
 
 
-@pytest.mark.parametrize("action", ["read", "write"])
-def test_components_of_other_variables_are_out_of_reach_in_a_compiled_update(pair, action):
+def test_an_update_of_components_cannot_reach_those_of_other_variables(pair):
     modes = {"synchronization": ON_READ, "aggregation": SUM}
     v, other = variable(pair, 1.0, name="v", **modes), variable(pair, 2.0, name="other", **modes)
-    fns = {"read": lambda v: v.assign(other.value), "write": lambda v: other.assign(v.value)}
-    with pytest.raises(ContextError, match=f"a {action} of variable 'other' needs an update of"):
-        pair.extended.update(v, fns[action])
-    assert [float(x) for x in other.local_results()] == [2, 2]
+    with pytest.raises(ContextError, match="a read of variable 'other' needs an update of its own"):
+        pair.extended.update(v, lambda v: v.assign(other.value))
+    mirrored = variable(pair, 3.0, name="w")
+    with pytest.raises(ContextError, match="a write of variable 'w' needs an update of its own"):
+        pair.extended.update(v, lambda v: mirrored.assign(4.0))
+    assert float(mirrored.value) == 3 and [float(x) for x in v.local_results()] == [1, 1]
 
 
 def test_a_compiled_update_of_components_reads_mirrored_variables(pair):

@@ -63,8 +63,8 @@ def test_r319_mean_of_tensors(strategy):
     with strategy.scope():
         mean = MeanTensor(4)
     count = strategy.num_replicas_in_sync
-    for step, x in enumerate(in_batches(strategy, np.arange(16.0 * count), 4), 1):
-        strategy.run(mean.update, args=(x.map(jnp.float32) if count > 1 else jnp.float32(x),))
+    for step, x in enumerate(in_batches(strategy, np.arange(16 * count, dtype=np.float32), 4), 1):
+        strategy.run(mean.update, args=(x,))
         k = step * count
         np.testing.assert_allclose(
             mean.result(), [2 * k - 2, 2 * k - 1, 2 * k, 2 * k + 1], rtol=1e-6

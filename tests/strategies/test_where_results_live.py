@@ -221,3 +221,17 @@ def test_a_four_step_update_moves_the_gradient_once(three):
 
     text = dj.jit(lambda x: three.run(fn, args=(x,))).lower(ids(three)).compile().as_text()
     assert dict(count_collectives(text)) == {"all-reduce": (1, 20)}
+
+
+@pytest.mark.parametrize(
+    "make", [dj.OneDeviceStrategy, lambda device: dj.VirtualStrategy(4, device)]
+)
+def test_one_device_is_the_one_that_was_chosen(make):
+    """Also where no argument is on it, so that nothing but the strategy says so."""
+    device = jax.devices()[3]
+    strategy = make(device)
+    result = strategy.run(lambda x: x + jnp.ones(3), args=(3.0,))
+    assert result.devices() == {device}
+    total = strategy.reduce("sum", result)
+    assert float(total[0]) == 4.0 * strategy.num_replicas_in_sync
+    assert total.devices() == {device}

@@ -221,3 +221,12 @@ def test_update_of_another_strategys_variable(pair):
 def test_sum_of_a_mirrored_variable_is_refused(pair):
     with pytest.raises(LocalityError):
         pair.reduce("sum", make(pair, 1.0))
+
+
+@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv", "ipow"])
+def test_in_place_operators_are_refused(pair, name):
+    with pair.scope():
+        v = dj.Variable(2.0, name="v")
+    with pytest.raises(TypeError, match="an in-place operator needs an array, not variable 'v'"):
+        getattr(operator, name)(v, 3.0)
+    assert float(v.value) == 2.0

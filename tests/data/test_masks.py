@@ -48,27 +48,29 @@ def test_law_reduce_with_the_mask(name, first, sizes, seed):
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored2", "mirrored8", "virtual3"])
-def test_a_metric_over_an_epoch(name):
-    """The pattern of a metric by hand: two sync-on-read sums, weighted by the mask."""
+def test_metrics_over_an_epoch(name):
+    """`dj.metrics`, and the same by hand: two sync-on-read sums, weighted by the mask."""
     strategy = made(name)
     batches = numbers([7, 7, 5], 1)
+    modes = {
+        "synchronization": dj.VariableSynchronization.ON_READ,
+        "aggregation": dj.VariableAggregation.SUM,
+    }
     with strategy.scope():
-        modes = {
-            "synchronization": dj.VariableSynchronization.ON_READ,
-            "aggregation": dj.VariableAggregation.SUM,
-        }
+        mean = dj.metrics.Mean()
         total, count = dj.Variable(0.0, **modes), dj.Variable(0.0, **modes)
 
     def update(batch):
-        kept = jnp.where(batch.mask, losses(batch.data), 0)
-        total.assign_add(jnp.sum(kept))
+        mean.update(losses(batch.data), mask=batch.mask)
+        total.assign_add(jnp.sum(jnp.where(batch.mask, losses(batch.data), 0)))
         count.assign_add(jnp.sum(batch.mask.astype(jnp.float32)))
 
     for batch in strategy.distribute_dataset(batches, PAD):
         strategy.run(update, args=(batch,))
-    expected = np.log(1 + np.sum(np.concatenate(batches) ** 2, axis=1))
+    expected = np.log(1 + np.sum(np.concatenate(batches) ** 2, axis=1)).mean()
     assert float(count.value) == 19
-    np.testing.assert_allclose(total.value / count.value, expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(total.value / count.value, expected, rtol=1e-5)
+    np.testing.assert_allclose(mean.result(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mirrored2", "virtual3"])

@@ -22,13 +22,13 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
     Args:
       key: a PRNG key, equal on every replica.
       rate: the fraction to drop, from 0 up to but not 1.
-      x: [B, ...], or in cross-replica context a PerReplica of such.
+      x: [B, ...]; in cross-replica context a PerReplica of such, too.
       synchronized: False: the replica's number is folded into the key, so each
         replica draws a mask of its own. True: all draw the same mask.
 
     Locality: T or M in; T out, or the locality of `x` if synchronized.
-    Context: any. In cross-replica context one array gets one mask, that of
-      `synchronized`; a PerReplica goes through `run`.
+    Context: any. In cross-replica context it is `strategy.run` of itself: one
+      array comes back as a PerReplica, or Mirrored if synchronized.
     Cost: no collective.
 
     Raises:
@@ -56,7 +56,7 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
         )
     frame = frames.current()
     apply = _with_shared_mask if synchronized else _with_own_mask
-    if frame.replica_context is None and (is_per_replica(x) or is_per_replica(key)):
+    if frame.replica_context is None:
         return frame.strategy.run(apply, args=(key, rate, x))
     if is_per_replica(x):
         raise ContextError(
@@ -71,8 +71,7 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
 
 
 def _with_own_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:
-    context = frames.current().replica_context
-    return _with_shared_mask(key if context is None else context.fold_in(key), rate, x)
+    return _with_shared_mask(frames.current().replica_context.fold_in(key), rate, x)
 
 
 def _with_shared_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 
 class FunctionCache:
-    """Maps a function (by identity) and a key to a value.
+    """Maps a function, by identity, to a value.
 
     A bound method is keyed by (object, function), since every attribute access
     makes a new method object. The cache keeps neither functions nor objects
@@ -18,23 +18,22 @@ class FunctionCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], tuple[Any, dict[Hashable, Any]]] = {}
+        self._entries: dict[tuple[Any, ...], tuple[Callable[[], Any], Any]] = {}
         self._lock = threading.RLock()
 
-    def get(self, fn: Any, key: Hashable, make: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Returns the value for (fn, key), made with `make(resolve)` if absent."""
+    def get(self, fn: Any, make: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Returns the value for ``fn``, made with `make(resolve)` if absent."""
         identity = _identity(fn)
         entry = self._entries.get(identity)
-        if entry is not None and entry[0]() is not None and key in entry[1]:
-            return entry[1][key]
+        if entry is not None and entry[0]() is not None:
+            return entry[1]
         with self._lock:
             entry = self._entries.get(identity)
             if entry is None or entry[0]() is None:
-                entry = (self._resolver(fn, identity), {})
+                resolve = self._resolver(fn, identity)
+                entry = (resolve, make(resolve))
                 self._entries[identity] = entry
-            if key not in entry[1]:
-                entry[1][key] = make(entry[0])
-            return entry[1][key]
+            return entry[1]
 
     def _resolver(self, fn: Any, identity: tuple[Any, ...]) -> Callable[[], Any]:
         def forget(_: Any) -> None:

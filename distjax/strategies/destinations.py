@@ -79,7 +79,8 @@ def place_on(value: Any, target: Sharding | None) -> Any:
         return value
     if not isinstance(value, jax.Array):
         return jax.device_put(value, target) if hasattr(value, "dtype") else value
-    return value if value.sharding == target else jax.device_put(value, target)
+    is_there = value.committed and value.sharding == target
+    return value if is_there else jax.device_put(value, target)
 
 
 def _text(method: str, destinations: Any) -> str:

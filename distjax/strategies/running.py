@@ -28,25 +28,22 @@ class ReplicaRunner:
         strategy, state = self._extended.strategy, frames.current().state
         if state is not None:
             return run_in_trace(strategy, fn, args, kwargs, state)
-        return self._programs.get(fn, "run", self._make_program(fn))(args, kwargs)
+        return self._programs.get(fn, self._make_program)(args, kwargs)
 
-    def _make_program(self, fn: Callable[..., Any]) -> Callable[[Callable[[], Any]], Program]:
-        name, names, extended = function_name(fn), positional_names(fn), self._extended
+    def _make_program(self, resolve: Callable[[], Any]) -> Program:
+        extended = self._extended
 
-        def make(resolve: Callable[[], Any]) -> Program:
-            def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                state = frames.current().state
-                return run_in_trace(extended.strategy, resolve(), args, kwargs, state)
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            state = frames.current().state
+            return run_in_trace(extended.strategy, resolve(), args, kwargs, state)
 
-            return Program(
-                name,
-                call,
-                lambda state: Frame(extended.strategy, state=state),
-                self._placed,
-                argument_names=names,
-            )
-
-        return make
+        return Program(
+            function_name(resolve()),
+            call,
+            lambda state: Frame(extended.strategy, state=state),
+            self._placed,
+            argument_names=positional_names(resolve()),
+        )
 
     def _placed(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -103,7 +104,7 @@ def run_steps(
             if context.iterations == 0:
                 raise
             break
-        program = extended.step_programs.get(fn, "steps", _make_program(extended, fn))
+        program = extended.step_programs.get(fn, functools.partial(_make_program, extended))
         layout = Static(steps.layout)
         carried = context.last_step_outputs if initial_loop_values is not None else None
         outputs, others = program((layout, steps.arrays, carried), {})
@@ -137,22 +138,17 @@ def _take(iterator: Any, num_steps: int) -> Steps:
     return Steps(len(elements), arrays, InputLayout(None))
 
 
-def _make_program(extended: Any, fn: Any) -> Callable[[Callable[[], Any]], Program]:
-    name = function_name(fn)
+def _make_program(extended: Any, resolve: Callable[[], Any]) -> Program:
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout, arrays, initial = args
+        return _loop(resolve(), layout.value, arrays, initial)
 
-    def make(resolve: Callable[[], Any]) -> Program:
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            layout, arrays, initial = args
-            return _loop(resolve(), layout.value, arrays, initial)
-
-        return Program(
-            f"steps of {name}",
-            call,
-            lambda state: Frame(extended.strategy, state=state),
-            lambda tree: tree,
-        )
-
-    return make
+    return Program(
+        f"steps of {function_name(resolve())}",
+        call,
+        lambda state: Frame(extended.strategy, state=state),
+        lambda tree: tree,
+    )
 
 
 def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:

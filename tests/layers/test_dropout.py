@@ -80,12 +80,18 @@ def test_cross_replica_context_on_per_replica_values_goes_through_run(
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("synchronized", [False, True])
-def test_one_array_in_cross_replica_context_gets_one_mask(pair, how, synchronized):
-    drop = how(lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=synchronized))
-    with pair.scope():
-        out = drop(jnp.ones(64))
-    np.testing.assert_array_equal(np.asarray(out) != 0, jax.random.bernoulli(KEY, 0.5, (64,)))
+def test_one_array_in_cross_replica_context_is_every_replicas(strategy, how):
+    """Whether a value is proved equal or not, the masks are the same."""
+    own = how(lambda x: dj.layers.dropout(KEY, 0.5, x))
+    shared = how(lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=True))
+    x = np.ones(64, np.float32)
+    with strategy.scope():
+        found, same = masks(strategy, own(x)), shared(x)
+    for replica, mask in enumerate(found):
+        expected = jax.random.bernoulli(jax.random.fold_in(KEY, replica), 0.5, (64,))
+        np.testing.assert_array_equal(mask, expected)
+    assert isinstance(same, jax.Array)
+    np.testing.assert_array_equal(np.asarray(same) != 0, jax.random.bernoulli(KEY, 0.5, (64,)))
 
 
 def test_with_no_strategy_in_sight_it_is_replica_zero():

@@ -277,15 +277,14 @@ def test_the_cache_by_itself():
     def f():
         pass
 
-    resolve = cache.get(f, "k", make_value)
-    assert resolve() is f and cache.get(f, "k", make_value) is resolve
-    assert cache.get(f, "other", lambda resolve: 3) == 3
+    resolve = cache.get(f, make_value)
+    assert resolve() is f and cache.get(f, make_value) is resolve
     unweakable = np.sin  # not every callable takes a weak reference
-    assert cache.get(unweakable, "k", make_value)() is unweakable
+    assert cache.get(unweakable, make_value)() is unweakable
     assert len(cache) == 2
     owner = Trainer(None, 0)
-    resolve = cache.get(owner.step, "k", make_value)
-    assert cache.get(owner.step, "k", make_value) is resolve and resolve() == owner.step
+    resolve = cache.get(owner.step, make_value)
+    assert cache.get(owner.step, make_value) is resolve and resolve() == owner.step
     del owner, f
     gc.collect()
     assert resolve() is None and len(cache) == 1

@@ -1,0 +1,19 @@
+"""The three ages, each with a strategy of R replicas under its own names, for tests."""
+
+import jax
+
+import distjax as dj
+from distjax.compat import v1_12, v1_13, v1_15
+
+FACES = {"v1_12": v1_12.DistributionStrategy, "v1_13": v1_13.Strategy, "v1_15": v1_15.Strategy}
+
+
+def replicas(kind, count):
+    """Returns a strategy of `count` replicas on devices of their own, or on one."""
+    if kind == "mirrored":
+        return dj.MirroredStrategy(jax.devices()[:count])
+    return dj.VirtualStrategy(count)
+
+
+def numbers(values):
+    return [float(v) for v in values]

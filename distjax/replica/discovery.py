@@ -110,14 +110,33 @@ class Discovered:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
 
     def initialize_created(self, tree: Any) -> None:
-        """Computes the initial values of created variables and places them."""
+        """Computes the initial values of created variables where they will live.
+
+        One program with explicit output shardings: nothing is first whole on one
+        device. Values are copied, since a result of `jit` may be one of its inputs.
+        """
         start = len(self._wrappers) + len(self.writes)
         part = jax_compat.needed_for(self._jaxpr, self._jaxpr.outvars[start:])
-        values = [v.stored_value for v in self.reads]
-        inputs = [*jax.tree.leaves(tree), *values]
-        run = jax.jit(lambda arrays: jax_compat.eval_jaxpr(part, self._consts, arrays))
-        for variable, value in zip(self.created, run(inputs), strict=True):
-            access.initialize(variable, value)
+
+        def initial(arrays: Sequence[Any]) -> list[Any]:
+            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
+            return [_initial(v, x) for v, x in zip(self.created, values, strict=True)]
+
+        # JAX cannot place empty outputs: those are placed by themselves.
+        shardings = [v.sharding if v.size else None for v in self.created]
+        inputs = [*jax.tree.leaves(tree), *(v.stored_value for v in self.reads)]
+        stored = jax.jit(initial, out_shardings=shardings)(inputs)
+        for variable, value in zip(self.created, stored, strict=True):
+            if variable.size:
+                variable.storage = value
+            else:
+                access.initialize(variable, value)
+
+
+def _initial(variable: Any, value: Any) -> Any:
+    if not variable.size:
+        return value
+    return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
 
 
 def _from_stored(variable: Any, stored: Any) -> Any:

@@ -180,7 +180,7 @@ class Program:
             created = discovered.created
             if created:
                 require_no_trace(created[0].name)
-                discovered.initialize_created((donated, tree))
+                discovered.initialize_created(self._place((donated, tree)))
                 discovered = self._discover(donated, tree, Creation(made=created))
             writes = dict.fromkeys((*self._writes, *discovered.writes))
             reads = dict.fromkeys((*self._reads, *discovered.reads))

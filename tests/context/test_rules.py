@@ -139,6 +139,9 @@ CALLS = {
         s.extended.non_slot_devices([]), lambda: 3
     ),
     "run": lambda s, v: s.run(lambda: 3),
+    "run_steps_on_iterator": lambda s, v: s.extended.run_steps_on_iterator(
+        lambda context, x: None, iter([jnp.ones(1)])
+    ),
     "call_for_each_replica": lambda s, v: s.extended.call_for_each_replica(lambda: 3),
 }
 

@@ -234,3 +234,23 @@ def test_a_partitioner_decides_what_is_split():
 def test_wrong_options(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_r249_central_storage_needs_an_aggregation():
+    strategy = make_strategy("central", 2)
+    with strategy.scope():
+        v = dj.Variable(1.0, name="v")
+    with pytest.raises(ValueError, match="You must specify an aggregation method"):
+        strategy.run(lambda: v.assign_add(jnp.float32(1)))
+    assert float(v.value) == 1.0
+
+
+def test_r253_no_variables_at_all():
+    """Decision 15: `non_slot_devices([])` works (TF: ValueError)."""
+    strategy = make_strategy("central", 2)
+    devices = strategy.extended.non_slot_devices([])
+    assert devices == tuple(jax.devices()[:2])
+    with strategy.scope(), strategy.extended.colocate_vars_with(devices):
+        step = dj.Variable(0, name="step")
+    strategy.extended.update_non_slot(devices, lambda: step.assign_add(1))
+    assert int(step.value) == 1

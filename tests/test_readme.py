@@ -17,7 +17,11 @@ def test_the_quick_start_runs(tmp_path):
         script.write_text(block)
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
         ran = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert ran.returncode == 0, ran.stderr
         loss, *weights = (float(x) for x in re.findall(r"-?\d[\d.e+-]*", ran.stdout))

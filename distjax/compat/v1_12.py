@@ -31,12 +31,14 @@ from distjax.placement.per_replica import PerReplica as PerDevice
 from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
+from distjax.strategies.steps import MultiStepContext
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 __all__ = [
     "DistributionStrategy",
     "MirroredStrategy",
+    "MultiStepContext",
     "OneDeviceStrategy",
     "PerDevice",
     "TowerContext",

@@ -28,12 +28,14 @@ from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.scoping import has_strategy, in_cross_replica_context
+from distjax.strategies.steps import MultiStepContext
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 __all__ = [
     "InputContext",
     "MirroredStrategy",
+    "MultiStepContext",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import jax
@@ -45,7 +44,7 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
 
     Source: Srivastava et al., 2014; seed 000, "Distribute-aware layers".
     """
-    if isinstance(rate, numbers.Number) and not 0 <= rate < 1:
+    if isinstance(rate, (int, float)) and not 0 <= rate < 1:
         raise ValueError(
             explain(
                 "dropout: rate needs to be at least 0 and less than 1",

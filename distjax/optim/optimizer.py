@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -16,6 +15,7 @@ from distjax.errors import ContextError, StrategyMismatchError, describe_value, 
 from distjax.optim import gradients
 from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
+from distjax.optim.updating import update_variables
 from distjax.replica.jit import jit
 from distjax.variables.variable import Variable
 
@@ -173,16 +173,20 @@ class Optimizer:
         self._apply_across(strategy, self._in_order(grads_and_vars), extra)
 
     def _in_order(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        if self._state is None:
-            raise ContextError(
-                explain(
-                    "apply_gradients needs an optimizer that has its state",
-                    got="an optimizer whose init was not called",
-                    why="moments and counts are variables that init makes",
-                    fix="optimizer.init(variables), once, before the first step",
-                )
-            )
+        self._required_state()
         return gradients.in_order(grads_and_vars, self._variables)
+
+    def _required_state(self) -> OptimizerState:
+        if self._state is not None:
+            return self._state
+        raise ContextError(
+            explain(
+                "apply_gradients needs an optimizer that has its state",
+                got="an optimizer whose init was not called",
+                why="moments and counts are variables that init makes",
+                fix="optimizer.init(variables), once, before the first step",
+            )
+        )
 
     def _apply_across(self, strategy: Any, grads: Sequence[Any], extra: dict[str, Any]) -> None:
         own = self._strategy
@@ -209,44 +213,16 @@ class Optimizer:
             reduced = self._strategy.extended.batch_reduce_to(self._op, pairs)
             if divisor > 1:
                 reduced = [(g / divisor).astype(g.dtype) for g in reduced]
-            self._update(reduced, extra)
+            update_variables(self._tx, self._required_state(), self._tree, reduced, extra)
 
         if self._accumulation is None:
             communicate(grads, 1)
         else:
             self._accumulation.step(grads, communicate)
 
-    def _update(self, grads: list[Any], extra: dict[str, Any]) -> None:
-        """Steps 3 and 4: the transformation once, then an update of each variable."""
-        state, extended = self._state, self._strategy.extended
-        treedef = jax.tree.structure(self._tree)
-        params = treedef.unflatten([v.value for v in self._variables])
-        updates, new_state = self._tx.update(
-            treedef.unflatten(grads), state.values(), params, **extra
-        )
-        new_params = jax.tree.leaves(optax.apply_updates(params, updates))
-        new = state.paired_with(new_state)
-        for variable, value in zip(self._variables, new_params, strict=True):
-            slots = state.slots[variable]
-            values = [value, *(new[s] for s in slots)]
-            extended.update(variable, _assign_all, args=(slots, values))
-        if state.non_slots:
-            devices = extended.non_slot_devices(self._variables)
-            values = [new[v] for v in state.non_slots]
-            extended.update_non_slot(devices, _assign_each, args=(state.non_slots, values))
-
     def __repr__(self) -> str:
         names = [v.name for v in self._variables]
         return f"Optimizer({self._op.name}, accumulate_steps={self._accumulate_steps}, of {names})"
-
-
-def _assign_all(variable: Variable, slots: Sequence[Variable], values: Sequence[Any]) -> None:
-    _assign_each([variable, *slots], values)
-
-
-def _assign_each(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
 
 def _in_force(strategy: Any) -> Any:

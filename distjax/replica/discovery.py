@@ -112,21 +112,29 @@ class Discovered:
     def initialize_created(self, tree: Any) -> None:
         """Computes the initial values of created variables where they will live.
 
-        One program with explicit output shardings: nothing is first whole on one
-        device. Values are copied, since a result of `jit` may be one of its inputs.
+        A program for each strategy, with explicit output shardings: nothing is first
+        whole on one device.
         """
-        start = len(self._wrappers) + len(self.writes)
-        part = jax_compat.needed_for(self._jaxpr, self._jaxpr.outvars[start:])
+        groups: dict[Any, list[Any]] = {}
+        for variable in self.created:
+            groups.setdefault(variable.strategy, []).append(variable)
+        inputs = [*jax.tree.leaves(tree), *(v.stored_value for v in self.reads)]
+        for variables in groups.values():
+            self._initialize(variables, inputs)
+
+    def _initialize(self, variables: Sequence[Any], inputs: Sequence[Any]) -> None:
+        ends = self._jaxpr.outvars[len(self._wrappers) + len(self.writes) :]
+        ends = dict(zip(self.created, ends, strict=True))
+        part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
 
         def initial(arrays: Sequence[Any]) -> list[Any]:
             values = jax_compat.eval_jaxpr(part, self._consts, arrays)
-            return [_initial(v, x) for v, x in zip(self.created, values, strict=True)]
+            return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
 
         # JAX cannot place empty outputs: those are placed by themselves.
-        shardings = [v.sharding if v.size else None for v in self.created]
-        inputs = [*jax.tree.leaves(tree), *(v.stored_value for v in self.reads)]
+        shardings = [v.sharding if v.size else None for v in variables]
         stored = jax.jit(initial, out_shardings=shardings)(inputs)
-        for variable, value in zip(self.created, stored, strict=True):
+        for variable, value in zip(variables, stored, strict=True):
             if variable.size:
                 variable.storage = value
             else:
@@ -134,6 +142,7 @@ class Discovered:
 
 
 def _initial(variable: Any, value: Any) -> Any:
+    """Returns a copy of `value` as stored (a result of `jit` may be one of its inputs)."""
     if not variable.size:
         return value
     return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))

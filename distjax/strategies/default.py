@@ -28,16 +28,15 @@ class DefaultExtended(StrategyExtended):
     is_default = True
 
     def __init__(self) -> None:
-        super().__init__(None, PlainPlacement(), wraps=False)  # type: ignore[arg-type]
+        super().__init__(None, PlainPlacement(), wraps=False)
 
     @property
-    def topology(self) -> Topology:  # type: ignore[override]
-        """One replica on the default device, which is looked up when needed."""
-        return one_device_topology(default_devices("one")[0], 1, REPLICA_AXIS)
+    def topology(self) -> Topology:
+        """One replica on the default device.
 
-    @topology.setter
-    def topology(self, value: None) -> None:
-        pass  # importing distjax must not start a backend
+        Looked up when needed: importing distjax must not start a backend.
+        """
+        return one_device_topology(default_devices("one")[0], 1, REPLICA_AXIS)
 
     @property
     def num_replicas(self) -> int:

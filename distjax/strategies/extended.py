@@ -33,7 +33,7 @@ class StrategyExtended:
     """Methods for algorithms that need to be distribution-aware.
 
     Args:
-      topology: devices, mesh and replicas.
+      topology: devices, mesh and replicas; None where a subclass looks them up.
       placement: where variables live.
       communication: how `reduce_to` and optimizers reduce.
       wraps: whether values that differ are handed out as PerReplica; a strategy
@@ -46,13 +46,13 @@ class StrategyExtended:
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | None,
         placement: VariablePlacement,
         *,
         communication: CommunicationOptions | None = None,
         wraps: bool = True,
     ):
-        self.topology = topology
+        self._topology = topology
         self.placement = placement
         self.communication = communication or CommunicationOptions()
         self.wraps = wraps
@@ -71,6 +71,12 @@ class StrategyExtended:
         return self._strategy()
 
     # -- where things are -----------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        """Devices, mesh and replicas."""
+        assert self._topology is not None, "a subclass without a topology overrides this"
+        return self._topology
 
     @property
     def num_replicas(self) -> int:

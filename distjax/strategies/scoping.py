@@ -29,7 +29,9 @@ def _scope_frame(strategy: Any) -> Frame:
     now = frames.current()
     if strategy.extended.is_default:
         _require_nothing_to_nest(strategy, now)
-        return now if not frames.stack() else Frame(strategy, now.replica_context, is_default=True)
+        if not frames.stack():
+            return now
+        return Frame(strategy, now.replica_context, state=now.state, is_default=True)
     frames.require_enterable(strategy, "scope()")
     return Frame(strategy, state=now.state, in_update=now.in_update)
 

@@ -142,8 +142,9 @@ def _hold_meeting(strategy: Any, meetings: Sequence[Meeting | None]) -> Sequence
                 fix="call it on every replica; choose by replica with jnp.where instead",
             )
         )
+    present = [m for m in meetings if m is not None]
     with frames.entered(Frame(strategy)), jax.disable_jit():
-        return meetings[0].hold([m.value for m in meetings])
+        return present[0].hold([m.value for m in present])
 
 
 # -- all_reduce, with its derivative ------------------------------------------

@@ -49,6 +49,8 @@ class ComponentFrame(Frame):
 class ReferenceVariable(Variable):
     """R components, whatever the synchronization; made by `dj.Variable` in scope."""
 
+    is_on_read: bool
+
     @classmethod
     def made(
         cls, strategy: Any, initial: Any, *, name: str, trainable: bool | None, modes: Any

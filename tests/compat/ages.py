@@ -1,6 +1,7 @@
 """The three ages, each with a strategy of R replicas under its own names, for tests."""
 
 import jax
+import pytest
 
 import distjax as dj
 from distjax.compat import v1_12, v1_13, v1_15
@@ -17,3 +18,14 @@ def replicas(kind, count):
 
 def numbers(values):
     return [float(v) for v in values]
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def count(request):
+    return request.param
+
+
+@pytest.fixture(params=["mirrored", "virtual"])
+def plain(request, count):
+    """The strategy under distjax's own names."""
+    return replicas(request.param, count)

@@ -1,5 +1,6 @@
 """Seed 002: what it shows runs under the names of the tower age."""
 
+import ages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,8 @@ from ages import numbers
 
 import distjax as dj
 from distjax.compat import v1_12
+
+count, plain = ages.count, ages.plain  # fixtures
 
 
 @pytest.fixture
@@ -157,26 +160,20 @@ def test_fetch_of_any_locality(distribution, count):
     assert fetched.tolist() == [2.0, 2.0]
 
 
-def test_run_steps_on_dataset_is_delegated():
-    asked = []
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_run_steps_on_dataset(distribution, one_shot):
+    """The dataset's own iterator, as seed 002 has it, or one made from it."""
+    dataset = distribution.distribute_dataset([np.full(24, i, np.float32) for i in range(5)])
 
-    class Extended:
-        def run_steps_on_iterator(self, *args):
-            asked.append(args)
-            return "context"
+    def step_fn(context, x):
+        assert isinstance(context, v1_12.MultiStepContext)
+        total = distribution.call_for_each_tower(lambda x: jnp.sum(x), x)
+        context.set_last_step_output("total", total, v1_12.VariableAggregation.SUM)
 
-    class Strategy:
-        extended = Extended()
-
-        def distribute_dataset(self, dataset):
-            return dataset
-
-    distribution = v1_12.DistributionStrategy(Strategy())
-    dataset = distribution.distribute_dataset([1, 2])
-    assert distribution.run_steps_on_dataset(len, dataset, 5) == "context"
-    assert asked == [(len, dataset.iterator, 5, None)]
-    assert distribution.run_steps_on_dataset(len, "iterator", initial_loop_values=[0]) == "context"
-    assert asked[1] == (len, "iterator", 1, [0])
+    iterator = dataset.make_one_shot_iterator() if one_shot else dataset
+    context = distribution.run_steps_on_dataset(step_fn, iterator, 3)
+    assert float(context.last_step_outputs["total"]) == 48.0
+    assert distribution.run_steps_on_dataset(step_fn, iterator, 3).iterations == 2
 
 
 def test_constructors():

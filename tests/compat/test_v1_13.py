@@ -1,5 +1,6 @@
 """Seed 001: what it shows runs under the names of 1.13."""
 
+import ages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,8 @@ from ages import numbers
 
 import distjax as dj
 from distjax.compat import v1_13
+
+count, plain = ages.count, ages.plain  # fixtures
 
 
 @pytest.fixture
@@ -132,18 +135,18 @@ def test_the_rest_of_the_face(strategy, count):
     assert float(extended.broadcast_to(jnp.float32(4), v)) == 4.0
 
 
-def test_experimental_run_steps_on_iterator_is_delegated():
-    class Extended:
-        def run_steps_on_iterator(self, *args):
-            return args
+def test_experimental_run_steps_on_iterator(strategy):
+    iterator = strategy.make_dataset_iterator([np.full(24, i, np.float32) for i in range(4)])
 
-    extended = v1_13.StrategyExtended(Extended())
-    assert extended.experimental_run_steps_on_iterator(len, "iterator", 3) == (
-        len,
-        "iterator",
-        3,
-        None,
-    )
+    def step_fn(context, x):
+        assert isinstance(context, v1_13.MultiStepContext)
+        total = strategy.extended.call_for_each_replica(lambda x: jnp.sum(x), args=(x,))
+        context.set_last_step_output("total", total, v1_13.ReduceOp.SUM)
+
+    run_steps = strategy.extended.experimental_run_steps_on_iterator
+    context = run_steps(step_fn, iterator, 3, initial_loop_values={"total": 0.0})
+    assert float(context.last_step_outputs["total"]) == 48.0
+    assert float(run_steps(step_fn, iterator).last_step_outputs["total"]) == 72.0
 
 
 def test_constructors():

@@ -1,5 +1,6 @@
 """Seed 000: what it shows runs under the names of 1.15."""
 
+import ages
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,8 @@ from ages import FACES, numbers, replicas
 
 import distjax as dj
 from distjax.compat import v1_15
+
+count, plain = ages.count, ages.plain  # fixtures
 
 
 @pytest.fixture

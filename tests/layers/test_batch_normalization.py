@@ -216,9 +216,9 @@ def test_variables(pair):
 def test_collectives(mirrored, training, synchronized, count):
     norm = make(mirrored, synchronized=synchronized)
     x = split(mirrored, images())
-    lowered = dj.jit(
-        lambda x: mirrored.run(lambda x: norm(x, training=training), args=(x,))
-    ).lower(x)
+    lowered = dj.jit(lambda x: mirrored.run(lambda x: norm(x, training=training), args=(x,))).lower(
+        x
+    )
     assert lowered.as_text().count('"stablehlo.all_reduce"') == count
 
 

@@ -66,9 +66,7 @@ def test_a_rate_may_be_traced_and_the_dtype_is_kept(pair):
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
-def test_cross_replica_context_on_per_replica_values_goes_through_run(
-    strategy, how, synchronized
-):
+def test_cross_replica_context_on_per_replica_values_goes_through_run(strategy, how, synchronized):
     drop = how(lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=synchronized))
     inside = strategy.run(
         lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=synchronized),
@@ -102,7 +100,8 @@ def test_with_no_strategy_in_sight_it_is_replica_zero():
 
 def test_derivative(pair):
     grad = pair.run(
-        lambda x: jax.grad(lambda x: jnp.sum(dj.layers.dropout(KEY, 0.5, x)))(x), args=(jnp.ones(9),)
+        lambda x: jax.grad(lambda x: jnp.sum(dj.layers.dropout(KEY, 0.5, x)))(x),
+        args=(jnp.ones(9),),
     )
     for values in pair.local_results(grad):
         assert set(np.asarray(values).tolist()) <= {0.0, 2.0}

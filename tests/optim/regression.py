@@ -27,12 +27,12 @@ def loss_fn(params, x, y):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
-def plain(tx, steps, grad_of=jax.grad(loss_fn), data=make_data):
+def plain(tx, steps, data=make_data):
     """Returns the parameters after `steps` of optax on one device, batch by batch."""
 
     @jax.jit
     def step(params, state, x, y):
-        updates, state = tx.update(grad_of(params, x, y), state, params)
+        updates, state = tx.update(jax.grad(loss_fn)(params, x, y), state, params)
         return optax.apply_updates(params, updates), state
 
     params = jax.tree.map(jnp.asarray, initial())

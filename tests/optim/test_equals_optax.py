@@ -78,9 +78,7 @@ def test_the_norm_that_clips_is_the_global_one(pair):
 
 def test_an_extra_argument_reaches_the_transformation(pair, how):
     """reduce_on_plateau scales by 0.5 once the value has not improved for two steps."""
-    tx = optax.chain(
-        optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
-    )
+    tx = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))
     with pair.scope():
         w = dj.Variable(0.0, name="w")
     optimizer = dj.optim.Optimizer(tx, "mean")

@@ -140,6 +140,15 @@ def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
         yield open_jaxpr(sub)[0]
 
 
+def spans_devices(jaxpr: jec.Jaxpr) -> bool:
+    """Returns whether an equation, at any depth, names a mesh of several devices."""
+    for eqn in jaxpr.eqns:
+        mesh = getattr(eqn.params.get("sharding"), "mesh", eqn.params.get("mesh"))
+        if getattr(mesh, "size", 1) > 1 or any(spans_devices(s) for s in sub_jaxprs(eqn)):
+            return True
+    return False
+
+
 def scan_sizes(eqn: Any) -> tuple[int, int]:
     """Returns (number of constants, number of carries) of a `scan` equation."""
     if "num_consts" in eqn.params:

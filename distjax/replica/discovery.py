@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.arguments import Template, is_array
 from distjax.replica.layout import as_stored, laid_out
 from distjax.variables import access
@@ -88,6 +89,17 @@ class Discovered:
         ends = self._jaxpr.outvars[len(wrappers) : len(wrappers) + len(writes)]
         state_vars = [*(e.outvars[0] for e in reads), *ends]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
+
+    @functools.cached_property
+    def spans_devices(self) -> bool:
+        """Whether the program runs on several devices, as far as the trace tells."""
+        treedef, _ = self._signature
+        args = jax.tree.unflatten(treedef, [None] * treedef.num_leaves)
+        wrapped = jax.tree.leaves(args, is_leaf=is_per_replica)
+        topologies = [x.topology for x in wrapped if is_per_replica(x)]
+        if any(t.mesh is not None and t.mesh.size > 1 for t in topologies):
+            return True
+        return jax_compat.spans_devices(self._jaxpr)
 
     def fits(self, tree: Any) -> bool:
         """Returns whether the trace was made for arguments like these."""

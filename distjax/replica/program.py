@@ -205,7 +205,8 @@ class Program:
                 raise _NewVariables(discovered)
             values = dict(zip((*writes, *reads), (*written, *read), strict=True))
             results, new = discovered.evaluate((donated, tree), values)
-            return results, [new.get(v, values[v]) for v in writes], make_ticket()
+            ticket = make_ticket() if discovered.spans_devices else None
+            return results, [new.get(v, values[v]) for v in writes], ticket
 
         body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
         return body

@@ -8,6 +8,7 @@ import pytest
 import distjax as dj
 from distjax import jax_compat
 from distjax.collectives import launch
+from distjax.replica import program
 
 
 @pytest.mark.parametrize("how", ["run", "jit", "eager"])
@@ -91,3 +92,17 @@ def test_compiled_once_per_function_and_static_values():
     assert traces == [2, 3]
     grad = jax.grad(lambda x: launch.compiled(fn, {"x": x}, 4))(1.0)
     assert float(grad) == 4  # in a trace it is part of it
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_programs_on_several_devices_are_counted(count, compiled):
+    strategy = dj.MirroredStrategy(jax.devices()[:count])
+    x = strategy.distribute_values_from_function(lambda ctx: np.float32(1))
+    step = lambda x: strategy.run(lambda x: x + 1, args=(x,))
+    step = dj.jit(step) if compiled else step
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "launched", seen.append)
+        step(x)
+    assert (seen[0] is not None) == (count > 1 and launch.is_throttled())

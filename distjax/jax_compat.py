@@ -68,7 +68,7 @@ def outside_traces() -> AbstractContextManager[Any]:
 
 def tracing() -> bool:
     """Returns whether any JAX trace (jit, grad, vmap, ...) is under way."""
-    return not isinstance(current_trace(), _EVAL_TRACE_TYPE)
+    return type(jec.find_top_trace(())) is not _EVAL_TRACE_TYPE
 
 
 def staging() -> bool:

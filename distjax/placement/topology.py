@@ -21,7 +21,9 @@ class Topology:
     """R replicas on D devices, of which each replica owns D / R.
 
     With `mesh` set every replica has devices of its own. Without one, all
-    replicas share one device: the same program runs under `vmap`.
+    replicas share one device: the same program runs under `vmap`. Made by
+    `mesh_topology` and `one_device_topology`, which hand out one object for equal
+    arguments: topologies are compared at every call of a program.
 
     Attributes:
       devices: the D devices, replica by replica.
@@ -37,21 +39,6 @@ class Topology:
     axis_name: str
     mesh: Mesh | None
     model_axes: tuple[tuple[str, int], ...] = ()
-
-    def _identity(self) -> tuple[object, ...]:
-        return (self.devices, self.num_replicas, self.axis_name, self.model_axes, self.mesh is None)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Topology) and self._identity() == other._identity()
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self._identity())
 
     def __repr__(self) -> str:
         model = "".join(f", {n}={s}" for n, s in self.model_axes)
@@ -98,14 +85,21 @@ def mesh_topology(
     axes = dict(model_axes or {})
     _require_devices(devices)
     _require_axes(devices, axis_name, axes)
-    sizes = tuple(axes.values())
+    return _mesh_topology(devices, axis_name, tuple(axes.items()))
+
+
+@functools.cache
+def _mesh_topology(
+    devices: tuple[jax.Device, ...], axis_name: str, model_axes: tuple[tuple[str, int], ...]
+) -> Topology:
+    sizes = tuple(size for _, size in model_axes)
     num_replicas = len(devices) // int(np.prod(sizes, dtype=int))
     mesh = Mesh(
         np.array(devices, dtype=object).reshape(num_replicas, *sizes),
-        (axis_name, *axes),
-        axis_types=(AxisType.Auto,) * (1 + len(axes)),
+        (axis_name, *(name for name, _ in model_axes)),
+        axis_types=(AxisType.Auto,) * (1 + len(sizes)),
     )
-    return Topology(devices, num_replicas, axis_name, mesh, tuple(axes.items()))
+    return Topology(devices, num_replicas, axis_name, mesh, model_axes)
 
 
 def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
@@ -129,7 +123,12 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
                 fix="VirtualStrategy(num_replicas=8)",
             )
         )
-    return Topology((device,), int(num_replicas), axis_name, None)
+    return _one_device_topology(device, int(num_replicas), axis_name)
+
+
+@functools.cache
+def _one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -> Topology:
+    return Topology((device,), num_replicas, axis_name, None)
 
 
 def _require_devices(devices: tuple[jax.Device, ...]) -> None:

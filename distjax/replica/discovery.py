@@ -19,24 +19,24 @@ from distjax.variables.creation import Creation
 from distjax.variables.state import TraceState, variable_p
 
 
-class Results:
-    """Results of a program on their way through `jit`: arrays, and how to unpack them.
+class ResultForm:
+    """How the array results of a program become the user's results.
+
+    It travels through `jit` as a tree node without children.
 
     Attributes:
-      arrays: the array results, stacked [R, ...] where `wrappers` names a topology.
       template: the user's tree of results.
       wrappers: per array the topology of its PerReplica, or None.
       made_again: whether a constructor was handed a variable made before.
     """
 
-    def __init__(self, arrays: Sequence[Any], template: Template, wrappers: Any, made_again: bool):
-        self.arrays, self.template = arrays, template
-        self.wrappers, self.made_again = wrappers, made_again
+    def __init__(self, template: Template, wrappers: tuple[Any, ...], made_again: bool):
+        self.template, self.wrappers, self.made_again = template, wrappers, made_again
+        self._wraps = any(w is not None for w in wrappers)
 
-    def unpack(self) -> Any:
-        """Returns the user's results."""
-        arrays = self.arrays
-        if any(self.wrappers):
+    def unpack(self, arrays: Sequence[Any]) -> Any:
+        """Returns the user's results, of arrays stacked [R, ...] where wrapped."""
+        if self._wraps:
             arrays = [
                 a if w is None else PerReplica(a, w)
                 for a, w in zip(arrays, self.wrappers, strict=True)
@@ -44,11 +44,7 @@ class Results:
         return self.template.fill(arrays)
 
 
-jax.tree_util.register_pytree_node(
-    Results,
-    lambda r: ((r.arrays,), (r.template, r.wrappers, r.made_again)),
-    lambda meta, children: Results(children[0], *meta),
-)
+jax.tree_util.register_pytree_node(ResultForm, lambda form: ((), form), lambda form, _: form)
 
 
 class Discovered:
@@ -105,8 +101,10 @@ class Discovered:
         """Returns whether the trace was made for arguments like these."""
         return signature_of(tree) == self._signature
 
-    def evaluate(self, tree: Any, values: dict[Any, Any]) -> tuple[Results, dict[Any, Any]]:
-        """Returns the results, and the new values of the variables written."""
+    def evaluate(
+        self, tree: Any, values: dict[Any, Any]
+    ) -> tuple[list[Any], ResultForm, dict[Any, Any]]:
+        """Returns the array results, their form, and new values of variables written."""
         inputs = [*jax.tree.leaves(tree), *(_from_stored(v, values[v]) for v in self.reads)]
         outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
         num_results = len(self._wrappers)
@@ -115,8 +113,7 @@ class Discovered:
             jnp.copy(out) if self._is_state(var) else out
             for out, var in zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
         ]
-        results = Results(arrays, self._template, self._wrappers, self._creation.reused)
-        return results, new
+        return arrays, ResultForm(self._template, self._wrappers, self._creation.reused), new
 
     def _is_state(self, atom: Any) -> bool:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars

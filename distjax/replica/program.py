@@ -20,10 +20,10 @@ from distjax.collectives.launch import launched, make_ticket
 from distjax.context import frames
 from distjax.errors import ContextError, TraceLeakError, explain
 from distjax.replica.arguments import hide_objects
-from distjax.replica.discovery import Discovered, discover
+from distjax.replica.discovery import Discovered, ResultForm, discover
 from distjax.replica.retraces import RetraceWatch
 from distjax.variables.creation import Creation, require_no_trace
-from distjax.variables.state import keep_lent_arrays, storage_lock
+from distjax.variables.state import keep_lent_arrays, lent_variables, storage_lock
 
 
 class _NewVariables(Exception):
@@ -81,34 +81,37 @@ class Program:
         if self._is_unguarded:
             raise ContextError(_unguarded_text(self.name))
         try:
-            results = self._run(donated, tree)
+            arrays, form = self._run(donated, tree)
         except _NewVariables as news:
             self._adopt(news.discovered, donated, tree)
-            results = self._run(donated, tree)
+            arrays, form = self._run(donated, tree)
         except (TypeError, ValueError) as error:
-            results = self._run(*self._repaired(error, args, kwargs))
-        if results.made_again:
+            arrays, form = self._run(*self._repaired(error, args, kwargs))
+        if form.made_again:
             self._is_unguarded = True
-        return results.unpack()
+        return form.unpack(arrays)
 
-    def _run(self, donated: Any, tree: Any) -> Any:
+    def _run(self, donated: Any, tree: Any) -> tuple[Any, ResultForm]:
         if not self._threads:
-            results, _, ticket = self._jitted((), donated, (), tree)
-            launched(ticket)
-            return results
+            arrays, form, _, ticket = self._jitted((), donated, (), tree)
+            if ticket is not None:
+                launched(ticket)
+            return arrays, form
         if self._writes and jax_compat.tracing():
             raise TraceLeakError(self._leak_text())
         with storage_lock:
-            keep_lent_arrays(self._written)
+            if lent_variables:
+                keep_lent_arrays(self._written)
             written = [v.storage for v in self._writes]
             read = [v.storage for v in self._reads]
-            results, new, ticket = self._jitted(written, donated, read, tree)
-            if results.arrays and isinstance(results.arrays[0], jax_compat.Tracer):
+            arrays, form, new, ticket = self._jitted(written, donated, read, tree)
+            if arrays and isinstance(arrays[0], jax_compat.Tracer):
                 self._require_eager()
             for variable, array in zip(self._writes, new, strict=True):
                 variable.storage = array
-        launched(ticket)
-        return results
+        if ticket is not None:
+            launched(ticket)
+        return arrays, form
 
     def _repaired(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns arguments that `jit` takes in place of those it refused, or re-raises."""
@@ -204,9 +207,9 @@ class Program:
             if not threaded.issuperset(touched):
                 raise _NewVariables(discovered)
             values = dict(zip((*writes, *reads), (*written, *read), strict=True))
-            results, new = discovered.evaluate((donated, tree), values)
+            arrays, form, new = discovered.evaluate((donated, tree), values)
             ticket = make_ticket() if discovered.spans_devices else None
-            return results, [new.get(v, values[v]) for v in writes], ticket
+            return arrays, form, [new.get(v, values[v]) for v in writes], ticket
 
         body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
         return body

@@ -170,7 +170,7 @@ def _placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
 storage_lock = threading.RLock()
 
 #: Variables whose stored array a user may hold, by serial number.
-_lent: dict[int, weakref.ref[Any]] = {}
+lent_variables: dict[int, weakref.ref[Any]] = {}
 
 
 def lend(variable: Any) -> jax.Array:
@@ -179,7 +179,7 @@ def lend(variable: Any) -> jax.Array:
         handle = jax_compat.another_handle(variable.storage)
         held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
         variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
-        _lent[variable.serial_number] = weakref.ref(variable)
+        lent_variables[variable.serial_number] = weakref.ref(variable)
     return handle
 
 
@@ -189,14 +189,14 @@ def keep_lent_arrays(to_donate: frozenset[Any]) -> None:
     Called before the storage of the variables `to_donate` is donated; copies
     nothing that nobody holds.
     """
-    for serial_number, reference in list(_lent.items()):
+    for serial_number, reference in list(lent_variables.items()):
         variable = reference()
         if variable is not None and variable not in to_donate:
             continue
         if variable is not None and any(r() is not None for r in variable.lent_handles):
             variable.storage = jax.numpy.copy(variable.storage)
             variable.lent_handles = []
-        _lent.pop(serial_number, None)
+        lent_variables.pop(serial_number, None)
 
 
 # -- the text of a leak -------------------------------------------------------

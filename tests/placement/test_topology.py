@@ -69,10 +69,10 @@ def test_shardings_of_a_mesh():
     assert topology(strategy).per_replica == NamedSharding(strategy.mesh, PartitionSpec("replica"))
 
 
-def test_equality_is_that_of_devices_replicas_and_axes():
+def test_one_object_for_equal_devices_replicas_and_axes():
     two = jax.devices()[:2]
     a, b = topology(dj.MirroredStrategy(two)), topology(dj.MirroredStrategy(two))
-    assert a == b and hash(a) == hash(b) and a is not b
+    assert a is b  # one object, so that programs compare it fast
     for other in (
         dj.MirroredStrategy(two[::-1]),
         dj.MirroredStrategy(two, axis_name="batch"),

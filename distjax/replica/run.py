@@ -255,4 +255,4 @@ def _report(fn: Any, arg: Any, paths: list[str]) -> None:
     )
     if strict:
         raise LocalityError(text)
-    warnings.warn(text, LocalityWarning, stacklevel=3)
+    warnings.warn(text, LocalityWarning, stacklevel=jax_compat.user_stacklevel())

@@ -55,16 +55,17 @@ class Ticket:
 
 @pytest.fixture
 def empty_queue(monkeypatch):
-    import collections
-
-    monkeypatch.setattr(launch, "_in_flight", collections.deque())
+    monkeypatch.setattr(launch, "_in_flight", [])
 
 
-def test_the_oldest_is_awaited_first(empty_queue):
+def test_all_are_awaited_when_too_many_are_in_flight(empty_queue):
     tickets = [Ticket() for _ in range(launch.MAX_IN_FLIGHT + 2)]
-    for ticket in tickets:
+    for ticket in tickets[: launch.MAX_IN_FLIGHT - 1]:
         launch.launched(ticket)
-    assert [t.awaited for t in tickets] == [True] * 2 + [False] * launch.MAX_IN_FLIGHT
+    assert not any(t.awaited for t in tickets)
+    for ticket in tickets[launch.MAX_IN_FLIGHT - 1 :]:
+        launch.launched(ticket)
+    assert [t.awaited for t in tickets] == [True] * launch.MAX_IN_FLIGHT + [False] * 2
 
 
 def test_nothing_is_recorded_without_a_ticket_or_in_a_trace(empty_queue):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.errors import LocalityError, LocalityWarning, explain
+from distjax.errors import LocalityError, explain
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.replica.arguments import (
     Template,
@@ -27,6 +25,7 @@ from distjax.replica.arguments import (
 from distjax.replica.context import ReplicaContext
 from distjax.replica.cut import Cutter
 from distjax.replica.located import Located, as_user_value
+from distjax.replica.state_check import check_state
 from distjax.replica.views import global_view, replica_view
 from distjax.variables.creation import Creation
 from distjax.variables.state import TraceState, variable_p
@@ -86,7 +85,7 @@ def run_in_trace(
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, global_view(variable, value, topology))
     if topology.num_replicas > 1:
-        _check_state(fn, names, template, located, traced.result, results)
+        check_state(fn, names, template, located, traced.result, results)
     return traced.result.fill([as_user_value(r, topology) for r in _pinned(results, topology)])
 
 
@@ -177,82 +176,3 @@ def _emit(topology: Any, traced: ReplicaTrace, args: Sequence[Located], outer: A
             variable = eqn.params["variable"]()
             known[eqn.outvars[0]] = replica_view(variable, outer.read(variable))
     return Cutter(topology).emit(traced.jaxpr, traced.consts, args, known)
-
-
-# -- state that went in equal and came out different --------------------------
-
-
-def _check_state(
-    fn: Any,
-    names: Sequence[str],
-    template: Template,
-    located: Sequence[Located],
-    result: Template,
-    results: Sequence[Located],
-) -> None:
-    """Warns (for Flax parameters: raises) where state went in M and came out T."""
-    args, _ = template.fill(located)
-    outs = result.fill(results)
-    for name, arg in zip(names, args, strict=True):
-        for candidate in _subtrees(outs):
-            if _structure(candidate) != _structure(arg) or _is_lone_leaf(arg):
-                continue
-            changed = _changed_paths(name, arg, candidate)
-            if changed:
-                _report(fn, arg, changed)
-                break
-
-
-def _is_located(value: Any) -> bool:
-    return isinstance(value, Located)
-
-
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree, is_leaf=_is_located)
-
-
-def _is_lone_leaf(tree: Any) -> bool:
-    return (
-        not isinstance(tree, (tuple, list, dict))
-        and jax.tree_util.treedef_is_leaf(_structure(tree))
-        or _is_located(tree)
-    )
-
-
-def _subtrees(tree: Any) -> list[Any]:
-    inner = []
-    if isinstance(tree, (tuple, list)) and not _is_located(tree):
-        inner = [s for child in tree for s in _subtrees(child)]
-    elif isinstance(tree, dict):
-        inner = [s for child in tree.values() for s in _subtrees(child)]
-    return [tree, *inner]
-
-
-def _changed_paths(name: str, arg: Any, out: Any) -> list[str]:
-    befores = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_is_located)
-    afters = jax.tree.leaves(out, is_leaf=_is_located)
-    return [
-        name + jax.tree_util.keystr(path)
-        for (path, before), after in zip(befores, afters, strict=True)
-        if _is_located(before)
-        and _is_located(after)
-        and not before.differs
-        and after.differs
-        and before.array.shape == after.array.shape[1:]
-    ]
-
-
-def _report(fn: Any, arg: Any, paths: list[str]) -> None:
-    train_state = sys.modules.get("flax.training.train_state")
-    is_train_state = train_state is not None and isinstance(arg, train_state.TrainState)
-    strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
-    text = explain(
-        f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",
-        got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
-        + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
-        why="a missing all_reduce makes every replica train a model of its own",
-        fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update",
-    )
-    if strict:
-        raise LocalityError(text)
-    warnings.warn(text, LocalityWarning, stacklevel=jax_compat.user_stacklevel())

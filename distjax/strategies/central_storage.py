@@ -13,34 +13,26 @@ from distjax.errors import describe_value, explain
 from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
 from distjax.strategies.extended import StrategyExtended, default_devices
 from distjax.strategies.strategy import Strategy
-from distjax.variables.layout import HostLayout, Layout, StackedLayout, WholeLayout
-from distjax.variables.policy import Policy, policy_for
+from distjax.variables.layout import HostLayout, Layout, mirrored_layout
 
 
 @dataclasses.dataclass(frozen=True)
 class CentralStoragePlacement:
-    """One copy of each variable in host memory; components stay on the replicas."""
+    """One copy of each variable in host memory."""
 
     topology: Topology
     memory_kind: str
+    synchronizes: bool = True
 
-    def policy(self, modes: Any, dtype: Any, name: str) -> Policy:
-        """Returns the row of the policy table."""
-        return policy_for(modes, dtype, name)
-
-    def layout(
-        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
-    ) -> Layout:
+    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
-        if policy.stacked:
-            return StackedLayout(self.topology)
         if jax_compat.is_key_dtype(dtype) or 0 in shape:
-            return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+            return mirrored_layout(self.topology)
         return HostLayout(self.topology, self.memory_kind)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the layout of a value on the devices, where updates run."""
-        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+        return mirrored_layout(self.topology)
 
 
 class CentralStorageStrategy(Strategy):

@@ -14,8 +14,7 @@ from distjax.errors import describe_value, explain
 from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
 from distjax.strategies.extended import StrategyExtended, default_devices
 from distjax.strategies.strategy import Strategy
-from distjax.variables.layout import Layout, PartitionedLayout, StackedLayout, WholeLayout
-from distjax.variables.policy import Policy, policy_for
+from distjax.variables.layout import Layout, PartitionedLayout, mirrored_layout
 
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
@@ -38,34 +37,24 @@ class ShardedPlacement:
     topology: Topology
     partition: str
     partitioner: Partitioner | None
+    synchronizes: bool = True
 
-    def policy(self, modes: Any, dtype: Any, name: str) -> Policy:
-        """Returns the row of the policy table."""
-        return policy_for(modes, dtype, name)
-
-    def layout(
-        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
-    ) -> Layout:
+    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
         """Returns the split layout where this kind of variable is split."""
-        if policy.stacked:
-            return StackedLayout(self.topology)
         if beside is not None or self.partition == "parameters":
             return self._split(shape, dtype)
-        return self._whole()
+        return mirrored_layout(self.topology)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the split layout of a gradient from stage 2 on."""
         if self.partition == "optimizer":
-            return self._whole()
+            return mirrored_layout(self.topology)
         return self._split(variable.shape, variable.dtype)
-
-    def _whole(self) -> Layout:
-        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
 
     def _split(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         axis = self._axis(tuple(shape), dtype)
         if axis is None:
-            return self._whole()
+            return mirrored_layout(self.topology)
         return PartitionedLayout(self.topology, axis)
 
     def _axis(self, shape: tuple[int, ...], dtype: Any) -> int | None:

@@ -16,7 +16,9 @@ from distjax.errors import LocalityError, explain
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation import require_no_trace, require_own_trace
+from distjax.variables.layout import Layout, stacked_layout
 from distjax.variables.placement import VariablePlacement
+from distjax.variables.policy import PLAIN, Policy, policy_for
 from distjax.variables.variable import Variable
 
 
@@ -42,7 +44,7 @@ def make_variable(
         require_own_trace(state, name)
         value = make_initial()
         aval = jax_compat.aval_of(value)
-    policy = placement.policy(modes, aval.dtype, name)
+    policy = policy_for(modes, aval.dtype, name) if placement.synchronizes else PLAIN
     again = None
     if state is not None and state.creations is not None:
         again = state.creations.take(shape=aval.shape, dtype=aval.dtype, name=name)
@@ -56,9 +58,7 @@ def make_variable(
         trainable=trainable,
         modes=modes,
         policy=policy,
-        layout=placement.layout(
-            policy, aval.shape, aval.dtype, beside=frames.current().colocate_with
-        ),
+        layout=_layout(strategy, placement, policy, aval),
     )
     if state is None or state.creations is None:
         _initialize_now(variable, initial_value, make_initial)
@@ -73,6 +73,12 @@ def make_variable(
         else:
             state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
     return variable
+
+
+def _layout(strategy: Any, placement: VariablePlacement, policy: Policy, aval: Any) -> Layout:
+    if policy.stacked:
+        return stacked_layout(strategy.extended.topology)
+    return placement.layout(aval.shape, aval.dtype, beside=frames.current().colocate_with)
 
 
 def _is_concrete_in_merge(state: Any, initial_value: Any) -> bool:

@@ -58,16 +58,24 @@ class Layout(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeLayout:
-    """One value [...], a copy on each device of `sharding`."""
+class DirectLayout:
+    """An array that is stored as it is: the global form is the stored one.
+
+    Attributes:
+      sharding: where it lives; None: JAX's default device.
+      num_copies: how many copies `update` and `local_results` speak of.
+      kind: the kind of the variable's Locality.
+      lead: what the global shape has before the variable's own: (R,) for components.
+    """
 
     sharding: Sharding | None
     num_copies: int = 1
     kind: str = kinds.MIRRORED
+    lead: tuple[int, ...] = ()
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns `shape`."""
-        return shape
+        """Returns `shape`, [R, *shape] for components."""
+        return (*self.lead, *shape)
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns `shape`."""
@@ -82,38 +90,15 @@ class WholeLayout:
         return stored
 
 
-@dataclasses.dataclass(frozen=True)
-class StackedLayout:
-    """A component per replica: [R, ...], sharded over the replicas."""
+def mirrored_layout(topology: Topology) -> DirectLayout:
+    """Returns the layout of one value [...] with a copy on each replica: `P()`."""
+    return DirectLayout(topology.mirrored, topology.num_replicas)
 
-    topology: Topology
-    kind: str = kinds.PER_REPLICA
 
-    @property
-    def sharding(self) -> Sharding:
-        """`P(replica)`."""
-        return self.topology.per_replica
-
-    @property
-    def num_copies(self) -> int:
-        """R."""
-        return self.topology.num_replicas
-
-    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns [R, *shape]."""
-        return (self.topology.num_replicas, *shape)
-
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns `shape`."""
-        return shape
-
-    def to_stored(self, value: Any) -> Any:
-        """Returns `value`."""
-        return value
-
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
-        """Returns `stored`."""
-        return stored
+def stacked_layout(topology: Topology) -> DirectLayout:
+    """Returns the layout of a component per replica, [R, ...]: `P(replica)`."""
+    count = topology.num_replicas
+    return DirectLayout(topology.per_replica, count, kinds.PER_REPLICA, (count,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,35 +8,25 @@ from typing import Any, Protocol
 import jax
 
 from distjax.placement.topology import Topology
-from distjax.variables.layout import Layout, StackedLayout, WholeLayout
-from distjax.variables.policy import (
-    PLAIN,
-    Policy,
-    VariableAggregation,
-    VariableSynchronization,
-    policy_for,
-)
+from distjax.variables.layout import DirectLayout, Layout, mirrored_layout
 
 
 class VariablePlacement(Protocol):
-    """The part of a strategy that decides how its variables are stored."""
+    """The part of a strategy that decides where its variables are stored.
 
-    def policy(
-        self,
-        modes: tuple[VariableSynchronization, VariableAggregation],
-        dtype: Any,
-        name: str,
-    ) -> Policy:
-        """Returns what a variable of these modes does when read and written."""
+    A sync-on-read variable of a placement that synchronizes has a component per
+    replica, wherever its other variables live.
+    """
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a variable's synchronization and aggregation have an effect."""
         ...
 
-    def layout(
-        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
-    ) -> Layout:
-        """Returns how a new variable is stored.
+    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
+        """Returns how a new variable with one value is stored.
 
         Args:
-          policy: what it does when read and written.
           shape: its shape.
           dtype: its dtype.
           beside: the variable that it is colocated with, or None.
@@ -53,17 +43,12 @@ class PlainPlacement:
     """One copy, without synchronization, on one device (None: the default one)."""
 
     device: jax.Device | None = None
+    synchronizes: bool = False
 
-    def policy(self, modes: Any, dtype: Any, name: str) -> Policy:
-        """Returns the policy of a plain variable, whatever its modes."""
-        return PLAIN
-
-    def layout(
-        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
-    ) -> Layout:
+    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
         """Returns the device's layout."""
         device = self.device
-        return WholeLayout(None if device is None else jax.sharding.SingleDeviceSharding(device))
+        return DirectLayout(None if device is None else jax.sharding.SingleDeviceSharding(device))
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the variable's own layout."""
@@ -72,27 +57,15 @@ class PlainPlacement:
 
 @dataclasses.dataclass(frozen=True)
 class MirroredPlacement:
-    """A copy on each replica; components [R, ...] for sync-on-read variables."""
+    """A copy on each replica."""
 
     topology: Topology
+    synchronizes: bool = True
 
-    def policy(
-        self,
-        modes: tuple[VariableSynchronization, VariableAggregation],
-        dtype: Any,
-        name: str,
-    ) -> Policy:
-        """Returns the row of the policy table."""
-        return policy_for(modes, dtype, name)
-
-    def layout(
-        self, policy: Policy, shape: tuple[int, ...], dtype: Any, beside: Any = None
-    ) -> Layout:
-        """Returns `P(replica)` for components, `P()` for copies."""
-        if policy.stacked:
-            return StackedLayout(self.topology)
-        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
+        """Returns `P()`."""
+        return mirrored_layout(self.topology)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the layout of a mirrored value."""
-        return WholeLayout(self.topology.mirrored, self.topology.num_replicas)
+        return mirrored_layout(self.topology)

@@ -1,6 +1,7 @@
-"""The handwritten digits that come with scikit-learn, split and batched."""
+"""Handwritten digits, split and batched: those of scikit-learn, or of a file."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +14,29 @@ PADDING_LABEL = -1  # no network predicts it
 
 
 class Split(NamedTuple):
-    """Images `[n, 8, 8, 1]` in 0 to 1 and their labels `[n]`."""
+    """Images `[n, height, width, 1]` in 0 to 1 and their labels `[n]`."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
-def load() -> tuple[Split, Split]:
-    """1437 digits to train on, 360 to test on; the same ones every time."""
+def load(path: Path | None = None) -> tuple[Split, Split]:
+    """Digits to train on and digits to test on.
+
+    Args:
+        path: Of an `.npz` file with `x_train` and `x_test`, `[n, height, width]` in 0 to 255, and
+            their labels `y_train` and `y_test`: the form in which MNIST is handed around. None: the
+            1797 digits `[8, 8]` of scikit-learn, always split into the same 1437 and 360.
+    """
+    if path is not None:
+        with np.load(path) as file:
+            return tuple(
+                Split(
+                    (file[f"x_{part}"] / 255).astype(np.float32)[..., None],
+                    file[f"y_{part}"].astype(np.int32),
+                )
+                for part in ("train", "test")
+            )
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
@@ -29,9 +45,11 @@ def load() -> tuple[Split, Split]:
     return Split(images[train], labels[train]), Split(images[test], labels[test])
 
 
-def steps_per_epoch(batch_size: int) -> int:
-    """How many full batches the training set gives."""
-    return NUM_TRAIN // batch_size
+def steps_per_epoch(split: Split, size: int) -> int:
+    """How many full batches of `size` examples a split gives; at least one, or it says so."""
+    if size > len(split.images):
+        raise SystemExit(f"--global-batch {size} is more than all {len(split.images)} examples.")
+    return len(split.images) // size
 
 
 def train_batches(split: Split, size: int, seed: int) -> Iterator[Split]:

@@ -29,10 +29,10 @@ class TrainState(train_state.TrainState):
 
 
 def make_state(
-    network: model.ConvNet, optimizer: optax.GradientTransformation, seed: int
+    network: model.ConvNet, optimizer: optax.GradientTransformation, images: jax.Array, seed: int
 ) -> TrainState:
     """The state before the first step: one replica's, and the same on each."""
-    initial = model.initialize(network, seed)
+    initial = model.initialize(network, images, seed)
     state = TrainState.create(apply_fn=network.apply, tx=optimizer, **initial)
     return state.replace(step=jnp.zeros((), jnp.int32))  # an array, as after each step
 
@@ -67,10 +67,11 @@ def main() -> None:
     """Trains, tests, reports."""
     chosen = options.parse(__doc__)
     strategy = options.make_strategy(chosen.strategy, chosen.replicas)
-    num_steps = chosen.epochs * data.steps_per_epoch(chosen.global_batch)
+    splits = data.load(chosen.data)
+    num_steps = chosen.epochs * data.steps_per_epoch(splits[0], chosen.global_batch)
     network = model.ConvNet(axis_name=strategy.axis_name)
     optimizer = model.make_optimizer(num_steps)
-    state = strategy.run(make_state, args=(network, optimizer, chosen.seed))
+    state = strategy.run(make_state, args=(network, optimizer, splits[0].images[:1], chosen.seed))
 
     @dj.jit(donate_argnums=0)
     def next_state(state, images, labels):
@@ -90,7 +91,7 @@ def main() -> None:
         right, count = (sum(int(each) for each in column) for column in zip(*counts, strict=True))
         return right / count
 
-    report.write(chosen, strategy, loop.fit(chosen, strategy, train, test))
+    report.write(chosen, strategy, loop.fit(chosen, strategy, splits, train, test))
 
 
 if __name__ == "__main__":

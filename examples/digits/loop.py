@@ -16,6 +16,7 @@ from report import History
 def fit(
     options: argparse.Namespace,
     strategy: dj.Strategy,
+    splits: tuple[data.Split, data.Split],
     train: Callable[[Any, Any], Any],
     test: Callable[[list[tuple[Any, Any]]], float],
 ) -> History:
@@ -24,13 +25,14 @@ def fit(
     Args:
         options: The command line.
         strategy: The strategy that cuts global batches into batches per replica.
+        splits: Examples to train on and to test on.
         train: Takes images and labels per replica, does one step, returns the loss of them all.
         test: Takes a list of batches per replica, returns the accuracy over them all.
     """
-    train_split, test_split = data.load()
+    train_split, test_split = splits
     size = options.global_batch
     test_set = [data.per_replica(strategy, batch) for batch in data.test_batches(test_split, size)]
-    steps_per_epoch = data.steps_per_epoch(size)
+    steps_per_epoch = data.steps_per_epoch(train_split, size)
     all_steps = options.epochs * steps_per_epoch
     num_steps = min(options.steps or all_steps, all_steps)
     batches = islice(data.train_batches(train_split, size, options.seed), num_steps)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 
-import data
 import distjax as dj
 
 STRATEGIES = ("one_device", "mirrored", "virtual", "default")
@@ -23,6 +22,7 @@ def parse(description: str) -> argparse.Namespace:
     add("--epochs", type=int, default=10, help="passes over the training set (10)")
     add("--steps", type=int, help="stop after so many steps, at the same learning rates")
     add("--global-batch", type=int, default=64, help="examples per step, all replicas (64)")
+    add("--data", type=Path, metavar="FILE", help="an .npz file such as MNIST's; see data.py")
     add("--seed", type=int, default=0, help="of the parameters and the order of examples (0)")
     add("--out", type=Path, default=OUT, help="folder for the learning curve (out, beside this)")
     add("--dump-losses", type=Path, metavar="FILE", help="write the loss of each step as JSON")
@@ -32,8 +32,6 @@ def parse(description: str) -> argparse.Namespace:
     for name in ("replicas", "epochs", "steps", "global_batch"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if options.global_batch > data.NUM_TRAIN:
-        parser.error(f"--global-batch must be at most {data.NUM_TRAIN}, the whole training set")
     if options.strategy in ("mirrored", "virtual") and options.global_batch % options.replicas:
         parser.error(
             f"--replicas {options.replicas} does not divide --global-batch {options.global_batch}"

@@ -69,9 +69,8 @@ def assign(variables, tree) -> None:
 class Trainer:
     """The variables of a training run, and one replica's part of each step on them."""
 
-    def __init__(self, network: model.ConvNet, optimizer: optax.GradientTransformation, seed: int):
+    def __init__(self, network: model.ConvNet, optimizer: optax.GradientTransformation, initial):
         self.network, self.optimizer = network, optimizer
-        initial = model.initialize(network, seed)
         self.params = make_variables(initial["params"])
         self.batch_stats = make_variables(initial["batch_stats"])
         self.optimizer_state = make_variables(optimizer.init(initial["params"]))
@@ -109,10 +108,12 @@ def main() -> None:
     """Trains, tests, reports."""
     chosen = options.parse(__doc__)
     strategy = options.make_strategy(chosen.strategy, chosen.replicas)
-    num_steps = chosen.epochs * data.steps_per_epoch(chosen.global_batch)
+    splits = data.load(chosen.data)
+    num_steps = chosen.epochs * data.steps_per_epoch(splits[0], chosen.global_batch)
     with strategy.scope():
         network = model.ConvNet(axis_name=strategy.axis_name)
-        trainer = Trainer(network, model.make_optimizer(num_steps), chosen.seed)
+        initial = model.initialize(network, splits[0].images, chosen.seed)
+        trainer = Trainer(network, model.make_optimizer(num_steps), initial)
 
     @dj.jit
     def train(images, labels):
@@ -128,7 +129,7 @@ def main() -> None:
             count_right(*batch)
         return trainer.test_accuracy.result()
 
-    report.write(chosen, strategy, loop.fit(chosen, strategy, train, test))
+    report.write(chosen, strategy, loop.fit(chosen, strategy, splits, train, test))
 
 
 if __name__ == "__main__":

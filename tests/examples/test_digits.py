@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from scripts import last_line
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 NUM_STEPS = 88  # four of the ten epochs: by then the test accuracy has settled
@@ -37,7 +38,9 @@ def expected_losses() -> list[float]:
     """The loss curve of plain JAX: one device, the whole batch at once, no distjax in the step."""
     data, model = example_module("data"), example_module("model")
     network = model.ConvNet()
-    optimizer = model.make_optimizer(EPOCHS * data.steps_per_epoch(GLOBAL_BATCH))
+    train_split, _ = data.load()
+    num_steps = EPOCHS * data.steps_per_epoch(train_split, GLOBAL_BATCH)
+    optimizer = model.make_optimizer(num_steps)
 
     @jax.jit
     def step(state, optimizer_state, batch):
@@ -53,9 +56,9 @@ def expected_losses() -> list[float]:
         state = {"params": optax.apply_updates(state["params"], changes), **updates}
         return state, optimizer_state, loss
 
-    state = model.initialize(network, SEED)
+    state = model.initialize(network, train_split.images, SEED)
     optimizer_state = optimizer.init(state["params"])
-    batches = data.train_batches(data.load()[0], GLOBAL_BATCH, SEED)
+    batches = data.train_batches(train_split, GLOBAL_BATCH, SEED)
     losses = []
     for _ in range(NUM_STEPS):
         state, optimizer_state, loss = step(state, optimizer_state, next(batches))
@@ -82,6 +85,24 @@ def test_loss_curve_equals_plain_jax(script, strategy, expected_losses, tmp_path
     assert int(num_replicas) == (8 if strategy in ("mirrored", "virtual") else 1)
     assert int(num_devices) == (8 if strategy == "mirrored" else 1)
     assert float(accuracy.rstrip("%")) >= 97
+
+
+def test_a_file_takes_the_place_of_the_digits(tmp_path):
+    """Its images may have another size; eight of them are two steps of batch four."""
+    images = np.random.default_rng(0).integers(0, 256, (8, 6, 6), np.uint8)
+    labels = np.arange(8) % 10
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    flags = ["--strategy", "one_device", "--global-batch", "4", "--epochs", "1"]
+    paths = ["--data", str(tmp_path / "own.npz"), "--out", str(tmp_path)]
+    line = last_line("digits/train.py", *flags, *paths)
+    name, _, _, _, num_steps, _, _, _ = line.split()
+    assert (name, int(num_steps)) == ("one_device", 2)
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    data = example_module("data")
+    with pytest.raises(SystemExit, match="--global-batch 2000 is more than all 1437 examples"):
+        data.steps_per_epoch(data.load()[0], 2000)
 
 
 def test_replicas_must_divide_the_global_batch(monkeypatch, capsys):

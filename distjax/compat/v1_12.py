@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.context import frames
 from distjax.placement.per_replica import PerReplica as PerDevice
 from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
@@ -118,6 +119,7 @@ class DistributionStrategy(Face):
 
     def fetch(self, val: Any, destination: Any = None, fn: Any = lambda x: x) -> Any:
         """Returns `fn` of a value of any locality, on the host; a list for a PerDevice."""
+        frames.require_cross_replica(self.wrapped, "fetch")
         if isinstance(val, PerDevice):
             return jax.device_get([fn(x) for x in self.unwrap(val)])
         return jax.device_get(fn(self.read_var(val) if isinstance(val, Variable) else val))

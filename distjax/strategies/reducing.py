@@ -238,6 +238,8 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
         x = x if isinstance(x, jax_compat.Tracer) else jnp.array(x, copy=True)
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):
+            if extended.topology.mesh is None:  # else a step without arguments runs elsewhere
+                return jax.lax.with_sharding_constraint(x, target)
             return laid_out(x, extended.topology)
         return place_on(x, target)
 

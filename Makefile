@@ -26,7 +26,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test doctest examples bench lint types format clean
+.PHONY: help venv demo test doctest examples table bench lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ examples: $(INSTALLED)  ## every example, a few steps of each
 	  echo "$(BIN)/python $$script $(EXAMPLE_FLAGS)"; \
 	  $(BIN)/python "$$script" $(EXAMPLE_FLAGS); \
 	done
+
+table: $(INSTALLED)  ## run the tests of the seeds, write their table into README.md
+	$(BIN)/python -m pytest -n $(WORKERS) -m seed --write-seed-table $(PYTEST_FLAGS)
 
 bench: $(INSTALLED)  ## time distjax against hand-written JAX
 	$(BIN)/python -m benchmarks

@@ -9,6 +9,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)  # before a backend starts
 
 import pytest
+from seed_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
 import distjax as dj
 

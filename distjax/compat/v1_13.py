@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from distjax.collectives.ops import ReduceOp
+from distjax.compat import v1_12
 from distjax.compat.faces import Face, face_or_none, seeing
 from distjax.placement.per_replica import PerReplica
 from distjax.strategies import scoping
@@ -99,6 +100,10 @@ class Strategy(Face):
     def make_dataset_iterator(self, dataset: Any) -> Any:
         """``iter(distribute_dataset(dataset))``, whose `get_next` gives an element."""
         return iter(self.wrapped.distribute_dataset(dataset))
+
+    def distribute_dataset(self, dataset: Any) -> v1_12.PerDeviceDataset:
+        """`dj.Strategy.distribute_dataset`, which makes one-shot iterators (deprecated)."""
+        return v1_12.PerDeviceDataset(self.wrapped.distribute_dataset(dataset))
 
     def make_input_fn_iterator(self, input_fn: Callable[[Any], Any]) -> Any:
         """``iter(distribute_datasets_from_function(input_fn))``."""

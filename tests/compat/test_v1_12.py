@@ -18,6 +18,9 @@ def distribution(plain):
     return v1_12.DistributionStrategy(plain)
 
 
+@pytest.mark.seed(
+    "call_for_each_tower", "merge_call", "tower_id", "unwrap", "get_tower_context", "scope"
+)
 def test_call_for_each_tower_example(distribution, count):
     def merge_fn(distribution, three_plus_tower_id):
         return sum(distribution.unwrap(three_plus_tower_id))
@@ -37,6 +40,14 @@ def test_call_for_each_tower_example(distribution, count):
     assert numbers(unwrapped) == [total + 3 + r for r in range(count)]
 
 
+@pytest.mark.seed(
+    "ordinary model code under a strategy",
+    "distribute_dataset (deprecated in 001)",
+    "iterator.get_next",
+    "tf.group of unwrapped results",
+    "call_for_each_tower",
+    "data parallelism",
+)
 @pytest.mark.parametrize("as_function", [True, False])
 def test_training_example(distribution, count, as_function):
     """distribute_dataset, call_for_each_tower on get_next, group the unwrapped."""
@@ -61,6 +72,12 @@ def test_training_example(distribution, count, as_function):
         assert len(list(distribution.distribute_dataset(source))) == 2
 
 
+@pytest.mark.seed(
+    "reduce (aggregation, value, destinations)",
+    "batch_reduce",
+    "the four steps of an update",
+    '"sum" and "mean" as a reduction',
+)
 @pytest.mark.parametrize("batched", [False, True])
 def test_update_pattern(distribution, count, batched):
     """Steps 3 and 4: reduce to the variable, update it."""
@@ -83,6 +100,7 @@ def test_update_pattern(distribution, count, batched):
     assert distribution.fetch(w) == expected
 
 
+@pytest.mark.seed("reduce (aggregation, value, destinations)")
 def test_all_reduce_of_an_intermediate_value(distribution, count):
     """Reduce with no variable as its destination."""
 
@@ -96,6 +114,7 @@ def test_all_reduce_of_an_intermediate_value(distribution, count):
     assert float(result) == (count - 1) / 2
 
 
+@pytest.mark.seed("get_tower_context", "replica context", "default single-replica context")
 def test_contexts(distribution, plain, count):
     assert isinstance(v1_12.get_tower_context(), v1_12.TowerContext)
     assert v1_12.get_tower_context().is_single_tower
@@ -121,6 +140,14 @@ def test_contexts(distribution, plain, count):
     assert repr(distribution) == f"DistributionStrategy({plain!r})"
 
 
+@pytest.mark.seed(
+    "broadcast",
+    "non_slot_devices",
+    "update_non_slot",
+    "colocate_vars_with",
+    "update (group=False)",
+    "value_container",
+)
 def test_the_rest_of_the_face(distribution, count):
     assert distribution.num_towers == distribution.num_replicas == count
     assert distribution.is_single_tower is (count == 1)
@@ -147,6 +174,7 @@ def test_the_rest_of_the_face(distribution, count):
     assert dj.locality(distribution.broadcast(jnp.float32(4), v)) == dj.locality(v)
 
 
+@pytest.mark.seed("fetch")
 def test_fetch_of_any_locality(distribution, count):
     per_device = distribution.call_for_each_tower(
         lambda: 2 * jnp.float32(v1_12.get_tower_context().tower_id)
@@ -160,8 +188,9 @@ def test_fetch_of_any_locality(distribution, count):
     assert fetched.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("one_shot", [True, False])
-def test_run_steps_on_dataset(distribution, one_shot):
+@pytest.mark.seed("initializable iterators (in the future)", "make_one_shot_iterator")
+@pytest.mark.parametrize("make", ["make_one_shot_iterator", "make_initializable_iterator", None])
+def test_run_steps_on_dataset(distribution, make):
     """The dataset's own iterator, as seed 002 has it, or one made from it."""
     dataset = distribution.distribute_dataset([np.full(24, i, np.float32) for i in range(5)])
 
@@ -170,7 +199,7 @@ def test_run_steps_on_dataset(distribution, one_shot):
         total = distribution.call_for_each_tower(lambda x: jnp.sum(x), x)
         context.set_last_step_output("total", total, v1_12.VariableAggregation.SUM)
 
-    iterator = dataset.make_one_shot_iterator() if one_shot else dataset
+    iterator = getattr(dataset, make)() if make else dataset
     context = distribution.run_steps_on_dataset(step_fn, iterator, 3)
     assert float(context.last_step_outputs["total"]) == 48.0
     assert distribution.run_steps_on_dataset(step_fn, iterator, 3).iterations == 2

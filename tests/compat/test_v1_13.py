@@ -18,6 +18,7 @@ def strategy(plain):
     return v1_13.Strategy(plain)
 
 
+@pytest.mark.seed("call_for_each_replica", "merge_call", "unwrap", "replica_id_in_sync_group")
 def test_call_for_each_replica_example(strategy, count):
     def merge_fn(distribution, three_plus_replica_id):
         return sum(distribution.unwrap(three_plus_replica_id))
@@ -37,6 +38,13 @@ def test_call_for_each_replica_example(strategy, count):
             assert numbers(unwrapped) == [total + 3 + r for r in range(count)]
 
 
+@pytest.mark.seed(
+    "ordinary model code under a strategy",
+    "make_dataset_iterator",
+    "iterator.get_next",
+    "extended",
+    "data parallelism",
+)
 def test_training_example(strategy, count):
     """make_dataset_iterator, call_for_each_replica on get_next, group."""
     dataset = [np.arange(24, dtype=np.float32), np.ones(24, np.float32)]
@@ -60,6 +68,18 @@ def test_training_example(strategy, count):
     assert strategy.experimental_run(lambda: 7) == 7
 
 
+@pytest.mark.seed("make_one_shot_iterator", "distribute_dataset (deprecated in 001)")
+def test_the_deprecated_one_shot_iterator(strategy):
+    dataset = strategy.distribute_dataset([np.full(24, i, np.float32) for i in range(2)])
+    for _ in range(2):  # each iterator starts anew
+        iterator = dataset.make_one_shot_iterator()
+        for i in range(2):
+            parts = strategy.unwrap(iterator.get_next())
+            assert sum(float(jnp.sum(x)) for x in parts) == 24.0 * i
+        with pytest.raises(StopIteration):
+            iterator.get_next()
+
+
 def test_input_function(strategy, count):
     def input_fn(context):
         return [np.full(2, i, np.float32) for i in range(context.num_replicas_in_sync)]
@@ -68,6 +88,13 @@ def test_input_function(strategy, count):
     assert [float(x[0]) for x in strategy.unwrap(element)] == list(range(count))
 
 
+@pytest.mark.seed(
+    "reduce_to",
+    "batch_reduce_to",
+    "the four steps of an update",
+    "VariableAggregation as a reduction",
+    "synchronous training",
+)
 @pytest.mark.parametrize("batched", [False, True])
 def test_update_pattern(strategy, count, batched):
     """reduce_to (or batch_reduce_to) the variable, then extended.update."""
@@ -98,6 +125,7 @@ def test_all_reduce_of_an_intermediate_value(strategy, count):
     assert float(strategy.call_for_each_replica(fn)) == (count - 1) / 2
 
 
+@pytest.mark.seed("get_replica_context", "replica context", "default single-replica context")
 def test_contexts(strategy, count):
     assert v1_13.get_replica_context().num_replicas_in_sync == 1
     assert not v1_13.has_strategy()
@@ -113,6 +141,15 @@ def test_contexts(strategy, count):
     assert strategy.call_for_each_replica(fn) == count
 
 
+@pytest.mark.seed(
+    "experimental_between_graph",
+    "experimental_should_init",
+    "should_checkpoint",
+    "should_save_summary",
+    "worker_devices",
+    "parameter_devices",
+    "broadcast_to",
+)
 def test_the_rest_of_the_face(strategy, count):
     extended = strategy.extended
     assert strategy.num_replicas_in_sync == count
@@ -135,6 +172,7 @@ def test_the_rest_of_the_face(strategy, count):
     assert float(extended.broadcast_to(jnp.float32(4), v)) == 4.0
 
 
+@pytest.mark.seed("experimental_run_steps_on_iterator", "initial_loop_values", "last_step_outputs")
 def test_experimental_run_steps_on_iterator(strategy):
     iterator = strategy.make_dataset_iterator([np.full(24, i, np.float32) for i in range(4)])
 

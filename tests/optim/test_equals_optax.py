@@ -49,6 +49,7 @@ def test_training_equals_optax_on_one_device(pair, how, name):
     assert_close(variables, plain(tx, 5))
 
 
+@pytest.mark.seed("Optimizer.apply_gradients in a replica context")
 @pytest.mark.parametrize("name", ["adam", "clip_by_global_norm"])
 def test_on_every_strategy(strategy, how, name):
     tx = TRANSFORMATIONS[name]
@@ -56,6 +57,7 @@ def test_on_every_strategy(strategy, how, name):
     assert_close(variables, plain(tx, 3))
 
 
+@pytest.mark.seed("Optimizer.apply_gradients in a replica context")
 def test_sums_by_default_as_in_the_seeds(strategy, how):
     """Gradients of the local means are summed: R times the gradient of the global mean."""
     count = strategy.num_replicas_in_sync

@@ -21,6 +21,7 @@ def total(n):
     return n * (n - 1) / 2
 
 
+@pytest.mark.seed("all_reduce")
 def test_r133_sums_of_trees(pair, how):
     one = per_replica(pair, [np.float32(1), np.float32(3)])
     many = per_replica(pair, [np.array([39, 2.0]), np.array([3, 41.0])])
@@ -74,6 +75,7 @@ def test_r141_mean_of_integers(pair, how):
     assert out.dtype == jnp.float32 and float(out) == 1.5
 
 
+@pytest.mark.seed("all_reduce", "ReduceOp")
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_every_strategy_reduces_in_a_replica_as_across(strategy, how, op):
     x = ids(strategy)

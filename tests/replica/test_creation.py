@@ -33,6 +33,7 @@ class Layer:
 # -- guarded ------------------------------------------------------------------
 
 
+@pytest.mark.seed("variable created in a replica function")
 def test_guarded_creation(strategy, how):
     layer = Layer(aggregation=AGG.SUM)
     step = how(lambda x: strategy.run(layer, args=(x,)))

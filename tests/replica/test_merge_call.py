@@ -46,6 +46,7 @@ def test_seed_example(strategy, how):
     assert local(strategy, out) == [3 * n + n * (n - 1) // 2 + 3 + r for r in range(n)]
 
 
+@pytest.mark.seed("merge_call")
 def test_arguments_by_locality(pair, how):
     """Decision 4: objects bare, equal values as arrays, others PerReplica, variables themselves."""
     with pair.scope():
@@ -89,6 +90,7 @@ def test_the_function_gets_the_strategy_first(strategy):
     assert seen[0][0] is strategy
 
 
+@pytest.mark.seed("merge_call")
 def test_a_per_replica_result_gives_each_replica_its_own(pair, how):
     out = how(
         lambda x: pair.run(lambda x: merge(lambda s, x: {"t": x, "m": s.reduce("sum", x)}, x), (x,))
@@ -142,6 +144,7 @@ def test_r085_a_context_used_after_its_trace(pair):
     assert kept[0].strategy is pair and kept[0].num_replicas_in_sync == 2
 
 
+@pytest.mark.seed("a second merge_call")
 def test_r087_two_merges(pair, how):
     def fn(x):
         s = merge(sum_of, x)

@@ -130,6 +130,7 @@ def test_r057_one_replica_gives_back_the_nest():
     assert out == ([0], {"a": (None, "s", 2)})
 
 
+@pytest.mark.seed("merging: the same object from every replica")
 def test_r061_python_objects_come_back_as_they_are(strategy, how):
     captured = object()
 
@@ -233,6 +234,7 @@ def test_python_side_effects_happen_once(pair):
     assert len(seen) == 1 and issubclass(seen[0], jax.core.Tracer)
 
 
+@pytest.mark.seed("replica_id_in_sync_group")
 def test_replica_id_is_the_replicas_number(strategy, how):
     out = how(lambda: strategy.run(lambda: jnp.asarray(rid()) + 0))()
     assert local(strategy, out) == list(range(strategy.num_replicas_in_sync))
@@ -278,6 +280,7 @@ def is_per_replica(x):
     return isinstance(x, dj.PerReplica)
 
 
+@pytest.mark.seed("merging: values that differ")
 def test_results_proved_equal_are_arrays_the_rest_per_replica(pair, how):
     def fn(equal, differs):
         context = dj.get_replica_context()
@@ -301,6 +304,7 @@ def test_results_proved_equal_are_arrays_the_rest_per_replica(pair, how):
     assert all(isinstance(out[n], jax.Array) for n in set(out) - t_names)
 
 
+@pytest.mark.seed("merging: the members of a mirrored variable")
 def test_variables_come_back_as_the_variable(pair, how):
     with pair.scope():
         v = dj.Variable(1.0)
@@ -450,3 +454,21 @@ def test_one_function_under_two_strategies_of_the_same_shape():
     for strategy in (a, b, a, b):
         name, total = strategy.run(fn, args=(ids(strategy),))
         assert name == repr(strategy) and float(total) == 1.0
+
+
+def test_r331_a_gradient_is_the_replicas_own(pair, how):
+    """With respect to a variable's value, in a replica: local, not reduced."""
+    with pair.scope():
+        w = dj.Variable(np.float32([1, 2, 3]))
+
+    def fn(r):
+        return jax.grad(lambda w: jnp.sum(w * w) * (r + 1))(w.value)
+
+    out = how(lambda r: pair.run(fn, args=(r,)))(ids(pair))
+    assert local(pair, out) == [[2.0, 4.0, 6.0], [4.0, 8.0, 12.0]]
+
+
+def test_r333_a_per_replica_factor(pair, how):
+    factor = per_replica(pair, [np.float32(5), np.float32(3)])
+    out = how(lambda x: pair.run(lambda x: x * 1.25, args=(x,)))(factor)
+    assert local(pair, out) == [6.25, 3.75]

@@ -100,6 +100,7 @@ def assert_v(v, x):
 # -- contexts and creation -------------------------------------------------------
 
 
+@pytest.mark.seed("scope: default -> cross-replica context", "variable_created_in_scope")
 def test_scope_enters_cross_replica_context(d):
     """`with d.scope()`: default single-replica context -> cross-replica context for d."""
     assert context_of(d) == "default" and dj.get_replica_context() is not None
@@ -116,6 +117,7 @@ def test_scope_enters_cross_replica_context(d):
         d.run(enter)
 
 
+@pytest.mark.seed("a new variable: V(v)", "parameter_devices")
 def test_variables_are_created_by_the_strategys_policy(d):
     """`v = get_variable(...)`: in replica and cross-replica context, with locality V(v)."""
     made = {}
@@ -138,6 +140,11 @@ def test_variables_are_created_by_the_strategys_policy(d):
         jax.jit(lambda: dj.Variable(1.0, name="leaks").value)()
 
 
+@pytest.mark.seed(
+    "colocate_vars_with(v): variables of V(v)",
+    "colocate_vars_with",
+    "value with the locality of a variable (V(v))",
+)
 def test_colocate_vars_with_a_variable(d, v):
     """Variables made inside have locality V(v), in replica and cross-replica context."""
     made = {}
@@ -162,6 +169,12 @@ def test_colocate_vars_with_a_variable(d, v):
             pass
 
 
+@pytest.mark.seed(
+    "colocate_vars_with(non_slot_devices): variables of N",
+    "colocate_vars_with",
+    "non_slot_devices",
+    "value on the non-slot devices (N)",
+)
 def test_colocate_vars_with_the_non_slot_devices(d, v):
     """Variables made inside have locality N, in replica and cross-replica context."""
     made = {}
@@ -188,6 +201,7 @@ def test_colocate_vars_with_the_non_slot_devices(d, v):
 # -- T and M ---------------------------------------------------------------------
 
 
+@pytest.mark.seed("an iterator over a dataset: T")
 def test_datasets_give_values_of_locality_t(d):
     """`d.distribute_dataset(dataset)`: in cross-replica context, an iterator with locality T."""
     batch = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -203,6 +217,12 @@ def test_datasets_give_values_of_locality_t(d):
         d.run(lambda: next(iterator))
 
 
+@pytest.mark.seed(
+    "call for each replica: T, M, variables in",
+    "call_for_each_replica",
+    "per-replica value (T)",
+    "mirrored value (M)",
+)
 def test_call_for_each_replica(d, v, t, how):
     """From cross-replica to replica context and, by merge_call, back; takes T, M and variables."""
     m = d.extended.broadcast_to(np.float32(2))
@@ -242,6 +262,7 @@ def test_call_for_each_replica(d, v, t, how):
         d.extended.call_for_each_replica(takes, args=(other,))
 
 
+@pytest.mark.seed("T is not used across replicas", "per-replica value (T)")
 def test_t_is_not_used_across_replicas(d, t):
     """A per-replica value says nothing in cross-replica context before it is aggregated."""
     with d.scope():
@@ -251,6 +272,7 @@ def test_t_is_not_used_across_replicas(d, t):
         assert_m(d, d.reduce("sum", t) + 1)
 
 
+@pytest.mark.seed("all_reduce: T -> M", "all_reduce", "mirrored value (M)")
 def test_all_reduce_turns_t_into_m(d, t, how):
     """`ReplicaContext.all_reduce`: in replica context, T in, M out."""
     kept = []
@@ -268,6 +290,7 @@ def test_all_reduce_turns_t_into_m(d, t, how):
         kept[0].all_reduce("sum", 1.0)
 
 
+@pytest.mark.seed("broadcast(t): M", "broadcast_to", "mirrored value (M)")
 def test_broadcast_to_all_workers(d, t, how):
     """`d.broadcast_to(t)`: in cross-replica context, a value with locality M."""
     host = np.ones(SHAPE, np.float32)
@@ -285,6 +308,9 @@ def test_broadcast_to_all_workers(d, t, how):
         d.run(call_in_replica, args=(d.extended.broadcast_to, host))
 
 
+@pytest.mark.seed(
+    "broadcast(t, v): V(v)", "broadcast_to", "value with the locality of a variable (V(v))"
+)
 def test_broadcast_to_a_variable(d, v):
     """`d.broadcast_to(t, v)`: in cross-replica context, a value with locality V(v)."""
     host = np.ones(SHAPE, np.float32)
@@ -305,6 +331,7 @@ def call_in_replica(method, *args):
 # -- reductions ------------------------------------------------------------------
 
 
+@pytest.mark.seed("reduce(m, t): T -> M", "reduce_to")
 def test_reduce_to_of_t_is_m(d, t, how):
     """`d.reduce_to(m, t, t)`: in cross-replica context, T in, M out."""
 
@@ -323,6 +350,9 @@ def test_reduce_to_of_t_is_m(d, t, how):
         d.run(lambda t: call_in_replica(d.extended.reduce_to, "sum", t, t), args=(t,))
 
 
+@pytest.mark.seed(
+    "reduce(m, t, v): T -> V(v)", "reduce_to", "value with the locality of a variable (V(v))"
+)
 def test_reduce_to_a_variable(d, v, t):
     """`d.reduce_to(m, t, v)`: in cross-replica context, T in, V(v) out."""
     with d.scope():
@@ -338,6 +368,7 @@ def test_reduce_to_a_variable(d, v, t):
         d.run(lambda t: call_in_replica(d.extended.reduce_to, "sum", t, v), args=(t,))
 
 
+@pytest.mark.seed("batch_reduce(m, [(t, v)]): as reduce", "batch_reduce_to")
 def test_batch_reduce_to(d, v, t):
     """`d.batch_reduce_to(m, [(t, v)])`: what reduce_to gives for each pair, in their order."""
     with d.scope():
@@ -354,6 +385,7 @@ def test_batch_reduce_to(d, v, t):
 # -- updates ---------------------------------------------------------------------
 
 
+@pytest.mark.seed("update(v, fn): V(v) -> V(v)", "update")
 def test_update_of_a_variable(d, v, t):
     """`d.update(v, fn, ...)`: in cross-replica context, V(v) in, V(v) out."""
     seen = []
@@ -379,6 +411,9 @@ def test_update_of_a_variable(d, v, t):
         d.run(call_in_replica, args=(d.extended.update, v, lambda w: w.value))
 
 
+@pytest.mark.seed(
+    "update_non_slot(devices, fn): N -> N", "update_non_slot", "value on the non-slot devices (N)"
+)
 def test_update_non_slot(d, v):
     """`d.update_non_slot(d.non_slot_devices(), fn)`: like update, with locality N."""
     devices = d.extended.non_slot_devices([v])
@@ -406,6 +441,7 @@ def test_update_non_slot(d, v):
 # -- reading ---------------------------------------------------------------------
 
 
+@pytest.mark.seed("read_var(v): aggregated", "read_var")
 def test_read_var(d, v):
     """`d.read_var(v)`: one value, aggregated over the replicas for a replica-local variable."""
     with d.scope():
@@ -433,6 +469,7 @@ def test_read_var(d, v):
         d.extended.read_var(1.0)
 
 
+@pytest.mark.seed("fetch(t): any locality -> host", "fetch")
 def test_fetch(d, v, t):
     """Seed 002, `d.fetch(t)`: a copy of a value of any locality, on the host."""
     distribution = v1_12.DistributionStrategy(d)
@@ -449,6 +486,7 @@ def test_fetch(d, v, t):
         d.run(lambda t: distribution.fetch(t), args=(t,))
 
 
+@pytest.mark.seed("unwrap and value_container are inverse", "value_container")
 def test_unwrap(d, v, t):
     """`d.unwrap(value)`: what each replica, or each copy of a variable, holds on its device."""
     with d.scope():

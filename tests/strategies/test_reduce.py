@@ -29,6 +29,7 @@ def pads(strategy, rows, dtype):
 # -- reduce over replicas, and over axes ---------------------------------------
 
 
+@pytest.mark.seed("reduce (op, value, axis)")
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_reduce_over_replicas(strategy, how, op):
     n = strategy.num_replicas_in_sync
@@ -50,6 +51,7 @@ def test_r097_rows_of_unequal_length_by_mask(strategy, how, dtype):
     assert out.dtype == dtype
 
 
+@pytest.mark.seed("reduce (op, value, axis)")
 def test_r099_axis_reduces_within_and_across(strategy, how):
     n = strategy.num_replicas_in_sync
     x = per_replica(strategy, [np.array([1.0, 2.0], np.float32)] * n)
@@ -58,6 +60,9 @@ def test_r099_axis_reduces_within_and_across(strategy, how):
     assert float(reduce("sum", x)) == 3.0 * n
 
 
+@pytest.mark.seed(
+    "ReduceOp", "VariableAggregation as a reduction", '"sum" and "mean" as a reduction'
+)
 @pytest.mark.parametrize(
     "op",
     ["mean", "MEAN", "Mean", dj.ReduceOp.MEAN, dj.VariableAggregation.MEAN],
@@ -70,6 +75,9 @@ def test_r101_names_of_the_mean(pair, op):
     assert float(pair.run(lambda x: dj.get_replica_context().all_reduce(op, x), (x,))) == 0.5
 
 
+@pytest.mark.seed(
+    "ReduceOp", "VariableAggregation as a reduction", '"sum" and "mean" as a reduction'
+)
 @pytest.mark.parametrize("op", ["sum", "SUM", dj.ReduceOp.SUM, dj.VariableAggregation.SUM])
 def test_r101_names_of_the_sum(pair, op):
     x = ids(pair)
@@ -379,6 +387,7 @@ def test_r123_destinations_that_are_none(pair, destinations):
                 call(jnp.ones(2), destinations)
 
 
+@pytest.mark.seed("batch_reduce_to")
 def test_r125_batch_reduce_to(pair, how):
     x = per_replica(pair, [np.float32(1), np.float32(2)])
     device = jax.devices()[0]

@@ -20,6 +20,9 @@ def replicas(request, count):
     return dj.VirtualStrategy(count)
 
 
+@pytest.mark.seed(
+    "call_for_each_replica", "merge_call", "eager and graph execution", "replica_id_in_sync_group"
+)
 def test_call_for_each_replica_example(replicas, count, how):
     """Seeds 001 and 002: merge_fn sums `three + replica id`; each adds its own."""
 
@@ -40,6 +43,7 @@ def test_call_for_each_replica_example(replicas, count, how):
     assert [int(v) for v in replicas.local_results(merged_results)] == expected
 
 
+@pytest.mark.seed("colocate_vars_with", "update", "eager and graph execution")
 def test_colocated_update_example(replicas, how):
     """Seed 000: fn(v1, v2, v3) runs on every device of var1; the others are there too."""
     with replicas.scope():
@@ -57,6 +61,13 @@ def test_colocated_update_example(replicas, how):
     assert dj.locality(var2) == dj.locality(var1) == dj.locality(var3)
 
 
+@pytest.mark.seed(
+    "the four steps of an update",
+    "synchronous training",
+    "an algorithm written with the strategy's methods",
+    "eager and graph execution",
+    "VariableAggregation as a reduction",
+)
 @pytest.mark.parametrize("batched", [False, True])
 def test_update_pattern_in_four_steps(replicas, count, how, batched):
     """Seeds 000-002: gradients, merge_call, reduce_to the variable, update."""
@@ -83,6 +94,12 @@ def test_update_pattern_in_four_steps(replicas, count, how, batched):
     assert [float(c) for c in w.local_results()] == [expected] * count
 
 
+@pytest.mark.seed(
+    "unwrapping of arguments",
+    "merging: the same object from every replica",
+    "merging: values that differ",
+    "merging: the members of a mirrored variable",
+)
 def test_unwrapping_and_merging(replicas, count):
     """Seeds 000-002: (x, a, v0) on each replica gives (x, wrapped a, v)."""
     x = object()
@@ -98,6 +115,7 @@ def test_unwrapping_and_merging(replicas, count):
     assert [float(a) for a in replicas.local_results(out_a)] == [1.0 + r for r in range(count)]
 
 
+@pytest.mark.seed("reduce_to", "an algorithm written with the strategy's methods")
 def test_all_reduce_of_an_intermediate_value(replicas, count):
     """Seeds 001, 002: reduce_to with the same value as input and destination."""
 
@@ -109,6 +127,10 @@ def test_all_reduce_of_an_intermediate_value(replicas, count):
     assert float(replicas.run(fn)) == (count - 1) / 2
 
 
+@pytest.mark.seed(
+    "sync-on-read variable: reads and writes in a replica",
+    "sync-on-read variable: read across replicas",
+)
 def test_sync_on_read_average(replicas, count):
     """Seed 000: v = 0.9 * v + 0.1 * update is written per replica, summed on read."""
     with replicas.scope():

@@ -61,6 +61,7 @@ def momentum_training(strategy, steps=3):
     return (w, b, *slots), losses, train.lower(batch)
 
 
+@pytest.mark.seed("partitioned variable (in the future)", "parameter server, synchronous")
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_mirrored(kind, count):
@@ -71,6 +72,7 @@ def test_training_equals_mirrored(kind, count):
         np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.seed("partitioned variable (in the future)", "parameter server, synchronous")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -195,15 +197,64 @@ def test_values_and_initial_values_stay_valid(kind):
     np.testing.assert_array_equal(made.value, np.ones((4, 2)))
 
 
-def test_partitioners_follow_tensorflow():
-    """r345: [10, 3] and [6, 1] float32."""
+def test_r335_fixed_shards_over_two_replicas():
+    """[6, 1] is stored as 3 + 3 rows; [5, 2] (3 + 2 in TF) is not divisible and stays whole."""
+    strategy = dj.ShardedStrategy(
+        jax.devices()[:2], partition="parameters", partitioner=FixedShards(2)
+    )
+    with strategy.scope():
+        even, odd = dj.Variable(jnp.zeros((6, 1))), dj.Variable(jnp.zeros((5, 2)))
+    for v, kind, rows in ((even, "partitioned", [3, 3]), (odd, "mirrored", [5, 5])):
+        assert dj.locality(v).kind == kind
+        assert [s.data.shape[0] for s in v.storage.addressable_shards] == rows
+
+
+def test_r339_assign_sums_over_the_replicas():
+    strategy = make_strategy("parameters", 2)
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros(8), aggregation=dj.VariableAggregation.SUM)
+    x = np.arange(8, dtype=np.float32)
+    halves = strategy.distribute_values_from_function(
+        lambda ctx: x * (ctx.replica_id_in_sync_group + 1)
+    )
+    strategy.run(lambda x: v.assign(x), args=(halves,))
+    assert dj.locality(v).kind == "partitioned"
+    np.testing.assert_array_equal(v.value, 3 * x)
+
+
+@pytest.mark.parametrize(
+    ("method", "sign", "base"), [("assign", 1, 0), ("assign_add", 1, 1), ("assign_sub", -1, 1)]
+)
+def test_r343_whole_arrays_are_written_by_rows(method, sign, base):
+    """Each replica keeps its rows; the value is all of them, end to end."""
+    strategy = make_strategy("parameters", 4)
+    start = np.float32([[0, 0], [1, 1], [2, 2], [3, 3]])
+    x = np.float32([[5, 6], [7, 8], [9, 10], [11, 12]])
+    with strategy.scope():
+        v = dj.Variable(start)
+    getattr(v, method)(x)
+    expected = base * start + sign * x
+    np.testing.assert_array_equal(v.value, expected)
+    for row, shard in enumerate(v.storage.addressable_shards):
+        np.testing.assert_array_equal(shard.data, expected[row : row + 1])
+
+
+def test_r337_a_small_variable_is_not_split():
+    strategy = dj.ShardedStrategy(partition="parameters", partitioner=MinSize(64 << 20, 8))
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros((16, 8)))
+    assert dj.locality(v).kind == "mirrored"
+
+
+def test_r345_partitioners_follow_tensorflow():
+    """[10, 3] and [6, 1] float32."""
     assert FixedShards(2)((10, 3), np.float32) == [2, 1]
     assert MinSize(4, max_shards=2)((6, 1), np.float32) == [2, 1]
     assert MinSize(4, max_shards=10)((6, 1), np.float32) == [6, 1]
     assert MaxSize(4)((6, 1), np.float32) == [6, 1]
     assert MaxSize(4, max_shards=2)((6, 1), np.float32) == [2, 1]
     assert MaxSize(1024)((6, 1), np.float32) == [1, 1]
-    assert MinSize()((10, 3), np.float32) == [1, 1]  # r337: a small variable is not split
+    assert MinSize()((10, 3), np.float32) == [1, 1]
     assert FixedShards(4)((), np.float32) == []
 
 

@@ -31,6 +31,14 @@ def half_sums(strategy, iterations, stop=12):
     return strategy.extended.run_steps_on_iterator(step, iterator, iterations)
 
 
+@pytest.mark.seed(
+    "experimental_run_steps_on_iterator",
+    "set_last_step_output",
+    "set_non_tensor_output",
+    "last_step_outputs",
+    "non_tensor_outputs",
+    "run_op",
+)
 @pytest.mark.parametrize(("iterations", "raw"), [(3, (17, 21)), (1, (1, 5))])
 def test_r325_outputs_of_the_last_step(pair, iterations, raw):
     context = half_sums(pair, iterations)
@@ -43,6 +51,7 @@ def test_r325_outputs_of_the_last_step(pair, iterations, raw):
     assert context.run_op is None
 
 
+@pytest.mark.seed("set_last_step_output")
 def test_r327_a_replica_needs_a_reduce_op(pair):
     def step(context, inputs):
         pair.run(lambda x: context.set_last_step_output("x", x), args=(inputs,))
@@ -70,6 +79,7 @@ def test_iterations_is_a_positive_int(pair, iterations):
         half_sums(pair, iterations)
 
 
+@pytest.mark.seed("experimental_run_steps_on_iterator")
 def test_variables_are_carried_and_traced_once(strategy):
     traces = []
     with strategy.scope():
@@ -93,6 +103,7 @@ def test_variables_are_carried_and_traced_once(strategy):
     assert len(traces) == seen  # the second call compiles nothing
 
 
+@pytest.mark.seed("initial_loop_values")
 def test_initial_loop_values_reach_the_first_step(pair):
     def step(context, inputs):
         before = context.last_step_outputs["steps"]

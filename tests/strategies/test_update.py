@@ -31,6 +31,7 @@ def test_r237_the_function_gets_the_variable_and_its_arguments(strategy):
     assert seen[0][0][0] is v and seen[0][0][1] is captured
 
 
+@pytest.mark.seed("update")
 def test_update_writes(strategy, how):
     v = make(strategy, [1.0, 2.0])
     step = how(lambda g: strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,)))
@@ -39,6 +40,7 @@ def test_update_writes(strategy, how):
     assert local(strategy, v) == [[0.5, 0.5]] * len(strategy.local_results(v))
 
 
+@pytest.mark.seed("update (group=False)")
 def test_r239_group_false_gives_an_element_per_copy(strategy, how):
     """Decision 14: R for mirrored variables, one where there is one copy."""
     v = make(strategy)
@@ -81,6 +83,7 @@ def test_r243_update_in_a_replica_is_refused(pair):
     assert float(v.value) == 1.0
 
 
+@pytest.mark.seed("the four steps of an update")
 def test_r247_the_four_steps(strategy, how):
     """Gradient per replica, reduce_to the variable, update, in a merge_call."""
     n = strategy.num_replicas_in_sync
@@ -162,6 +165,7 @@ def test_result_of_a_component_update_is_per_replica(pair, how):
     assert out[1] == 3
 
 
+@pytest.mark.seed("update context")
 def test_writes_in_an_update_are_raw(pair):
     """Semantics 8.3: no aggregation, no division."""
     v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
@@ -240,6 +244,7 @@ def test_an_exception_in_an_update_changes_nothing_else(pair):
 # -- update_non_slot ------------------------------------------------------------
 
 
+@pytest.mark.seed("update_non_slot", "update_non_slot (group=False)", "non_slot_devices")
 def test_r245_update_non_slot(pair, how):
     devices = pair.extended.non_slot_devices([])
     assert devices == pair.extended.parameter_devices
@@ -263,6 +268,7 @@ def test_update_non_slot_in_a_replica(pair):
         pair.run(lambda: pair.extended.update_non_slot(devices, lambda: 1))
 
 
+@pytest.mark.seed("colocate_vars_with")
 def test_decision_15_colocate_with_the_non_slot_devices(pair):
     v = make(pair)
     with pair.scope():
@@ -299,6 +305,7 @@ def test_a_per_replica_is_not_assigned_across(pair, how, options, method):
 # -- read_var, value_container, variable_created_in_scope ----------------------
 
 
+@pytest.mark.seed("read_var")
 def test_read_var(pair, how):
     m = make(pair, 2.0)
     c = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
@@ -307,6 +314,7 @@ def test_read_var(pair, how):
     assert [local(pair, x) for x in seen] == [[2.0, 2.0], [1.0, 1.0]]
 
 
+@pytest.mark.seed("value_container")
 def test_value_container(pair):
     for v in (make(pair), make(pair, synchronization=ON_READ, aggregation=SUM)):
         parts = v.local_results()
@@ -317,6 +325,7 @@ def test_value_container(pair):
     assert pair.extended.value_container(3) == 3
 
 
+@pytest.mark.seed("value_container")
 def test_value_container_of_a_variable_that_is_gone(pair):
     v = make(pair)
     part = v.local_results()[0]
@@ -324,6 +333,7 @@ def test_value_container_of_a_variable_that_is_gone(pair):
     assert pair.extended.value_container(part) is part
 
 
+@pytest.mark.seed("variable_created_in_scope")
 def test_variable_created_in_scope(pair):
     v, outside = make(pair), dj.Variable(1.0)
     assert pair.extended.variable_created_in_scope(v) is True

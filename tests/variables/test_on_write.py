@@ -26,12 +26,14 @@ def test_r181_sum_is_assigned_across_replicas(strategy, how):
     assert float(how(lambda: v.assign(1.0))()) == 1 and float(v.value) == 1
 
 
+@pytest.mark.seed("no write in a replica without aggregation")
 def test_r183_no_aggregation_in_a_replica(pair):
     v = make(pair, 1.0)
     with pytest.raises(AggregationError, match="You must specify an aggregation"):
         pair.run(lambda: v.assign(5.0))
 
 
+@pytest.mark.seed("aggregation of assign in a replica")
 @pytest.mark.parametrize("value", [5.0, np.float32(5)])
 def test_r185_mean_of_one_value(pair, value):
     v = make(pair, 1.0, AGG.MEAN)
@@ -40,6 +42,7 @@ def test_r185_mean_of_one_value(pair, value):
     assert local(pair, pair.run(lambda: v.assign_add(value))) == [6, 6]
 
 
+@pytest.mark.seed("reads and writes in cross-replica context")
 def test_r187_assign_across_replicas(pair, how):
     v = make(pair, 1.0)
     assert float(how(lambda: v.assign(6.0))()) == 6 and parts(v) == [6, 6]
@@ -61,6 +64,7 @@ def test_r191_the_value_is_another_variable(strategy, how, method):
     assert float(v.value) == 2 and float(other.value) in (2, -2)
 
 
+@pytest.mark.seed("replica context")
 @pytest.mark.parametrize("aggregation", ALL)
 def test_r193_read_in_a_replica(strategy, aggregation):
     v = make(strategy, 3.0, aggregation)

@@ -86,6 +86,12 @@ def check(variable, expected, method, write):
         assert parts(variable) == expected
 
 
+@pytest.mark.seed(
+    "aggregation of assign in a replica",
+    "no write in a replica without aggregation",
+    "sync-on-read variable: reads and writes in a replica",
+    "VariableAggregation",
+)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_write_of_an_array_in_a_replica(pair, how, mode, method):
@@ -111,6 +117,10 @@ def test_write_of_a_python_number_in_a_replica(pair, how, mode, method):
         assert local(pair, results[0]) == expected
 
 
+@pytest.mark.seed(
+    "reads and writes in cross-replica context",
+    "sync-on-read variable: no assign_add across replicas",
+)
 @pytest.mark.parametrize("where", ["no scope", "scope", "jit"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -148,6 +158,7 @@ def test_write_in_a_merge_function(pair, how, mode, method):
     check(v, expected_of(CROSS_REPLICA, mode, method), method, step)
 
 
+@pytest.mark.seed("update context")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_write_in_update_context_is_raw(pair, how, mode, method):
@@ -184,6 +195,7 @@ def test_read_in_a_replica_is_the_local_component(pair, how, mode):
     assert local(pair, how(lambda: pair.run(lambda: v.value))()) == expected
 
 
+@pytest.mark.seed("sync-on-read variable: read across replicas")
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=lambda a: a.name)
 def test_read_across_replicas_aggregates(pair, how, aggregation):
     v = make(pair, (ON_READ, aggregation))
@@ -216,6 +228,7 @@ def test_read_across_replicas_without_aggregation(pair, read):
     assert "Could not convert from" in str(caught.value)
 
 
+@pytest.mark.seed("update context")
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_read_in_update_context_is_the_component(pair, how, mode):
     v = make(pair, mode)

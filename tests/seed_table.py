@@ -1,0 +1,146 @@
+"""The README's table of what the seeds name, made from the tests that passed.
+
+A plugin of pytest: `tests/conftest.py` takes the two hooks at the end. Each test carries the
+rows that it holds in its report, which xdist brings from the workers to the controller; when a
+run of all tests ends well, the controller compares the table with the README's.
+"""
+
+import collections
+import difflib
+import pathlib
+
+import pytest
+from seed_rows import SECTIONS
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- seeds: made by `make table` -->\n", "<!-- end of seeds -->\n"
+PROPERTY = "seed row"
+
+
+def as_code(names):
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def as_link(test):
+    path, name = test.split("::", 1)
+    return f"[{name}]({path})"
+
+
+def make_table(sections, held):
+    """Returns the table as Markdown.
+
+    Args:
+      sections: title -> rows.
+      held: name of a row -> the tests that hold it.
+    """
+    lines = []
+    for title, rows in sections.items():
+        lines += [f"\n**{title}**\n", "| in the seeds | seeds | distjax | `dj.compat` | held by |"]
+        lines += ["|---|---|---|---|---|"]
+        for row in rows:
+            tests = "<br>".join(map(as_link, sorted(held.get(row.name, ())))) or row.later
+            seeds = ", ".join(f"00{digit}" for digit in row.seeds)
+            cells = (row.name, seeds, as_code(row.here), as_code(row.older), tests)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def empty_rows(sections, held):
+    """Returns the names of the rows that no test holds, but for those of later."""
+    rows = [row for rows in sections.values() for row in rows]
+    return [row.name for row in rows if not row.later and not held.get(row.name)]
+
+
+def split_readme(text):
+    """Returns what stands before the table, the table, and what stands after it."""
+    before, rest = text.split(BEGIN)
+    table, after = rest.split(END)
+    return before + BEGIN, table, END + after
+
+
+class SeedTable:
+    """Gathers which tests hold which rows, and checks or writes the table.
+
+    Args:
+      sections: the rows.
+      readme: the file that holds the table.
+      writes: whether to write it, rather than to compare.
+      checks: whether this process has seen the reports of all marked tests.
+    """
+
+    def __init__(self, sections, readme, *, writes, checks):
+        self._sections, self._readme = sections, readme
+        self._writes, self._checks = writes, checks
+        self._passed, self._broken = collections.defaultdict(set), set()
+        self.complaint = ""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        known = {row.name for rows in self._sections.values() for row in rows}
+        for item in items:
+            for name in (arg for mark in item.iter_markers("seed") for arg in mark.args):
+                if name not in known:
+                    raise pytest.UsageError(f"{item.nodeid}: seed_rows.py has no row {name!r}")
+                item.user_properties.append((PROPERTY, name))
+
+    def pytest_runtest_logreport(self, report):
+        test = report.nodeid.split("[")[0]
+        for key, name in report.user_properties:
+            if key == PROPERTY and report.failed:
+                self._broken.add(test)
+            elif key == PROPERTY and report.when == "call" and report.passed:
+                self._passed[name].add(test)
+
+    @property
+    def held(self):
+        """Name of a row -> the tests that hold it: all their cases passed."""
+        return {name: tests - self._broken for name, tests in self._passed.items()}
+
+    def pytest_sessionfinish(self, session, exitstatus):
+        if not self._checks or exitstatus != pytest.ExitCode.OK:
+            return
+        before, table, after = split_readme(self._readme.read_text())
+        made = make_table(self._sections, self.held)
+        empty = empty_rows(self._sections, self.held)
+        if empty:
+            self.complaint = "no test holds these rows of tests/seed_rows.py:\n" + "\n".join(empty)
+        elif self._writes:
+            self._readme.write_text(before + made + after)
+        elif made != table:
+            lines = (text.splitlines(keepends=True) for text in (table, made))
+            diff = "".join(difflib.unified_diff(*lines, "README.md", "this run", n=0))
+            self.complaint = f"{diff}\nTo write what this run gives into the README: make table"
+        if self.complaint:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.complaint:
+            terminalreporter.section("table of the seeds", red=True)
+            terminalreporter.write_line(self.complaint)
+
+
+def sees_all(config):
+    """Whether this process gets the reports of all tests with the marker, and no part of them."""
+    option = config.option
+    selects = (option.keyword, option.deselect, option.ignore, option.ignore_glob)
+    return (
+        not hasattr(config, "workerinput")
+        and config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and option.markexpr in ("", "seed")
+        and not any(selects)
+        and not option.collectonly
+        and not config.getoption("lf", False)
+    )
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-seed-table", action="store_true", help="write the README's table of the seeds"
+    )
+
+
+def pytest_configure(config):
+    writes = config.getoption("--write-seed-table")
+    config.pluginmanager.register(
+        SeedTable(SECTIONS, README, writes=writes, checks=sees_all(config)), "seed-table"
+    )

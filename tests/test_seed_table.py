@@ -1,0 +1,133 @@
+"""The table of the seeds: what its rows name exists, and a row without a test is found."""
+
+import functools
+
+import pytest
+from seed_rows import SECTIONS, Row
+from seed_table import BEGIN, END, SeedTable, empty_rows, make_table
+
+import distjax as dj
+from distjax.compat import v1_12, v1_13, v1_15
+
+pytest_plugins = ["pytester"]
+
+ROWS = [row for rows in SECTIONS.values() for row in rows]
+TWO = {"Rules": (Row("held", "12", ("jit",)), Row("empty", "0"), Row("far", "1", later="later"))}
+
+
+def test_every_row_has_a_name_of_its_own():
+    names = [row.name for row in ROWS]
+    assert len(names) == len(set(names))
+    assert all(set(row.seeds) <= set("012") and row.seeds for row in ROWS)
+
+
+def test_only_asynchronous_servers_and_several_hosts_come_later():
+    assert [row.name for row in ROWS if row.later] == [
+        "parameter server, asynchronous",
+        "asynchronous training",
+        "several hosts",
+    ]
+
+
+def test_every_name_exists():
+    plain = dj.VirtualStrategy(2)
+    objects = {  # names that a class does not show are those of an object
+        "StrategyExtended": plain.extended,
+        "MultiStepContext": dj.MultiStepContext(),
+        "v1_12.DistributionStrategy": v1_12.DistributionStrategy(plain),
+        "v1_13.Strategy": v1_13.Strategy(plain),
+        "v1_13.StrategyExtended": v1_13.Strategy(plain).extended,
+        "v1_15.Strategy": v1_15.Strategy(plain),
+    }
+    for row in ROWS:
+        for root, names in ((dj, row.here), (dj.compat, row.older)):
+            for name in names:
+                owner, _, member = name.rpartition(".")
+                if owner in objects:
+                    assert hasattr(objects[owner], member), name
+                else:
+                    functools.reduce(getattr, name.split("."), root)
+
+
+def test_the_table():
+    assert make_table(TWO, {"held": {"tests/test_a.py::test_b", "tests/test_a.py::test_a"}}) == (
+        "\n**Rules**\n\n"
+        "| in the seeds | seeds | distjax | `dj.compat` | held by |\n"
+        "|---|---|---|---|---|\n"
+        "| held | 001, 002 | `jit` |  | "
+        "[test_a](tests/test_a.py)<br>[test_b](tests/test_a.py) |\n"
+        "| empty | 000 |  |  |  |\n"
+        "| far | 001 |  |  | later |\n\n"
+    )
+
+
+def test_rows_that_no_test_holds():
+    assert empty_rows(TWO, {}) == ["held", "empty"]
+    assert empty_rows(TWO, {"held": {"t"}, "empty": set()}) == ["empty"]
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.seed("held")
+@pytest.mark.parametrize("x", [1, 2])
+def test_held(x):
+    pass
+
+@pytest.mark.seed("empty")
+@pytest.mark.parametrize("x", [1, 2])
+def test_half(x):
+    assert x == 1 or not {fails}
+"""
+
+
+def run(pytester, readme, *, fails=False, **options):
+    pytester.makeini("[pytest]\nmarkers = seed: rows")
+    pytester.makepyfile(test_rows=TESTS.format(fails=fails))
+    plugin = SeedTable(TWO, readme, **{"writes": False, "checks": True, **options})
+    return pytester.inline_run("-p", "no:cacheprovider", plugins=[plugin]), plugin
+
+
+@pytest.fixture
+def readme(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{BEGIN}stale\n{END}after\n")
+    return path
+
+
+def test_a_run_writes_the_table_and_the_next_one_agrees(pytester, readme):
+    result, _ = run(pytester, readme)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result, _ = run(pytester, readme, writes=True)
+    assert result.ret == pytest.ExitCode.OK
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert "[test_held](test_rows.py)" in text and "[test_half](test_rows.py)" in text
+    result, plugin = run(pytester, readme)
+    assert result.ret == pytest.ExitCode.OK and plugin.complaint == ""
+
+
+def test_a_stale_table_is_a_complaint_with_the_difference_and_the_command(pytester, readme):
+    _, plugin = run(pytester, readme)
+    assert "-stale" in plugin.complaint and "[test_held](test_rows.py)" in plugin.complaint
+    assert "make table" in plugin.complaint
+    assert "stale" in readme.read_text()
+
+
+def test_a_test_with_a_case_that_fails_holds_nothing(pytester, readme):
+    _, plugin = run(pytester, readme, fails=True)
+    assert plugin.held == {"held": {"test_rows.py::test_held"}, "empty": set()}
+    assert plugin.complaint == ""  # the failure itself is complaint enough
+
+
+def test_a_part_of_the_tests_is_not_checked(pytester, readme):
+    result, plugin = run(pytester, readme, checks=False)
+    assert result.ret == pytest.ExitCode.OK and plugin.complaint == ""
+
+
+def test_a_marker_that_names_no_row(pytester, readme):
+    pytester.makeini("[pytest]\nmarkers = seed: rows")
+    pytester.makepyfile("import pytest\n@pytest.mark.seed('typo')\ndef test_a(): pass")
+    plugin = SeedTable(TWO, readme, writes=False, checks=True)
+    result = pytester.inline_run("-p", "no:cacheprovider", plugins=[plugin])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from replicas import ids, local
 
 import distjax as dj
 
@@ -207,3 +208,15 @@ def test_custom_vjp_around_a_merge_keeps_its_rule_inside_run(pair):
     clipped.defvjp(lambda w, x: (merged_square(w, x), None), lambda _, ct: (ct * 0 + 7.0, None))
     grad = pair.run(lambda x: jax.grad(clipped)(W, x), args=(per_replica(pair),))
     np.testing.assert_allclose(results(pair, grad), [7.0, 7.0])
+
+
+def test_r331_a_gradient_is_the_replicas_own(pair, how):
+    """With respect to a variable's value, in a replica: local, not reduced."""
+    with pair.scope():
+        w = dj.Variable(np.float32([1, 2, 3]))
+
+    def fn(r):
+        return jax.grad(lambda w: jnp.sum(w * w) * (r + 1))(w.value)
+
+    out = how(lambda r: pair.run(fn, args=(r,)))(ids(pair))
+    assert local(pair, out) == [[2.0, 4.0, 6.0], [4.0, 8.0, 12.0]]

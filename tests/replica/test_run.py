@@ -456,18 +456,6 @@ def test_one_function_under_two_strategies_of_the_same_shape():
         assert name == repr(strategy) and float(total) == 1.0
 
 
-def test_r331_a_gradient_is_the_replicas_own(pair, how):
-    """With respect to a variable's value, in a replica: local, not reduced."""
-    with pair.scope():
-        w = dj.Variable(np.float32([1, 2, 3]))
-
-    def fn(r):
-        return jax.grad(lambda w: jnp.sum(w * w) * (r + 1))(w.value)
-
-    out = how(lambda r: pair.run(fn, args=(r,)))(ids(pair))
-    assert local(pair, out) == [[2.0, 4.0, 6.0], [4.0, 8.0, 12.0]]
-
-
 def test_r333_a_per_replica_factor(pair, how):
     factor = per_replica(pair, [np.float32(5), np.float32(3)])
     out = how(lambda x: pair.run(lambda x: x * 1.25, args=(x,)))(factor)

@@ -4,97 +4,27 @@ Each asks three things: the context in which code runs, where inputs and outputs
 their sharding), and the error that says that the rule is broken.
 """
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
+import localities
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from localities import (
+    KINDS,
+    SHAPE,
+    assert_m,
+    assert_t,
+    assert_v,
+    call_in_replica,
+    context_of,
+    refused,
+)
 from replicas import local, per_replica
 
 import distjax as dj
-from distjax.compat import v1_12
 from distjax.errors import ContextError, LocalityError, MergeError, TraceLeakError
 
-DEVICES = jax.devices()[2:4]  # not the first ones: nothing gets there by itself
-SHAPE = (4, 2)  # split in halves by ShardedStrategy
-
-STRATEGIES = {
-    "mirrored": lambda: dj.MirroredStrategy(DEVICES),
-    "virtual": lambda: dj.VirtualStrategy(2, DEVICES[0]),
-    "sharded": lambda: dj.ShardedStrategy(DEVICES, partition="parameters"),
-    "central": lambda: dj.CentralStorageStrategy(DEVICES),
-}
-#: The locality of a variable of SHAPE, by its strategy's policy.
-KINDS = {
-    dj.MirroredStrategy: "mirrored",
-    dj.VirtualStrategy: "mirrored",
-    dj.ShardedStrategy: "partitioned",
-    dj.CentralStorageStrategy: "host",
-}
-
-
-@pytest.fixture(params=STRATEGIES)
-def d(request):
-    """The strategy `d` of the seeds, of two replicas."""
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture
-def v(d):
-    with d.scope():
-        return dj.Variable(jnp.ones(SHAPE), name="v")
-
-
-@pytest.fixture
-def t(d):
-    """A value of locality T: zeros on replica 0, ones on replica 1."""
-    return per_replica(d, [np.zeros(SHAPE, np.float32), np.ones(SHAPE, np.float32)])
-
-
-def context_of(strategy):
-    """Returns the name of the context in force, which has to be one of `strategy`."""
-    if not dj.has_strategy():
-        return "default"
-    assert dj.get_strategy() is strategy
-    assert dj.in_cross_replica_context() is (dj.get_replica_context() is None)
-    return "cross-replica" if dj.in_cross_replica_context() else "replica"
-
-
-@contextlib.contextmanager
-def refused(error, first_line):
-    """The block raises `error`, and its first line starts with `first_line`."""
-    with pytest.raises(error) as caught:
-        yield
-    first = str(caught.value).splitlines()[0]
-    assert first.startswith(first_line), first
-
-
-def placed(d, spec):
-    """Returns the sharding `spec` over the replicas; on one device it is all there."""
-    if d.mesh is None:
-        return SingleDeviceSharding(DEVICES[0])
-    return NamedSharding(d.mesh, spec)
-
-
-def assert_t(d, x):
-    """A value of its own on each replica: a PerReplica, split over the workers."""
-    assert isinstance(x, dj.PerReplica)
-    assert x.stacked.sharding == placed(d, PartitionSpec("replica"))
-    assert dj.locality(x).kind == "per_replica"
-
-
-def assert_m(d, x):
-    """One value, with a copy on each worker: a plain array."""
-    assert isinstance(x, jax.Array)
-    assert x.sharding == placed(d, PartitionSpec()) and x.committed
-
-
-def assert_v(v, x):
-    """A value laid out as the value of `v` is where `v` is read and updated."""
-    assert isinstance(x, jax.Array)
-    assert x.sharding == v.value.sharding and x.committed
+d, v, t = localities.d, localities.v, localities.t  # fixtures
 
 
 # -- contexts and creation -------------------------------------------------------
@@ -320,184 +250,3 @@ def test_broadcast_to_a_variable(d, v):
         d.extended.broadcast_to(host, "")
     with refused(ContextError, "broadcast_to needs cross-replica context."):
         d.run(call_in_replica, args=(d.extended.broadcast_to, host, v))
-
-
-def call_in_replica(method, *args):
-    """Calls a cross-replica method where it is not allowed."""
-    assert dj.get_replica_context() is not None
-    return method(*args)
-
-
-# -- reductions ------------------------------------------------------------------
-
-
-@pytest.mark.seed("reduce(m, t): T -> M", "reduce_to")
-def test_reduce_to_of_t_is_m(d, t, how):
-    """`d.reduce_to(m, t, t)`: in cross-replica context, T in, M out."""
-
-    def call(t):
-        assert context_of(d) == "cross-replica"
-        return d.extended.reduce_to("mean", t, t)
-
-    with d.scope():
-        assert_t(d, t)
-        out = how(call)(t)
-    assert_m(d, out)
-    np.testing.assert_array_equal(out, np.full(SHAPE, 0.5))
-    with refused(ValueError, "A non-DistributedValues value ndarray of shape (2,)"):
-        d.extended.reduce_to("sum", np.ones(2), None)
-    with refused(ContextError, "reduce_to needs cross-replica context."):
-        d.run(lambda t: call_in_replica(d.extended.reduce_to, "sum", t, t), args=(t,))
-
-
-@pytest.mark.seed(
-    "reduce(m, t, v): T -> V(v)", "reduce_to", "value with the locality of a variable (V(v))"
-)
-def test_reduce_to_a_variable(d, v, t):
-    """`d.reduce_to(m, t, v)`: in cross-replica context, T in, V(v) out."""
-    with d.scope():
-        assert_t(d, t)
-        out = d.extended.reduce_to("sum", t, v)
-    assert_v(v, out)
-    np.testing.assert_array_equal(out, np.ones(SHAPE))
-    with refused(ValueError, "reduce_to: destinations can not be empty and needs a variable"):
-        d.extended.reduce_to("sum", t, ())
-    with refused(LocalityError, "reduce(SUM) needs a value per replica, not mirrored variable 'v'"):
-        d.extended.reduce_to("sum", v, v)
-    with refused(ContextError, "reduce_to needs cross-replica context."):
-        d.run(lambda t: call_in_replica(d.extended.reduce_to, "sum", t, v), args=(t,))
-
-
-@pytest.mark.seed("batch_reduce(m, [(t, v)]): as reduce", "batch_reduce_to")
-def test_batch_reduce_to(d, v, t):
-    """`d.batch_reduce_to(m, [(t, v)])`: what reduce_to gives for each pair, in their order."""
-    with d.scope():
-        to_v, to_all = d.extended.batch_reduce_to(dj.ReduceOp.SUM, [(t, v), (t, None)])
-        assert_v(v, to_v)
-        assert_m(d, to_all)
-        np.testing.assert_array_equal(to_v, d.extended.reduce_to("sum", t, v))
-    with refused(ValueError, "batch_reduce_to needs a sequence of (value, destinations) pairs."):
-        d.extended.batch_reduce_to("sum", [t])
-    with refused(ContextError, "batch_reduce_to needs cross-replica context."):
-        d.run(call_in_replica, args=(d.extended.batch_reduce_to, "sum", ()))
-
-
-# -- updates ---------------------------------------------------------------------
-
-
-@pytest.mark.seed("update(v, fn): V(v) -> V(v)", "update")
-def test_update_of_a_variable(d, v, t):
-    """`d.update(v, fn, ...)`: in cross-replica context, V(v) in, V(v) out."""
-    seen = []
-
-    def fn(w, g):
-        seen.append(context_of(d))
-        assert w is v
-        return w.assign_sub(g)
-
-    with d.scope():
-        g = d.extended.reduce_to("sum", t, v)
-        assert_v(v, g)
-        out = d.extended.update(v, fn, args=(g,))
-    assert set(seen) == {"cross-replica"}
-    assert_v(v, out)
-    np.testing.assert_array_equal(v.value, np.zeros(SHAPE))
-    assert dj.locality(v).kind == KINDS[type(d)]
-    copies = d.extended.update(v, lambda w: w.value, group=False)
-    assert len(copies) == len(v.local_results()) == (2 if KINDS[type(d)] == "mirrored" else 1)
-    with refused(LocalityError, "update of variable 'v' by test_update_of_a_variable"):
-        d.extended.update(v, fn, args=(t,))
-    with refused(ContextError, "update needs cross-replica context."):
-        d.run(call_in_replica, args=(d.extended.update, v, lambda w: w.value))
-
-
-@pytest.mark.seed(
-    "update_non_slot(devices, fn): N -> N", "update_non_slot", "value on the non-slot devices (N)"
-)
-def test_update_non_slot(d, v):
-    """`d.update_non_slot(d.non_slot_devices(), fn)`: like update, with locality N."""
-    devices = d.extended.non_slot_devices([v])
-    with d.scope(), d.extended.colocate_vars_with(devices):
-        step, beta = dj.Variable(0), dj.Variable(0.5)
-    seen = []
-
-    def fn(count, by):
-        seen.append(context_of(d))
-        return step.assign_add(count), beta.assign(beta.value * by)
-
-    with d.scope():
-        count, power = d.extended.update_non_slot(devices, fn, args=(3,), kwargs={"by": 0.5})
-    assert seen == ["cross-replica"]
-    assert (int(count), float(power)) == (3, 0.25)
-    for out, variable in ((count, step), (power, beta)):
-        assert_v(variable, out)
-        assert out.sharding.device_set == set(devices)
-    with refused(ValueError, "update_non_slot needs the tuple of devices that non_slot_devices"):
-        d.extended.update_non_slot(jax.devices()[7:], fn, args=(3, 0.5))
-    with refused(ContextError, "update_non_slot needs cross-replica context."):
-        d.run(lambda: call_in_replica(d.extended.update_non_slot, devices, fn, (3, 0.5)))
-
-
-# -- reading ---------------------------------------------------------------------
-
-
-@pytest.mark.seed("read_var(v): aggregated", "read_var")
-def test_read_var(d, v):
-    """`d.read_var(v)`: one value, aggregated over the replicas for a replica-local variable."""
-    with d.scope():
-        total = dj.Variable(
-            np.zeros(SHAPE, np.float32),
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
-
-    def fn():
-        assert context_of(d) == "replica"
-        total.assign_add(jnp.ones(SHAPE) * dj.get_replica_context().replica_id_in_sync_group)
-        return d.extended.read_var(total)
-
-    own = d.run(fn)
-    assert_t(d, own)
-    np.testing.assert_array_equal(local(d, own)[1], np.ones(SHAPE))
-    with d.scope():
-        assert context_of(d) == "cross-replica"
-        assert total.storage.sharding == placed(d, PartitionSpec("replica"))
-        assert_m(d, d.extended.read_var(total))
-        np.testing.assert_array_equal(d.extended.read_var(total), np.ones(SHAPE))
-        assert_v(v, d.extended.read_var(v))
-    with refused(TypeError, "read_var needs a distjax.Variable."):
-        d.extended.read_var(1.0)
-
-
-@pytest.mark.seed("fetch(t): any locality -> host", "fetch")
-def test_fetch(d, v, t):
-    """Seed 002, `d.fetch(t)`: a copy of a value of any locality, on the host."""
-    distribution = v1_12.DistributionStrategy(d)
-    m = d.extended.broadcast_to(np.ones(SHAPE, np.float32))
-    with distribution.scope():
-        fetched = [distribution.fetch(x) for x in (m, v, d.extended.reduce_to("sum", t, v))]
-        parts = distribution.fetch(t)
-    for x in (*fetched, *parts):
-        assert isinstance(x, np.ndarray)
-        assert dj.locality(x).kind == "unplaced"
-    np.testing.assert_array_equal(parts, [np.zeros(SHAPE), np.ones(SHAPE)])
-    np.testing.assert_array_equal(fetched, [np.ones(SHAPE)] * 3)
-    with refused(ContextError, "fetch needs cross-replica context."):
-        d.run(lambda t: distribution.fetch(t), args=(t,))
-
-
-@pytest.mark.seed("unwrap and value_container are inverse", "value_container")
-def test_unwrap(d, v, t):
-    """`d.unwrap(value)`: what each replica, or each copy of a variable, holds on its device."""
-    with d.scope():
-        m = d.extended.broadcast_to(np.ones(SHAPE, np.float32))
-        for value in (t, m):
-            parts = d.local_results(value)
-            on = [part.devices() for part in parts]
-            assert on == [{device} for device in (*d.extended.worker_devices * 2,)[:2]]
-        components = v1_12.DistributionStrategy(d).unwrap(v)
-        assert all(d.extended.value_container(part) is v for part in components)
-        assert d.extended.value_container(m) is m
-    other = per_replica(dj.VirtualStrategy(3), [1.0, 2.0, 3.0])
-    with refused(LocalityError, "local_results needs a PerReplica over 2 replicas"):
-        d.local_results(other)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from seed_rows import SECTIONS, Row
-from seed_table import BEGIN, END, SeedTable, empty_rows, make_table
+from seed_table import BEGIN, END, SeedTable, empty_rows, make_table, sees_all
 
 import distjax as dj
 from distjax.compat import v1_12, v1_13, v1_15
@@ -89,7 +89,8 @@ def run(pytester, readme, *, fails=False, **options):
 
 
 @pytest.fixture
-def readme(tmp_path):
+def readme(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the runs inside need none
     path = tmp_path / "README.md"
     path.write_text(f"before\n{BEGIN}stale\n{END}after\n")
     return path
@@ -123,6 +124,20 @@ def test_a_test_with_a_case_that_fails_holds_nothing(pytester, readme):
 def test_a_part_of_the_tests_is_not_checked(pytester, readme):
     result, plugin = run(pytester, readme, checks=False)
     assert result.ret == pytest.ExitCode.OK and plugin.complaint == ""
+
+
+ALL, PART = [[], ["-m", "seed"]], [["-k", "a"], ["-m", "slow"], ["test_rows.py"], ["--lf"]]
+PART += [["--deselect", "test_rows.py::test_held"], ["--ignore", "x"], ["--collect-only"]]
+
+
+@pytest.mark.parametrize(
+    ("args", "all_of_them"), [(a, True) for a in ALL] + [(a, False) for a in PART]
+)
+def test_what_is_a_run_of_all_tests(pytester, monkeypatch, args, all_of_them):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makeini("[pytest]\ntestpaths = .")
+    pytester.makepyfile(test_rows="")
+    assert sees_all(pytester.parseconfig(*args)) is all_of_them
 
 
 def test_a_marker_that_names_no_row(pytester, readme):

@@ -86,9 +86,11 @@ def assert_m(d, x):
 
 
 def assert_v(v, x):
-    """A value laid out as the value of `v` is where `v` is read and updated."""
+    """A value laid out as `v` is where it is read and updated: in shards, or whole on each."""
+    is_split = dj.locality(v).kind == "partitioned"
+    where = placed(v.strategy, PartitionSpec("replica") if is_split else PartitionSpec())
     assert isinstance(x, jax.Array)
-    assert x.sharding == v.value.sharding and x.committed
+    assert x.sharding == v.value.sharding == where and x.committed
 
 
 def call_in_replica(method, *args):

@@ -61,6 +61,10 @@ def test_reduce_to_a_variable(d, v, t):
         out = d.extended.reduce_to("sum", t, v)
     assert_v(v, out)
     np.testing.assert_array_equal(out, np.ones(SHAPE))
+    elsewhere = dj.OneDeviceStrategy(jax.devices()[6])
+    with elsewhere.scope():
+        w = dj.Variable(jnp.ones(SHAPE))
+    assert d.extended.reduce_to("sum", t, w).devices() == {jax.devices()[6]}
     with refused(ValueError, "reduce_to: destinations can not be empty and needs a variable"):
         d.extended.reduce_to("sum", t, ())
     with refused(LocalityError, "reduce(SUM) needs a value per replica, not mirrored variable 'v'"):
@@ -73,8 +77,10 @@ def test_reduce_to_a_variable(d, v, t):
 def test_batch_reduce_to(d, v, t):
     """`d.batch_reduce_to(m, [(t, v)])`: what reduce_to gives for each pair, in their order."""
     with d.scope():
-        to_v, to_all = d.extended.batch_reduce_to(dj.ReduceOp.SUM, [(t, v), (t, None)])
+        pairs = [(t, v), (t, None), (t, jax.devices()[6])]
+        to_v, to_all, to_one = d.extended.batch_reduce_to(dj.ReduceOp.SUM, pairs)
         assert_v(v, to_v)
+        assert to_one.devices() == {jax.devices()[6]}
         assert_m(d, to_all)
         np.testing.assert_array_equal(to_v, d.extended.reduce_to("sum", t, v))
     with refused(ValueError, "batch_reduce_to needs a sequence of (value, destinations) pairs."):
@@ -104,6 +110,7 @@ def test_update_of_a_variable(d, v, t):
     assert_v(v, out)
     np.testing.assert_array_equal(v.value, np.zeros(SHAPE))
     assert dj.locality(v).kind == KINDS[type(d)]
+    assert d.extended.update(v, lambda w: context_of(d)) == "cross-replica"  # with no scope too
     copies = d.extended.update(v, lambda w: w.value, group=False)
     assert len(copies) == len(v.local_results()) == (2 if KINDS[type(d)] == "mirrored" else 1)
     with refused(LocalityError, "update of variable 'v' by test_update_of_a_variable"):
@@ -129,6 +136,7 @@ def test_update_non_slot(d, v):
     with d.scope():
         count, power = d.extended.update_non_slot(devices, fn, args=(3,), kwargs={"by": 0.5})
     assert seen == ["cross-replica"]
+    assert d.extended.update_non_slot(devices, lambda: context_of(d)) == "cross-replica"
     assert (int(count), float(power)) == (3, 0.25)
     for out, variable in ((count, step), (power, beta)):
         assert_v(variable, out)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import localities
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from localities import (
     KINDS,
     SHAPE,
@@ -17,6 +18,7 @@ from localities import (
     assert_v,
     call_in_replica,
     context_of,
+    placed,
     refused,
 )
 from replicas import local, per_replica
@@ -97,6 +99,19 @@ def test_colocate_vars_with_a_variable(d, v):
     with d.scope(), refused(LocalityError, "`colocate_vars_with` must only be passed a variable"):
         with d.extended.colocate_vars_with(outside):
             pass
+
+
+@pytest.mark.seed("colocate_vars_with(v): variables of V(v)")
+def test_colocated_variables_may_be_split_over_the_devices_of_theirs():
+    """ZeRO-1: slots are where their variable is, a shard on each of its devices."""
+    d = dj.ShardedStrategy(localities.DEVICES, partition="optimizer")
+    with d.scope():
+        v, other = dj.Variable(jnp.zeros(SHAPE)), dj.Variable(jnp.zeros(SHAPE))
+        with d.extended.colocate_vars_with(v):
+            slot = dj.Variable(jnp.zeros(SHAPE))
+    assert dj.locality(v).kind == dj.locality(other).kind == "mirrored"
+    assert dj.locality(slot).kind == "partitioned"
+    assert slot.storage.sharding == placed(d, PartitionSpec("replica"))
 
 
 @pytest.mark.seed(

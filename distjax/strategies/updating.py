@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -54,11 +55,20 @@ def update(
     if variable.policy.stacked:
         result = _on_each_copy(extended, variable, fn, args, kwargs)
     else:
-        frame = frames.current()
-        inside = Frame(extended.strategy, state=frame.state, in_update=True)
-        with frames.entered(inside):
+        with frames.entered(_update_frame(extended)):
             result = fn(variable, *args, **kwargs)
     return result if group else _as_lists(extended, variable.layout.num_copies, result)
+
+
+def _update_frame(extended: Any) -> Frame:
+    """Returns the frame of an update function on one copy.
+
+    The default strategy has no contexts to change: its replica context stays.
+    """
+    frame = frames.current()
+    if extended.is_default:
+        return dataclasses.replace(frame, in_update=True)
+    return Frame(extended.strategy, state=frame.state, in_update=True)
 
 
 def _require_own(extended: Any, variable: Variable) -> None:
@@ -131,8 +141,7 @@ def update_non_slot(
                 require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
         result = _on_each_copy(extended, None, fn, args, kwargs)
     else:
-        inside = Frame(extended.strategy, state=frames.current().state, in_update=True)
-        with frames.entered(inside):
+        with frames.entered(_update_frame(extended)):
             result = fn(*args, **kwargs)
     return result if group else _as_lists(extended, extended.num_non_slot_copies, result)
 

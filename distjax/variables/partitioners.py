@@ -51,7 +51,9 @@ class FixedShards:
 
 @dataclasses.dataclass(frozen=True)
 class MinSize:
-    """As many shards as keep each at least `min_shard_bytes` large.
+    """At most one shard per `min_shard_bytes`, begun ones counted.
+
+    A shard may come out a little smaller than that, as in TensorFlow.
 
     Source: tf.distribute.experimental.partitioners.MinSizePartitioner.
     """
@@ -67,7 +69,7 @@ class MinSize:
         """Returns the number of shards along each axis."""
         if not shape:
             return []
-        fitting = max(1, _num_bytes(shape, dtype) // self.min_shard_bytes)
+        fitting = -(-_num_bytes(shape, dtype) // self.min_shard_bytes)
         return _along_first_axis(shape, max(1, min(fitting, self.max_shards, shape[0])))
 
 

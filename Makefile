@@ -26,7 +26,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test doctest examples table bench lint types format clean
+.PHONY: help venv demo test doctest examples table bench golden lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,13 @@ table: $(INSTALLED)  ## run the tests of the seeds, write their table into READM
 
 bench: $(INSTALLED)  ## time distjax against hand-written JAX
 	$(BIN)/python -m benchmarks
+
+# TensorFlow in an environment of its own: the tests only read what it answered.
+GOLDEN_VENV := .venv-golden
+golden:  ## ask TensorFlow 2.21 again and rewrite tests/golden/data
+	@test -x $(GOLDEN_VENV)/bin/python || $(PYTHON) -m venv $(GOLDEN_VENV)
+	$(GOLDEN_VENV)/bin/python -m pip install --quiet 'tensorflow-cpu==2.21.*'
+	$(GOLDEN_VENV)/bin/python tests/golden/record.py
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -67,10 +67,6 @@ RULINGS = [
     Ruling("all_reduce/*/None", 25, None),
     Ruling("gather/*/-1", ONE_CHECK, ValueError),
     Ruling("all_gather/mirrored*/-1", ONE_CHECK, ValueError),
-    Ruling("all_gather/one_device/*/-1", ONE_CHECK, ValueError),
-    Ruling("all_gather/one_device/[2,3]/2", ONE_CHECK, ValueError),
-    Ruling("all_gather/one_device/[]/0", ONE_CHECK, ValueError),
-    Ruling("gather/one_device/per_replica/[]/0", ONE_CHECK, ValueError),
     Ruling("gather/default/per_replica/[]/0", ONE_CHECK, ValueError),
 ]
 

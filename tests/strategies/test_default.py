@@ -135,6 +135,19 @@ def test_reduce_with_an_axis_reduces_the_one_replica():
     assert float(DEFAULT.reduce("mean", x, axis=(0, 1))) == 2.75
 
 
+def test_update_functions_stay_in_the_context_of_the_caller():
+    """As in TensorFlow: there are no copies, so nothing changes for the function."""
+    v = dj.Variable(1.0)
+    seen = []
+    note = lambda *args: seen.append((in_force(), dj.get_replica_context() is not None))
+    DEFAULT.extended.update(v, note)
+    DEFAULT.extended.update_non_slot(DEFAULT.extended.non_slot_devices([v]), note)
+    merge = lambda strategy: strategy.extended.update(v, note)
+    dj.get_replica_context().merge_call(merge)
+    in_default, in_merge = ((False, False, True), True), ((False, True, True), False)
+    assert seen == [in_default, in_default, in_merge]
+
+
 def test_gather_and_local_results():
     x = np.ones(2)
     assert DEFAULT.gather(x, 0) is x

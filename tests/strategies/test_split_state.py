@@ -251,6 +251,7 @@ def test_r345_partitioners_follow_tensorflow():
     assert FixedShards(2)((10, 3), np.float32) == [2, 1]
     assert MinSize(4, max_shards=2)((6, 1), np.float32) == [2, 1]
     assert MinSize(4, max_shards=10)((6, 1), np.float32) == [6, 1]
+    assert MinSize(16, max_shards=8)((10,), np.float32) == [3]  # 40 bytes: a begun shard counts
     assert MaxSize(4)((6, 1), np.float32) == [6, 1]
     assert MaxSize(4, max_shards=2)((6, 1), np.float32) == [2, 1]
     assert MaxSize(1024)((6, 1), np.float32) == [1, 1]

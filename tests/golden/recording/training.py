@@ -9,11 +9,14 @@ from recording import tensorflow_side as side
 
 
 def records():
-    strategies = ("mirrored1", "mirrored2", "mirrored3", "mirrored8")
-    cases = list(itertools.product(strategies, mlp.METHODS))
-    few = ("adam_merge_call", "sgd_aggregation", "batch_norm_on_write")
-    cases += itertools.product(("default", "one_device", "central2"), few)
-    for strategy, method in cases:
+    every = ("mirrored1", "mirrored2", "mirrored3", "mirrored8")
+    cases = itertools.product(every, ("sgd_all_reduce", "adam_merge_call", "batch_norm_on_read"))
+    cases = [*cases, *itertools.product(("mirrored2",), mlp.METHODS)]
+    cases += [("mirrored3", "sgd_merge_call"), ("mirrored8", "momentum_merge_call")]
+    cases += [("mirrored8", "batch_norm_on_write"), ("default", "batch_norm_on_write")]
+    cases += [("one_device", "adam_merge_call"), ("central2", "adam_merge_call")]
+    cases += [("central2", "sgd_aggregation")]
+    for strategy, method in dict.fromkeys(cases):
         case = dict(strategy=strategy, method=method)
         outcome = side.outcome_of(lambda case=case: Training(**case).outcome())
         yield "/".join(case.values()), case, outcome

@@ -90,7 +90,7 @@ def reduce_op(name):
 
 def make_value(strategy, kind, dtype, shape):
     """Returns a value of one of the kinds that `reduce` tells apart."""
-    x = numbers(shape, jnp.dtype(dtype).name if dtype != "bfloat16" else "float32")
+    x = numbers(shape, "float32" if dtype == "bfloat16" else dtype)
     if kind == "per_replica":
         if dtype == "bfloat16":
             value = make_value(strategy, kind, "float32", shape)

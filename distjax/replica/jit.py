@@ -36,6 +36,10 @@ class CompiledFunction:
         """Returns the program for these arguments, lowered but not run."""
         return self._program().lower(*self._marked(args, kwargs))
 
+    def untraced(self) -> CompiledFunction:
+        """Returns the same function, compiled anew at its first call."""
+        return CompiledFunction(self._fn, self._donate_argnums, self._static)
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a decorated method to its object."""
         return self if instance is None else functools.partial(self, Static(instance))

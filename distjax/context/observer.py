@@ -25,7 +25,7 @@ class Observer(Protocol):
         ...
 
     def saw_segment(self, jaxpr: Any, differs: Sequence[bool], analysis: Any) -> None:
-        """Replica code without a merge is emitted; `differs` speaks of its inputs."""
+        """Code of several replicas, without a merge, is emitted; `differs`: its inputs."""
         ...
 
     def saw_merge(self, eqn: Any) -> AbstractContextManager[Any]:

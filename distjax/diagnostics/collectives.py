@@ -44,7 +44,9 @@ def counted(collectives: Sequence[Collective]) -> dict[str, CollectiveCount]:
 # -- as written ---------------------------------------------------------------
 
 _LOWERED_KINDS = {f"stablehlo.{kind.replace('-', '_')}": kind for kind in hlo.KINDS}
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*(?:<f\d+)?)")
+#: Element types that MLIR writes in another way than HLO.
+_HLO_DTYPES = {"i1": "pred", "complex<f32": "c64", "complex<f64": "c128"}
 # "function"("file":line:column; a name in front of a parenthesis is a scope.
 _FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
 _NAME = re.compile(r'"([^"]*)"\((?!")')
@@ -105,8 +107,7 @@ def _lowered_line(
 def _tensor_bytes(type_text: str) -> int:
     """Returns the bytes of an MLIR tensor type: tensor<4x3xbf16> as bf16[4,3]."""
     dims, dtype = _TENSOR.search(type_text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    dtype = {"i1": "pred"}.get(dtype, dtype)
-    return hlo.type_bytes(f"{dtype}[{dims.rstrip('x').replace('x', ',')}]")
+    return hlo.type_bytes(f"{_HLO_DTYPES.get(dtype, dtype)}[{dims.rstrip('x').replace('x', ',')}]")
 
 
 # -- as run -------------------------------------------------------------------

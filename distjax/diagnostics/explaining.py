@@ -140,6 +140,8 @@ def _add_hint(error: Exception, fn: Any, strategy: Any, notes: Notes) -> None:
 
 
 def _arguments(fn: Any, args: Sequence[Any], kwargs: Any) -> dict[str, str]:
+    if isinstance(fn, CompiledFunction):
+        args, kwargs = fn.marked(tuple(args), kwargs)
     template = Template((tuple(args), kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = positional_names(fn)
     return {

@@ -43,7 +43,7 @@ class VariableUse:
       locality: "M" (mirrored), "T" (a component per replica) or "V" (lives in its own
         way: partitioned, or in host memory).
       placement: where it lives, in words.
-      is_read: whether its value at the start is needed.
+      is_read: whether its value at the start is an input of the program.
       is_written: whether the program gives it a new value.
     """
 

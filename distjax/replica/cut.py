@@ -83,7 +83,7 @@ class Cutter:
         flags = [differs[v] for v in outs]
         part = jax_compat.make_jaxpr(jaxpr, (), ins, outs, eqns)
         observer = frames.observer()
-        if observer is not None:
+        if observer is not None and self.topology.num_replicas > 1:
             observer.saw_segment(part, [env[v].differs for v in ins], self.analysis)
         values = map_replicas(
             self.topology,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, explain
 
 
@@ -132,7 +133,7 @@ def handed(frames: tuple[Frame, ...]) -> Iterator[None]:
 NOBODY = object()
 
 
-def observer() -> Any:
+def observer() -> Observer | None:
     """Returns who is told what the traces of this thread prove (`dj.explain`), or None."""
     found = next((f.observer for f in reversed(_stack.get()) if f.observer is not None), None)
     return None if found is NOBODY else found

@@ -16,11 +16,15 @@ class Observer(Protocol):
     Traces that are made for shapes only are not shown.
     """
 
-    def saw_program(self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]):
+    def saw_program(
+        self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
+    ) -> None:
         """A cross-replica function was traced: its variables and its array results."""
         ...
 
-    def saw_run(self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]):
+    def saw_run(
+        self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
+    ) -> None:
         """A replica function was traced and its values were proved."""
         ...
 

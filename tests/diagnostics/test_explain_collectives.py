@@ -97,6 +97,8 @@ def test_a_step_in_cross_replica_code():
     expected = [("all-reduce", 4 * F32, at("reduce")), ("all-reduce", 6 * F32, at("write"))]
     for fn in (step, dj.jit(step)):
         assert lines(dj.explain(fn, vectors(strategy)).written) == expected
+        with strategy.scope():
+            assert lines(dj.explain(fn, vectors(strategy)).written) == expected
 
 
 def test_a_merge_function_has_its_own_lines():

@@ -7,7 +7,7 @@ variables live; `merge_call` talks across replicas.
 import importlib as _importlib
 from typing import Any as _Any
 
-from distjax import errors, testing
+from distjax import diagnostics, errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.collectives.ops import ReduceOp
 from distjax.data.batch import Batch
@@ -15,6 +15,8 @@ from distjax.data.dataset import DistributedDataset
 from distjax.data.input_context import InputContext
 from distjax.data.iterator import DistributedIterator
 from distjax.data.options import InputOptions
+from distjax.diagnostics.explaining import explain
+from distjax.diagnostics.visualizing import visualize
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import REPLICA_AXIS
@@ -69,7 +71,9 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "VirtualStrategy",
+    "diagnostics",
     "errors",
+    "explain",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -79,6 +83,7 @@ __all__ = [
     "locality",
     "set_strategy",
     "testing",
+    "visualize",
 ]
 
 #: Imported when first asked for, so that `import distjax` imports no optional library.

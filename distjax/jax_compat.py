@@ -162,7 +162,7 @@ def source_line(eqn: Any) -> str:
     """Returns "file:line (function)" of the user's line behind an equation."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not _is_library_file(frame.file_name):
+        if not is_library_file(frame.file_name):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return "an unknown line"
 
@@ -170,7 +170,7 @@ def source_line(eqn: Any) -> str:
 def user_stacklevel() -> int:
     """Returns the `stacklevel` for a warning of our caller that points at the user's line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_library_file(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -180,7 +180,8 @@ _LIBRARY_FOLDERS = tuple(
 )
 
 
-def _is_library_file(name: str) -> bool:
+def is_library_file(name: str) -> bool:
+    """Returns whether a source file belongs to distjax or JAX, or is none."""
     return name.startswith(_LIBRARY_FOLDERS) or name.startswith("<")
 
 

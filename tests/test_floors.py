@@ -9,6 +9,7 @@ ROOT = pathlib.Path(distjax.__file__).parent
 
 FLOORS = {
     "errors": -2,
+    "tables": -2,
     "jax_compat": -1,
     "placement": 0,
     "context": 1,
@@ -22,12 +23,23 @@ FLOORS = {
     "metrics": 7,
     "layers": 7,
     "checkpoint": 7,
+    "diagnostics": 7,
     "launch": 8,
     "plan": 8,
     "testing": 9,
     "compat": 9,
 }
-OPTIONAL = {"flax", "optax", "orbax", "tensorflow", "torch", "grain", "chex"}
+OPTIONAL = {
+    "flax",
+    "optax",
+    "orbax",
+    "tensorflow",
+    "torch",
+    "grain",
+    "chex",
+    "tensorboardX",
+    "tqdm",
+}
 
 
 def imported_modules(path):

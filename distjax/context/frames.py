@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, explain
 
 
@@ -29,6 +30,8 @@ class Frame:
       colocate_with: the variable that new variables are colocated with, or None.
       is_default: whether this frame leaves the default state in force.
       from_set_strategy: whether `set_strategy` pushed it.
+      observer: who is told what traces prove, from here inwards (an `Observer`); None
+        leaves it to the frames around, NOBODY silences them.
     """
 
     strategy: Any
@@ -38,6 +41,7 @@ class Frame:
     colocate_with: Any = None
     is_default: bool = False
     from_set_strategy: bool = False
+    observer: Any = None
 
     @property
     def name(self) -> str:
@@ -121,6 +125,36 @@ def handed(frames: tuple[Frame, ...]) -> Iterator[None]:
         yield
     finally:
         _stack.set(before)
+
+
+# -- who watches --------------------------------------------------------------
+
+#: As the observer of a frame: nobody is told.
+NOBODY = object()
+
+
+def observer() -> Observer | None:
+    """Returns who is told what the traces of this thread prove (`dj.explain`), or None."""
+    found = next((f.observer for f in reversed(_stack.get()) if f.observer is not None), None)
+    return None if found is NOBODY else found
+
+
+def is_rehearsal() -> bool:
+    """Returns whether a trace is made to be looked at: it may change nothing."""
+    return any(f.observer is not None for f in _stack.get())
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Tells nobody of a block: a trace for shapes proves nothing that counts."""
+    if observer() is None:
+        yield
+        return
+    with entered(dataclasses.replace(current(), observer=NOBODY)):
+        yield
+
+
+# -- who may ------------------------------------------------------------------
 
 
 def in_replica_context() -> bool:

@@ -82,14 +82,15 @@ class Analysis:
         return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
 
     def _differs(self, eqn: Any, ins: list[bool]) -> bool:
-        if self._over_replicas(eqn):
+        if self.over_replicas(eqn):
             equal = eqn.primitive.name in _EQUALISING
             return not equal or eqn.params.get("axis_index_groups") is not None
         if any(ins) or eqn.effects or eqn.primitive.name in _IMPURE:
             return True
         return any(self._has_source(sub) for sub in sub_jaxprs(eqn))
 
-    def _over_replicas(self, eqn: Any) -> bool:
+    def over_replicas(self, eqn: Any) -> bool:
+        """Returns whether an equation names the replica axis."""
         for key in ("axes", "axis_name", "axis"):
             axes = eqn.params.get(key)
             axes = axes if isinstance(axes, (tuple, list)) else (axes,)
@@ -99,7 +100,7 @@ class Analysis:
 
     def _has_source(self, jaxpr: Any) -> bool:
         return any(
-            self._over_replicas(e)
+            self.over_replicas(e)
             or e.effects
             or e.primitive.name in _IMPURE
             or any(self._has_source(sub) for sub in sub_jaxprs(e))
@@ -168,7 +169,7 @@ class Analysis:
     def collectives(self, jaxpr: Any) -> Iterator[Any]:
         """Yields equations in which replicas wait for each other."""
         for eqn in jaxpr.eqns:
-            waits = self._over_replicas(eqn) and eqn.primitive.name != "axis_index"
+            waits = self.over_replicas(eqn) and eqn.primitive.name != "axis_index"
             if waits or eqn.primitive.name == MERGE_NAME:
                 yield eqn
             if eqn.primitive.name != "shard_map":

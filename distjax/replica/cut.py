@@ -12,6 +12,7 @@ from typing import Any
 
 from distjax import jax_compat
 from distjax.collectives.mapping import map_replicas
+from distjax.context import frames
 from distjax.jax_compat import Literal
 from distjax.placement.topology import Topology
 from distjax.replica import lift
@@ -81,6 +82,9 @@ class Cutter:
         self.analysis.run(eqns, differs)
         flags = [differs[v] for v in outs]
         part = jax_compat.make_jaxpr(jaxpr, (), ins, outs, eqns)
+        observer = frames.observer()
+        if observer is not None and self.topology.num_replicas > 1:
+            observer.saw_segment(part, [env[v].differs for v in ins], self.analysis)
         values = map_replicas(
             self.topology,
             lambda *local: jax_compat.eval_jaxpr(part, (), local),

@@ -97,6 +97,12 @@ class Discovered:
             return True
         return jax_compat.spans_devices(self._jaxpr)
 
+    @property
+    def results(self) -> list[tuple[str, bool]]:
+        """The paths of the array results, and which differ per replica."""
+        differs = (w is not None for w in self._wrappers)
+        return list(zip(self._template.paths, differs, strict=True))
+
     def fits(self, tree: Any) -> bool:
         """Returns whether the trace was made for arguments like these."""
         return signature_of(tree) == self._signature
@@ -188,7 +194,11 @@ def discover(
         jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
     finally:
         creation.close()
-    return Discovered(jaxpr, consts, signature_of(tree), creation=creation, **found)
+    discovered = Discovered(jaxpr, consts, signature_of(tree), creation=creation, **found)
+    observer = frames.observer()
+    if observer is not None:
+        observer.saw_program(discovered.reads, discovered.writes, discovered.results)
+    return discovered
 
 
 def signature_of(tree: Any) -> tuple[Any, ...]:

@@ -29,12 +29,16 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
-            return self._fn(*args, **kwargs)
-        return self._program()(*self._marked(args, kwargs))
+            return self._fn(*_unmarked(args), **kwargs)
+        return self._program()(*self.marked(args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
-        return self._program().lower(*self._marked(args, kwargs))
+        return self._program().lower(*self.marked(args, kwargs))
+
+    def untraced(self) -> CompiledFunction:
+        """Returns the same function, compiled anew at its first call."""
+        return CompiledFunction(self._fn, self._donate_argnums, self._static)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a decorated method to its object."""
@@ -54,9 +58,10 @@ class CompiledFunction:
             )
         return self._programs[key]
 
-    def _marked(
+    def marked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, static ones as Static."""
         if not self._static:
             return args, kwargs
         names = list(inspect.signature(self._fn).parameters)

@@ -151,7 +151,8 @@ def _written_by(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list
             fn(*args)
         written[:] = list(state.written)
 
-    jax_compat.trace_jaxpr(traced, shapes)
+    with frames.unobserved():
+        jax_compat.trace_jaxpr(traced, shapes)
     for variable in written:
         outer.require_writable(variable)
     return written

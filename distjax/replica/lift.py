@@ -7,6 +7,7 @@ localities of their carries at a fixpoint. `remat` stays `remat`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax import jax_compat
+from distjax.context import frames
 from distjax.replica.analysis import MERGE_NAME, join
 from distjax.replica.located import Located, stacked
 
@@ -26,7 +28,9 @@ def emit_equation(cutter: Cutter, eqn: Any, ins: list[Located]) -> list[Located]
     """Evaluates one equation that is or holds a merge."""
     name = eqn.primitive.name
     if name == MERGE_NAME:
-        return eqn.params["merge"].emit(ins, cutter.topology)
+        observer = frames.observer()
+        with observer.saw_merge(eqn) if observer is not None else contextlib.nullcontext():
+            return eqn.params["merge"].emit(ins, cutter.topology)
     if name == "scan":
         return _emit_scan(cutter, eqn, ins)
     if name == "while":
@@ -173,7 +177,8 @@ def _shapes_only(fn: Callable[..., list[Located]], avals: Sequence[Any] = ()) ->
         found[:] = fn(*arrays)
         return [o.array for o in found]
 
-    jax_compat.trace_jaxpr(traced, avals)
+    with frames.unobserved():
+        jax_compat.trace_jaxpr(traced, avals)
     return found
 
 

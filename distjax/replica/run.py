@@ -84,9 +84,18 @@ def run_in_trace(
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, global_view(variable, value, topology))
+    observer = frames.observer()
+    if observer is not None:
+        ins = _proofs([user_path(path, names) for path in template.paths], located)
+        outs = _proofs(traced.result.paths, results)
+        observer.saw_run(topology, function_name(fn), ins, outs)
     if topology.num_replicas > 1:
         check_state(fn, names, template, located, traced.result, results)
     return traced.result.fill([as_user_value(r, topology) for r in _pinned(results, topology)])
+
+
+def _proofs(paths: Sequence[str], values: Sequence[Located]) -> list[tuple[str, bool]]:
+    return [(path, value.differs) for path, value in zip(paths, values, strict=True)]
 
 
 def _pinned(results: list[Located], topology: Any) -> list[Located]:

@@ -84,6 +84,10 @@ class DefaultExtended(StrategyExtended):
         with frames.entered(frame):
             return fn(*args, **kwargs)
 
+    def place_arguments(self, tree: Any) -> Any:
+        """Returns `tree`: functions run where their arguments are."""
+        return tree
+
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Returns `dataset` itself, unless smaller batches are to be dropped or padded."""
         frames.require_cross_replica(self.strategy, "distribute_dataset")

@@ -39,6 +39,9 @@ class StrategyExtended:
       wraps: whether values that differ are handed out as PerReplica; a strategy
         of one replica on one device hands out bare values.
 
+    Attributes:
+      variables: the strategy's living variables; it keeps none of them alive.
+
     Source: tf.distribute.StrategyExtended; seeds 000, 001 and 002.
     """
 
@@ -59,7 +62,7 @@ class StrategyExtended:
         self._runner = ReplicaRunner(self)
         self.step_programs = FunctionCache()
         self._containers = ContainerRegistry()
-        self._variables: weakref.WeakSet[Variable] = weakref.WeakSet()
+        self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: Any) -> None:
         """Tells which Strategy this is the inside of (called once, by Strategy)."""
@@ -139,6 +142,10 @@ class StrategyExtended:
         args, kwargs = require_args(args, kwargs, "run")
         frames.require_enterable(self.strategy, "run")
         return self._runner.run(fn, args, kwargs)
+
+    def place_arguments(self, tree: Any) -> Any:
+        """Returns the arguments of `run`, arrays from elsewhere on the strategy's devices."""
+        return self._runner.placed(tree)
 
     # -- cross-replica operations ---------------------------------------------
 
@@ -246,7 +253,7 @@ class StrategyExtended:
     def create_variable(self, initial_value: Any, **options: Any) -> Variable:
         """Makes a variable by this strategy's policy (called by `Variable`)."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
-        self._variables.add(variable)
+        self.variables.add(variable)
         return variable
 
     def copy_variable(self, variable: Variable) -> Variable:
@@ -262,7 +269,7 @@ class StrategyExtended:
             layout=variable.layout,
         )
         made.storage = jax.numpy.copy(variable.storage)
-        self._variables.add(made)
+        self.variables.add(made)
         return made
 
     def update(

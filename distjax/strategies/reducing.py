@@ -16,6 +16,7 @@ from distjax.collectives.gathering import require_gather_axis
 from distjax.collectives.launch import compiled
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
+from distjax.context import frames
 from distjax.errors import BatchError, LocalityError, describe_value, explain
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.replica.layout import laid_out
@@ -58,6 +59,9 @@ def _reduce_leaves(
 ) -> Any:
     located = [_locate(extended, op, leaf) for leaf in leaves]
     found = [x for x in located if x is not None]
+    observer = frames.observer()
+    if observer is not None and extended.num_replicas > 1 and not all(x.differs for x in found):
+        observer.saw_equal_reduction(f"reduce({op.name})")
     found_splits = [s for x, s in zip(located, splits, strict=False) if x is not None]
     reduced = iter(
         compiled(

@@ -41,11 +41,11 @@ class ReplicaRunner:
             function_name(resolve()),
             call,
             lambda state: Frame(extended.strategy, state=state),
-            self._placed,
+            self.placed,
             argument_names=positional_names(resolve()),
         )
 
-    def _placed(self, tree: Any) -> Any:
+    def placed(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         topology = self._extended.topology
 

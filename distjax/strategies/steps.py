@@ -182,6 +182,7 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: Any) -> Any:
         found[:] = [jax.tree.structure(outs)]
         return jax.tree.leaves(outs)
 
-    avals = jax_compat.traced_avals(traced)
+    with frames.unobserved():
+        avals = jax_compat.traced_avals(traced)
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}

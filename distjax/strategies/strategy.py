@@ -8,7 +8,10 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
+from distjax.context import frames
 from distjax.strategies import scoping
+from distjax.strategies.describing import StrategyDescription, describe
+from distjax.strategies.drift import require_equal_copies
 from distjax.strategies.extended import StrategyExtended
 
 
@@ -207,6 +210,63 @@ class Strategy:
           `experimental_distribute_values_from_function`.
         """
         return self._extended.distribute_values_from_function(fn)
+
+    def describe(self) -> StrategyDescription:
+        """Returns devices, replicas and each variable's place and bytes, to be printed.
+
+        Context: any. Cost: none, nothing is read or moved.
+
+        Example:
+          >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+          >>> with strategy.scope():
+          ...     w = dj.Variable(jnp.zeros((4, 3)), name="w")
+          >>> found = strategy.describe()
+          >>> found.bytes_per_device, found.variables[0].placement
+          (24, 'partitioned on axis 0')
+          >>> print(found)
+          ShardedStrategy(Topology(R=2 over 'replica' on 2 devices))
+            replicas          2
+            devices           2, one for each replica: ...
+            variables         1
+            bytes per device  24 B
+          variables:
+            name  shape   dtype    synchronization  aggregation  placement ...
+            w     [4, 3]  float32  ON_WRITE         NONE         partitioned on axis 0  24 B
+        """
+        return describe(self._extended)
+
+    def assert_mirrored(self, tree: Any) -> None:
+        """Raises unless all copies of each value of `tree` are equal, bit by bit.
+
+        JAX reads the first copy of a replicated array and compares none. NaN equals
+        NaN. A split array is compared where it has copies.
+
+        Args:
+          tree: a tree of arrays and variables; other leaves have no copies.
+
+        Context: cross-replica or default. Cost: every copy of this process is moved to
+          the host.
+
+        Raises:
+          LocalityError: copies that differ (it names path, replica, first index and
+            both values), or a value per replica (PerReplica, sync-on-read variable).
+          ContextError: a traced value.
+
+        Example:
+          >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
+          >>> state = strategy.extended.broadcast_to({"w": np.ones(3)})
+          >>> strategy.assert_mirrored(state)
+          >>> copies = [jax.device_put(np.float32(r), d) for r, d in enumerate(jax.devices()[:2])]
+          >>> drifted = jax.make_array_from_single_device_arrays(
+          ...     (), state["w"].sharding, copies)
+          >>> strategy.assert_mirrored({"w": drifted})
+          Traceback (most recent call last):
+          ...
+          distjax.errors.LocalityError: the value['w'] needs to be equal on every replica, and
+          replica 1 (...) drifted. ...
+        """
+        frames.require_cross_replica(self, "assert_mirrored")
+        require_equal_copies(self._extended.topology, tree)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._extended.topology!r})"

@@ -12,7 +12,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
-from distjax.errors import LocalityError, explain
+from distjax.errors import ContextError, LocalityError, explain
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation import require_no_trace, require_own_trace
@@ -45,6 +45,8 @@ def make_variable(
         value = make_initial()
         aval = jax_compat.aval_of(value)
     policy = policy_for(modes, aval.dtype, name) if placement.synchronizes else PLAIN
+    if frames.is_rehearsal():
+        raise ContextError(_rehearsal_text(name))
     again = None
     if state is not None and state.creations is not None:
         again = state.creations.take(shape=aval.shape, dtype=aval.dtype, name=name)
@@ -73,6 +75,16 @@ def make_variable(
         else:
             state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
     return variable
+
+
+def _rehearsal_text(name: str) -> str:
+    return explain(
+        "dj.explain needs a function whose variables exist",
+        got=f"the creation of variable {name!r} in the function that is explained",
+        why="explaining runs nothing and changes nothing, so it makes no variables either",
+        fix="create them outside, or guarded by `if self.v is None`, and call the function once "
+        "before it is explained",
+    )
 
 
 def _layout(strategy: Any, placement: VariablePlacement, policy: Policy, aval: Any) -> Layout:

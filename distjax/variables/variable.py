@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 from distjax.context import frames
 from distjax.errors import ContextError, explain
 from distjax.variables import access
+from distjax.variables.html import variable_html
 from distjax.variables.layout import Layout
 from distjax.variables.policy import (
     Policy,
@@ -215,6 +216,9 @@ class Variable:
         modes = f"{self.synchronization.name}, {self.aggregation.name}"
         what = f"{self.name!r}, {self.dtype}{list(self.shape)}, {modes}"
         return f"Variable({what}, of {self.strategy!r})"
+
+    def _repr_html_(self) -> str:
+        return variable_html(self)
 
     def __jax_array__(self) -> jax.Array:
         return self.value

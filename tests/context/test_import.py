@@ -5,7 +5,17 @@ import sys
 
 import pytest
 
-OPTIONAL = ["flax", "orbax", "optax", "tensorflow", "chex", "grain", "torch"]
+OPTIONAL = [
+    "flax",
+    "orbax",
+    "optax",
+    "tensorflow",
+    "chex",
+    "grain",
+    "torch",
+    "tensorboardX",
+    "tqdm",
+]
 
 PROGRAM = """
 import sys

@@ -251,3 +251,18 @@ def test_closed_over_arrays(strategy, how):
     host, device = np.arange(2.0, dtype=np.float32), jnp.ones(2)
     got = how(lambda: strategy.run(lambda: host + device))()
     assert local(strategy, got) == everywhere(strategy, [1, 2])
+
+
+def test_a_compiled_method_may_call_another():
+    class Model:
+        scale = 2.0
+
+        @dj.jit
+        def scaled(self, x):
+            return x * self.scale
+
+        @dj.jit
+        def step(self, x):
+            return self.scaled(x) + 1
+
+    assert float(Model().step(jnp.float32(3))) == 7.0

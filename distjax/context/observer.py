@@ -1,0 +1,41 @@
+"""Observer: who is told what a trace proves, while it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+#: A path in the user's tree, and whether the value there may differ per replica (T).
+Proof = tuple[str, bool]
+
+
+class Observer(Protocol):
+    """Watches traces from a frame of the stack: see `frames.observer`.
+
+    Traces that are made for shapes only are not shown.
+    """
+
+    def saw_program(
+        self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
+    ) -> None:
+        """A cross-replica function was traced: its variables and its array results."""
+        ...
+
+    def saw_run(
+        self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
+    ) -> None:
+        """A replica function was traced and its values were proved."""
+        ...
+
+    def saw_segment(self, jaxpr: Any, differs: Sequence[bool], analysis: Any) -> None:
+        """Code of several replicas, without a merge, is emitted; `differs`: its inputs."""
+        ...
+
+    def saw_merge(self, eqn: Any) -> AbstractContextManager[Any]:
+        """A merge is about to be emitted; it is, inside the context returned."""
+        ...
+
+    def saw_equal_reduction(self, what: str) -> None:
+        """Cross-replica code reduces a value that is equal on every replica."""
+        ...

@@ -1,0 +1,57 @@
+"""Reductions of values that are equal on every replica already.
+
+They are legal: a sum is R times the value, a mean the value itself. But they
+move bytes for nothing, and often mean that something is reduced twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distjax import jax_compat
+from distjax.jax_compat import Literal
+
+_REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
+
+
+def equal_reductions(jaxpr: Any, differs: Sequence[bool], analysis: Any) -> Iterator[Any]:
+    """Yields the equations of replica code that reduce an equal value, at any depth.
+
+    The transpose of a reduction is left out: nobody wrote it.
+
+    Args:
+      jaxpr: replica code.
+      differs: which of its inputs may differ per replica.
+      analysis: the rules of the replica axis.
+    """
+    env = dict(zip(jaxpr.invars, differs, strict=True))
+    env.update((v, False) for v in jaxpr.constvars)
+    analysis.run(jaxpr.eqns, env)
+    for eqn in jaxpr.eqns:
+        ins = [not isinstance(v, Literal) and env[v] for v in eqn.invars]
+        is_reduction = eqn.primitive.name in _REDUCTIONS and analysis.over_replicas(eqn)
+        if is_reduction and not all(ins) and "transpose" not in str(eqn.source_info.name_stack):
+            yield eqn
+        outs = [env[v] for v in eqn.outvars]
+        for inner, inner_ins in _inner(eqn, ins, outs):
+            yield from equal_reductions(inner, inner_ins, analysis)
+
+
+def _inner(eqn: Any, ins: list[bool], outs: list[bool]) -> Iterator[tuple[Any, list[bool]]]:
+    """Yields the jaxprs that an equation runs, with what is proved of their inputs."""
+    name = eqn.primitive.name
+    if name == "scan":
+        num_consts, num_carry = jax_compat.scan_sizes(eqn)
+        carry = outs[:num_carry]  # at the fixpoint
+        ins = [*ins[:num_consts], *carry, *ins[num_consts + num_carry :]]
+    elif name == "while":
+        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+        yield body, [*ins[num_cond : num_cond + num_body], *outs]
+        return
+    elif name == "cond":
+        ins = ins[1:]
+    for inner in jax_compat.sub_jaxprs(eqn):
+        if len(inner.invars) == len(ins):
+            yield inner, ins

@@ -1,0 +1,169 @@
+"""Explanation: what `dj.explain` found out about a step, and how it is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from distjax.diagnostics.collectives import Collective, counted
+from distjax.diagnostics.hlo import CollectiveCount
+from distjax.diagnostics.notes import EqualReduction, RunProof
+from distjax.tables import Table, as_html, as_text, format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that the compiled program uses, on one device.
+
+    Attributes:
+      argument_bytes: what goes in: arguments and variables.
+      output_bytes: what comes out: results and new values of variables.
+      donated_bytes: outputs that take the place of arguments.
+      temporary_bytes: what is needed in between.
+      peak_bytes: arguments + outputs - donated + temporaries, the most that lives at
+        once if no argument can be freed early.
+      host_bytes: the same sum in host memory.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    donated_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    host_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableUse:
+    """How the program uses one variable.
+
+    Attributes:
+      name: its name.
+      locality: "M" (mirrored), "T" (a component per replica) or "V" (lives in its own
+        way: partitioned, or in host memory).
+      placement: where it lives, in words.
+      is_read: whether its value at the start is an input of the program.
+      is_written: whether the program gives it a new value.
+    """
+
+    name: str
+    locality: str
+    placement: str
+    is_read: bool
+    is_written: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a step does, found by tracing and compiling it; nothing was run.
+
+    ``print`` it, or show it in a notebook.
+
+    Attributes:
+      name: the user's name of the function.
+      arguments: path -> "T" (a value per replica) or "M" (one value for all), of its
+        arguments; Python objects are left out.
+      results: the same, as proved, of its array results.
+      runs: what was proved of each replica function that it runs.
+      variables: the variables that it reads or writes.
+      written: the collectives that the code asks for, each with bytes on one device and
+        the user's line. One in a loop counts once.
+      compiled: the collectives that are left when XLA has combined and moved them, with
+        those that it put in for split arrays.
+      flops: floating point operations of one call on one device, as XLA counts them;
+        None where it does not say.
+      memory: bytes on one device.
+      equal_reductions: reductions of values that are equal already.
+    """
+
+    name: str
+    arguments: Mapping[str, str]
+    results: Mapping[str, str]
+    runs: tuple[RunProof, ...]
+    variables: tuple[VariableUse, ...]
+    written: tuple[Collective, ...]
+    compiled: tuple[Collective, ...]
+    flops: float | None
+    memory: Memory
+    equal_reductions: tuple[EqualReduction, ...]
+
+    @property
+    def written_counts(self) -> dict[str, CollectiveCount]:
+        """Number and bytes of the collectives as written, by kind."""
+        return counted(self.written)
+
+    @property
+    def compiled_counts(self) -> dict[str, CollectiveCount]:
+        """Number and bytes of the collectives as compiled, by kind."""
+        return counted(self.compiled)
+
+    def __str__(self) -> str:
+        return as_text(list(self._tables()))
+
+    def _repr_html_(self) -> str:
+        return as_html(list(self._tables()))
+
+    def _tables(self) -> Iterator[Table]:
+        yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
+        yield _collective_table("as written:", self.written)
+        if self.compiled != self.written:
+            yield _collective_table("compiled:", self.compiled)
+        yield Table("on one device:", (), self._costs())
+        yield Table(
+            "proved (T: a value per replica, M: equal on every replica):",
+            ("", "value", ""),
+            tuple(self._proofs()),
+        )
+        if self.variables:
+            yield Table("variables:", ("name", "", "lives", "use"), self._uses())
+        if self.equal_reductions:
+            yield Table(
+                "reductions of what is equal on every replica already (a sum is R times the "
+                "value, a mean the value itself):",
+                ("", "line"),
+                tuple((each.what, each.source) for each in self.equal_reductions),
+            )
+
+    def _counts(self) -> tuple[tuple[str, ...], ...]:
+        written, compiled = self.written_counts, self.compiled_counts
+        kinds = dict.fromkeys((*written, *compiled)) or ("none",)
+        return tuple((k, _count_text(written.get(k)), _count_text(compiled.get(k))) for k in kinds)
+
+    def _costs(self) -> tuple[tuple[str, str], ...]:
+        memory = self.memory
+        rows = [("flops", "unknown" if self.flops is None else f"{self.flops:.4g}")]
+        named: list[tuple[str, Any]] = [
+            ("arguments", memory.argument_bytes),
+            ("results", memory.output_bytes),
+            ("donated", memory.donated_bytes),
+            ("temporary", memory.temporary_bytes),
+            ("at most at once", memory.peak_bytes),
+        ]
+        if memory.host_bytes:
+            named.append(("in host memory", memory.host_bytes))
+        return tuple(rows + [(name, format_bytes(count)) for name, count in named])
+
+    def _proofs(self) -> Iterator[tuple[str, str, str]]:
+        yield from (("argument", path, letter) for path, letter in self.arguments.items())
+        yield from ((f"result of {self.name}", p or "all", x) for p, x in self.results.items())
+        for run in self.runs:
+            yield (f"run of {run.function}", f"on {run.num_replicas} replicas, {run.source}", "")
+            yield from (("  argument", path, letter) for path, letter in run.arguments)
+            yield from (("  result", path or "all", letter) for path, letter in run.results)
+
+    def _uses(self) -> tuple[tuple[str, ...], ...]:
+        words = {(True, True): "read, written", (True, False): "read", (False, True): "written"}
+        return tuple(
+            (v.name, v.locality, v.placement, words[v.is_read, v.is_written])
+            for v in self.variables
+        )
+
+
+def _count_text(count: CollectiveCount | None) -> str:
+    return "-" if count is None else f"{count.num_ops} ({format_bytes(count.result_bytes)})"
+
+
+def _collective_table(caption: str, collectives: tuple[Collective, ...]) -> Table:
+    rows = tuple((c.kind, format_bytes(c.result_bytes), c.source) for c in collectives)
+    return Table(caption, ("kind", "bytes", "line"), rows)

@@ -1,0 +1,34 @@
+"""What only the first process of a job does: it speaks for all."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+
+def is_first_process() -> bool:
+    """Returns whether this process writes summaries and shows progress."""
+    return jax.process_index() == 0
+
+
+def progress(iterable: Iterable[Any], **options: Any) -> Iterable[Any]:
+    """Returns `iterable` with a progress bar on the first process.
+
+    The bar is tqdm's; without tqdm, and on other processes, it is `iterable` itself.
+
+    Args:
+      iterable: what the loop runs over.
+      **options: as tqdm takes them: `desc`, `total`, `disable`.
+
+    Example:
+      >>> sum(dj.diagnostics.progress(range(4), disable=True))
+      6
+    """
+    if importlib.util.find_spec("tqdm") is None or not is_first_process():
+        return iterable
+    from tqdm.auto import tqdm
+
+    return tqdm(iterable, **options)

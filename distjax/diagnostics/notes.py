@@ -1,0 +1,107 @@
+"""Notes: what the traces of one explanation prove, written down as they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.context.observer import Proof
+from distjax.diagnostics import sources
+from distjax.diagnostics.equal_reductions import equal_reductions
+
+
+@dataclasses.dataclass(frozen=True)
+class RunProof:
+    """What was proved of one `run` of a replica function.
+
+    Attributes:
+      function: the user's name of it.
+      num_replicas: R.
+      source: the line of the call.
+      arguments: path -> "T" (per replica) or "M" (equal everywhere).
+      results: the same of its array results.
+    """
+
+    function: str
+    num_replicas: int
+    source: str
+    arguments: tuple[tuple[str, str], ...]
+    results: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualReduction:
+    """A reduction of a value that is equal on every replica already.
+
+    Attributes:
+      what: the primitive, or "reduce(SUM)".
+      source: the user's line.
+    """
+
+    what: str
+    source: str
+
+
+class Notes:
+    """The observer of `dj.explain` (see `distjax.context.observer`).
+
+    What is shown twice is noted once: JAX traces some bodies more than once.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[RunProof, None] = {}
+        self.equal_reductions: dict[EqualReduction, None] = {}
+        self.reads: Sequence[Any] = ()
+        self.writes: Sequence[Any] = ()
+        self.results: tuple[tuple[str, str], ...] = ()
+        self.merge_lines: list[str] = []
+        self._open_merges: list[int] = []
+
+    def saw_program(
+        self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
+    ) -> None:
+        """Notes the variables and results of the whole program."""
+        self.reads, self.writes, self.results = reads, writes, _letters(results)
+
+    def saw_run(
+        self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
+    ) -> None:
+        """Notes what was proved of one replica function."""
+        line, count = self._calling_line(), topology.num_replicas
+        self.runs[RunProof(name, count, line, _letters(args), _letters(results))] = None
+
+    def saw_segment(self, jaxpr: Any, differs: Sequence[bool], analysis: Any) -> None:
+        """Notes reductions of equal values in replica code."""
+        for eqn in equal_reductions(jaxpr, differs, analysis):
+            self._note_reduction(eqn.primitive.name, jax_compat.source_line(eqn))
+
+    @contextlib.contextmanager
+    def saw_merge(self, eqn: Any) -> Iterator[None]:
+        """Marks the operations of a merge, so that its line can be found again."""
+        index = len(self.merge_lines)
+        self.merge_lines.append(jax_compat.source_line(eqn))
+        self._open_merges.append(index)
+        with jax.named_scope(sources.merge_scope(index)):
+            yield
+        self._open_merges.pop()
+
+    def saw_equal_reduction(self, what: str) -> None:
+        """Notes a reduction of an equal value in cross-replica code."""
+        self._note_reduction(what, self._calling_line())
+
+    def _note_reduction(self, what: str, source: str) -> None:
+        self.equal_reductions[EqualReduction(what, source)] = None
+
+    def _calling_line(self) -> str:
+        scopes = "/".join(map(sources.merge_scope, self._open_merges))
+        frames = list(sources.calling_frames())
+        return sources.user_line(frames, scopes, self.merge_lines) or sources.UNKNOWN
+
+
+def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:
+    return tuple((path, "T" if differs else "M") for path, differs in proofs)

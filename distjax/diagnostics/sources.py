@@ -1,0 +1,72 @@
+"""Which line of the user's an operation comes from.
+
+Operations of distjax are made by distjax's own files. The user's line is the
+innermost frame of the call stack that is the user's.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from distjax import jax_compat
+
+UNKNOWN = "an unknown line"
+
+#: Where the stack of a merge changes over from the merge function to who runs the program.
+_MERGE_BOUNDARY = "UserMerge.emit"
+_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+_SCOPE = re.compile(r"distjax_merge_(\d+)")
+
+
+class SourceFrame(NamedTuple):
+    """One level of a call stack."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+def merge_scope(index: int) -> str:
+    """Returns the name under which the operations of merge `index` are staged."""
+    return f"distjax_merge_{index}"
+
+
+def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[str]) -> str | None:
+    """Returns "file:line (function)" of the user's innermost frame, None if there is none.
+
+    A file of an installed package (a layer of Flax) counts if there is no other. For
+    a merge whose function is a library's the user's line is that of the `merge_call`.
+
+    Args:
+      frames: the call stack, innermost first.
+      names: the scopes that the operation was staged in, "a/b/c".
+      merge_lines: for each merge that was emitted, the line of its `merge_call`.
+    """
+    installed = None
+    for frame in frames:
+        if frame.function.endswith(_MERGE_BOUNDARY):
+            scopes = _SCOPE.findall(names)
+            if scopes:
+                return merge_lines[int(scopes[-1])]
+        if jax_compat.is_library_file(frame.file):
+            continue
+        if not frame.file.startswith(_INSTALLED):
+            return str(frame)
+        installed = installed or str(frame)
+    return installed
+
+
+def calling_frames() -> Iterator[SourceFrame]:
+    """Yields the call stack of the caller, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        yield SourceFrame(code.co_qualname, code.co_filename, frame.f_lineno)
+        frame = frame.f_back

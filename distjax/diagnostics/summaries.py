@@ -1,0 +1,136 @@
+"""Summaries: numbers of a training run, written by one process.
+
+A writer may be called anywhere. Outside of traces it writes at once. In a replica
+function and in `dj.jit` the values are handed to it when the program runs; replica
+0 writes, the others are silent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.diagnostics.first_process import is_first_process
+from distjax.diagnostics.sinks import FORMATS, Sink
+from distjax.errors import LocalityError, describe_value, explain
+from distjax.placement.per_replica import PerReplica
+from distjax.variables.variable import Variable
+
+
+class SummaryWriter:
+    """Writes numbers of a run into a folder; only the first process writes.
+
+    Args:
+      directory: the run's folder; made if it is not there.
+      formats: "jsonl" (the file summaries.jsonl, a JSON object per line, with time, step
+        and the values) and "tensorboard" (event files, by tensorboardX).
+
+    Raises:
+      ValueError: an unknown format.
+      ImportError: "tensorboard" without tensorboardX.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> with dj.diagnostics.SummaryWriter(folder) as writer:
+      ...     writer.write(1, {"loss": 0.5})
+      >>> print(pathlib.Path(folder, "summaries.jsonl").read_text(), end="")
+      {"time": ..., "step": 1, "loss": 0.5}
+    """
+
+    def __init__(self, directory: str | Path, formats: Sequence[str] = ("jsonl",)):
+        unknown = [name for name in formats if name not in FORMATS]
+        if unknown or isinstance(formats, str):
+            raise ValueError(
+                explain(
+                    f"SummaryWriter: formats needs names among {', '.join(FORMATS)}",
+                    got=describe_value(formats),
+                    why="each format is written in a way of its own",
+                    fix="dj.diagnostics.SummaryWriter(directory, formats=('jsonl', 'tensorboard'))",
+                )
+            )
+        self._lock = threading.Lock()
+        makers = [FORMATS[name] for name in formats] if is_first_process() else []
+        self._sinks: list[Sink] = [make(Path(directory)) for make in makers]
+
+    def write(self, step: Any, values: Mapping[str, Any]) -> None:
+        """Writes a scalar for each name.
+
+        Args:
+          step: the number of the step; in a trace it may be traced.
+          values: name -> number, array [] or variable [].
+
+        Locality: in cross-replica context M; in a replica function T or M, of which
+          replica 0's is written. Context: any. In a trace the values are written when
+          the program runs, in no fixed order between steps.
+
+        Raises:
+          LocalityError: a PerReplica.
+          TypeError: a value that is no scalar.
+        """
+        values = {name: _scalar(name, value) for name, value in values.items()}
+        frame = frames.current()
+        if frame.state is None and not jax_compat.tracing():
+            self._write_now(0, step, values)
+            return
+        context = frame.replica_context
+        replica = 0 if context is None else context.replica_id_in_sync_group
+        jax.debug.callback(self._write_now, replica, step, values)
+
+    def close(self) -> None:
+        """Waits for what running programs write, and closes the files."""
+        jax.effects_barrier()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> SummaryWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write_now(self, replica: Any, step: Any, values: Mapping[str, Any]) -> None:
+        if int(replica) != 0:
+            return
+        numbers = {name: float(value) for name, value in values.items()}
+        with self._lock:
+            for sink in self._sinks:
+                sink.add(int(step), numbers, time.time())
+
+
+def _scalar(name: str, value: Any) -> Any:
+    value = value.value if isinstance(value, Variable) else value
+    if isinstance(value, PerReplica):
+        raise LocalityError(
+            explain(
+                f"write needs one value for {name!r}",
+                got=f"a PerReplica of {value.num_replicas} values",
+                why="a summary has one number per step",
+                fix=f"writer.write(step, {{{name!r}: strategy.reduce('mean', x)}})",
+            )
+        )
+    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+    if is_number and np.shape(value) == ():
+        return value
+    raise TypeError(
+        explain(
+            f"write needs a scalar for {name!r}",
+            got=describe_value(value),
+            why="a summary has one number per name and step",
+            fix=f"writer.write(step, {{{name!r}: jnp.mean(x)}})",
+        )
+    )

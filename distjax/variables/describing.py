@@ -1,0 +1,65 @@
+"""What there is to say of one variable: where it lives, and how many bytes it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from distjax.placement import locality as kinds
+from distjax.variables.layout import PartitionedLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableDescription:
+    """Where one variable lives.
+
+    Attributes:
+      name: its name.
+      shape: the shape of its value.
+      dtype: its dtype, as a string.
+      synchronization: the name of its VariableSynchronization.
+      aggregation: the name of its VariableAggregation.
+      trainable: whether it is trained.
+      placement: "mirrored", "per replica", "partitioned on axis 0" or "host memory".
+      bytes_per_device: bytes in the memory of each device; 0 for one in host memory.
+      host_bytes: bytes in host memory, of all its parts together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    synchronization: str
+    aggregation: str
+    trainable: bool
+    placement: str
+    bytes_per_device: int
+    host_bytes: int
+
+
+def describe_variable(variable: Any) -> VariableDescription:
+    """Returns the description of a variable that has its storage."""
+    stored = variable.storage
+    itemsize = stored.dtype.itemsize
+    is_on_host = variable.layout.kind is kinds.HOST
+    shard_bytes = math.prod(stored.sharding.shard_shape(stored.shape)) * itemsize
+    return VariableDescription(
+        name=variable.name,
+        shape=variable.shape,
+        dtype=str(variable.dtype),
+        synchronization=variable.synchronization.name,
+        aggregation=variable.aggregation.name,
+        trainable=variable.trainable,
+        placement=placement_text(variable),
+        bytes_per_device=0 if is_on_host else shard_bytes,
+        host_bytes=stored.size * itemsize if is_on_host else 0,
+    )
+
+
+def placement_text(variable: Any) -> str:
+    """Returns where a variable lives, in words."""
+    layout = variable.layout
+    if isinstance(layout, PartitionedLayout):
+        return f"partitioned on axis {layout.axis}"
+    words: dict[str, str] = {kinds.PER_REPLICA: "per replica", kinds.HOST: "host memory"}
+    return words.get(layout.kind, str(layout.kind))

@@ -1,0 +1,42 @@
+"""A variable as notebooks show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.tables import Table, as_html, format_bytes
+from distjax.variables.describing import describe_variable
+from distjax.variables.state import storage_lock
+
+
+def variable_html(variable: Any) -> str:
+    """Returns a table of what the variable is, where it lives, and its values."""
+    if variable.storage is None or frames.current().state is not None:
+        return as_html([Table(repr(variable))])
+    described = describe_variable(variable)
+    size = described.host_bytes or described.bytes_per_device
+    facts = (
+        ("lives", f"{described.placement}, {variable.strategy!r}"),
+        ("bytes on host" if described.host_bytes else "bytes per device", format_bytes(size)),
+        ("synchronization", described.synchronization),
+        ("aggregation", described.aggregation),
+        ("trainable", str(described.trainable)),
+    )
+    caption = f"Variable {variable.name!r} {described.dtype}{list(variable.shape)}"
+    return as_html([Table(caption, (), facts + tuple(_values(variable)))])
+
+
+def _values(variable: Any) -> list[tuple[str, str]]:
+    with storage_lock:
+        value = variable.stored_value
+        if jax_compat.is_key_dtype(value.dtype) or not value.is_fully_addressable:
+            return []
+        host = np.asarray(value)
+    with np.printoptions(threshold=20, edgeitems=3, precision=4):
+        if variable.policy.stacked:
+            return [(f"replica {r}", str(component)) for r, component in enumerate(host)]
+        return [("value", str(host))]

@@ -1,0 +1,113 @@
+"""strategy.describe(): devices, replicas, variables and their bytes."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+
+SUM = dj.VariableAggregation.SUM
+ON_READ = dj.VariableSynchronization.ON_READ
+
+#: placement and bytes per device of float32[16, 4] and of a sync-on-read scalar.
+WHOLE = 16 * 4 * 4
+PLACES = {
+    "mirrored1": (lambda: dj.MirroredStrategy(jax.devices()[:1]), "mirrored", WHOLE, 4),
+    "mirrored8": (lambda: dj.MirroredStrategy(jax.devices()), "mirrored", WHOLE, 4),
+    "virtual8": (lambda: dj.VirtualStrategy(8), "mirrored", WHOLE, 8 * 4),
+    "one_device": (lambda: dj.OneDeviceStrategy(), "mirrored", WHOLE, 4),
+    "zero1": (lambda: dj.ShardedStrategy(partition="optimizer"), "mirrored", WHOLE, 4),
+    "zero3": (
+        lambda: dj.ShardedStrategy(partition="parameters"),
+        "partitioned on axis 0",
+        WHOLE // 8,
+        4,
+    ),
+    "central": (lambda: dj.CentralStorageStrategy(), "host memory", 0, 4),
+}
+
+
+def made(name):
+    make, *expected = PLACES[name]
+    strategy = make()
+    with strategy.scope():
+        w = dj.Variable(jnp.ones((16, 4)), name="w", aggregation=SUM)
+        c = dj.Variable(0.0, name="c", synchronization=ON_READ, aggregation=SUM)
+    return strategy, (w, c), expected
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_and_bytes(name):
+    strategy, variables, (placement, w_bytes, c_bytes) = made(name)
+    found = strategy.describe()
+    assert found.num_replicas == strategy.num_replicas_in_sync
+    assert found.devices == tuple(map(str, strategy.extended.topology.devices))
+    w, c = found.variables
+    assert (w.name, w.shape, w.dtype, w.trainable) == ("w", (16, 4), "float32", True)
+    assert (w.synchronization, w.aggregation) == ("ON_WRITE", "SUM")
+    assert (w.placement, w.bytes_per_device) == (placement, w_bytes)
+    assert w.host_bytes == (WHOLE if name == "central" else 0)
+    on_read = "mirrored" if name == "one_device" else "per replica"
+    assert (c.synchronization, c.trainable) == ("ON_READ", False)
+    assert (c.placement, c.bytes_per_device) == (on_read, c_bytes)
+    assert found.bytes_per_device == w_bytes + c_bytes
+    assert len(variables) == 2
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_bytes_are_those_of_the_arrays(name):
+    strategy, variables, _ = made(name)
+    for variable, described in zip(variables, strategy.describe().variables, strict=True):
+        shards = variable.storage.addressable_shards
+        if described.host_bytes:
+            assert sum(s.data.nbytes for s in shards) == described.host_bytes
+        else:
+            assert {s.data.nbytes for s in shards} == {described.bytes_per_device}
+
+
+def test_variables_come_in_order_and_go_when_collected():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        kept = [dj.Variable(float(i), name=f"v{i}") for i in range(20)]
+    assert [v.name for v in strategy.describe().variables] == [f"v{i}" for i in range(20)]
+    strategy.run(lambda: kept[3].value)
+    del kept[::2]
+    gc.collect()
+    assert [v.name for v in strategy.describe().variables] == [f"v{i}" for i in range(1, 20, 2)]
+
+
+def test_keys_empty_arrays_and_model_axes():
+    strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
+    with strategy.scope():
+        key, empty = dj.Variable(jax.random.key(0)), dj.Variable(np.zeros((0, 3), np.float32))
+    found = strategy.describe()
+    assert (found.num_replicas, found.devices_per_replica) == (2, 2)
+    sizes = jax.random.key_data(jax.random.key(0)).nbytes
+    assert [v.bytes_per_device for v in found.variables] == [sizes, 0]
+    assert key.shape == () and empty.shape == (0, 3)
+
+
+def test_the_default_strategy_describes_its_variables():
+    v = dj.Variable(np.ones(3, np.float32), name="of nobody")
+    found = dj.get_strategy().describe()
+    assert [d.bytes_per_device for d in found.variables if d.name == v.name] == [12]
+
+
+def test_text_and_page():
+    strategy, variables, _ = made("central")
+    text, page = str(strategy.describe()), strategy.describe()._repr_html_()
+    assert text.splitlines()[0] == repr(strategy)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["variables", "2"] in rows
+    assert ["bytes", "in", "host", "memory", "256", "B"] in rows
+    assert ["w", "[16,", "4]", "float32", "ON_WRITE", "SUM", "host"] == rows[-2][:7]
+    for part in ("host memory", "256 B", "ON_READ", "bytes on host"):
+        assert part in page and part in text
+    assert page.count("<table>") == 2 and len(variables) == 2
+
+
+def test_virtual_replicas_share_a_device():
+    assert "1, shared by all replicas" in str(dj.VirtualStrategy(3).describe())

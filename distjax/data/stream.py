@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from distjax.data.elements import HostTree
+from distjax.data.block import Allocate, Block, HostElement
 from distjax.data.splitting import Position, Splitter
 from distjax.errors import describe_value, explain
-
-
-@dataclasses.dataclass(frozen=True)
-class HostElement:
-    """One element on the host, and the state of the stream after it.
-
-    Attributes:
-      tree: leaves [R, B, ...].
-      state: see `HostStream.state`.
-    """
-
-    tree: HostTree
-    state: dict[str, Any]
 
 
 class End:
@@ -80,22 +66,27 @@ class HostStream:
             state["source"] = copy.deepcopy(self._source.get_state())
         return state
 
-    def take(self, limit: int) -> list[HostElement] | End:
+    def take(self, limit: int, allocate: Allocate) -> Block | End:
         """Returns up to `limit` elements that can be stacked, at least one; or the end.
 
         Fewer than `limit` come where the next element has another shape, or is the
         end. An error of the source comes after the elements before it.
+
+        Args:
+          limit: 1 or more.
+          allocate: makes the memory that they are copied to.
         """
-        elements: list[HostElement] = []
-        while len(elements) < limit:
-            outcome = self._peek()
+        block = Block(limit, allocate)
+        while not block.is_full:
+            outcome = self._ahead.popleft() if self._ahead else self._pull()
             if isinstance(outcome, End):
-                return elements or outcome
-            if elements and outcome.tree.signature != elements[0].tree.signature:
+                self._ahead.appendleft(outcome)
+                return block if len(block) else outcome
+            if not block.takes(outcome.tree):
+                self._ahead.appendleft(HostElement(outcome.tree.copied(), outcome.state))
                 break
-            elements.append(outcome)
-            self._ahead.popleft()
-        return elements
+            block.append(outcome)
+        return block
 
     def put_back(self, outcomes: list[HostElement | End]) -> None:
         """Makes `outcomes` the next ones."""
@@ -138,11 +129,6 @@ class HostStream:
                         fix="pass the dataset that the state was taken from",
                     )
                 ) from None
-
-    def _peek(self) -> HostElement | End:
-        if not self._ahead:
-            self._ahead.append(self._pull())
-        return self._ahead[0]
 
     def _pull(self) -> HostElement | End:
         self._is_untouched = False

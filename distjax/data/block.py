@@ -32,28 +32,27 @@ class HostElement(NamedTuple):
 class Block:
     """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
 
-    Every element is copied once, to its place among the others. Its memory is never
+    Every element is copied once, to its place among the others. The memory is never
     filled twice: on CPU, arrays on the devices keep it.
 
     Args:
+      first: the first element.
       limit: K.
       allocate: makes the memory.
     """
 
-    def __init__(self, limit: int, allocate: Allocate):
+    def __init__(self, first: HostElement, limit: int, allocate: Allocate):
         self._limit, self._allocate = limit, allocate
-        self._signature: tuple[Any, ...] | None = None
-        self._room = 0
-        self._memory: list[np.ndarray] = []
+        self._treedef, self._signature = first.tree.treedef, first.tree.signature
+        leaves = first.tree.leaves
+        num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
+        room = min(limit, max(1, _FIRST_BYTES // num_bytes))
+        self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
         self._states: list[dict[str, Any]] = []
+        self.add(first)
 
     def __len__(self) -> int:
         return len(self._states)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has K elements."""
-        return len(self) == self._limit
 
     @property
     def last_state(self) -> dict[str, Any]:
@@ -73,25 +72,22 @@ class Block:
             for k, state in enumerate(self._states)
         ]
 
-    def takes(self, tree: HostTree) -> bool:
-        """Returns whether `tree` can be stacked on what there is."""
-        return self._signature is None or self._signature == tree.signature
-
-    def append(self, element: HostElement) -> None:
-        """Copies one more element, one that the block takes."""
-        tree, k = element.tree, len(self)
-        if k == self._room:
-            self._make_room(tree)
+    def add(self, element: HostElement) -> bool:
+        """Copies one more element; returns False, and does not, if its shape is another."""
+        tree, k = element.tree, len(self._states)
+        if tree.signature != self._signature:
+            return False
+        if k == len(self._memory[0]):
+            self._grow()
         for memory, leaf in zip(self._memory, tree.leaves, strict=True):
             memory[k] = leaf
         self._states.append(element.state)
+        return True
 
-    def _make_room(self, tree: HostTree) -> None:
-        if self._signature is None:
-            self._signature, self._treedef = tree.signature, tree.treedef
-        num_bytes = max(1, sum(leaf.nbytes for leaf in tree.leaves))
-        self._room = min(self._limit, 2 * self._room or max(1, _FIRST_BYTES // num_bytes))
+    def _grow(self) -> None:
+        size = len(self)
+        room = min(self._limit, 2 * size)
         former = self._memory
-        self._memory = [self._allocate(self._room, x.shape, x.dtype) for x in tree.leaves]
-        for new, old in zip(self._memory, former, strict=False):  # there is none at first
-            new[: len(self)] = old
+        self._memory = [self._allocate(room, x.shape[1:], x.dtype) for x in former]
+        for new, old in zip(self._memory, former, strict=True):
+            new[:size] = old

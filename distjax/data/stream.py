@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distjax.data.block import Allocate, Block, HostElement
@@ -76,19 +76,20 @@ class HostStream:
           limit: 1 or more.
           allocate: makes the memory that they are copied to.
         """
-        block = Block(limit, allocate)
-        while not block.is_full:
-            outcome = self._ahead.popleft() if self._ahead else self._pull()
+        first = self._next()
+        if isinstance(first, End):
+            return first
+        block = Block(first, limit, allocate)
+        while len(block) < limit:
+            outcome = self._next()
             if isinstance(outcome, End):
-                self._ahead.appendleft(outcome)
-                return block if len(block) else outcome
-            if not block.takes(outcome.tree):
-                self._ahead.appendleft(HostElement(outcome.tree.copied(), outcome.state))
                 break
-            block.append(outcome)
+            if not block.add(outcome):
+                self.put_back([HostElement(outcome.tree.copied(), outcome.state)])
+                break
         return block
 
-    def put_back(self, outcomes: list[HostElement | End]) -> None:
+    def put_back(self, outcomes: Sequence[HostElement | End]) -> None:
         """Makes `outcomes` the next ones."""
         self._ahead.extendleft(reversed(outcomes))
 
@@ -129,6 +130,13 @@ class HostStream:
                         fix="pass the dataset that the state was taken from",
                     )
                 ) from None
+
+    def _next(self) -> HostElement | End:
+        """Returns the next outcome; an `End` again and again."""
+        outcome = self._ahead.popleft() if self._ahead else self._pull()
+        if isinstance(outcome, End):
+            self.put_back([outcome])
+        return outcome
 
     def _pull(self) -> HostElement | End:
         self._is_untouched = False

@@ -30,9 +30,9 @@ class HostTree(NamedTuple):
         return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else None
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, list[Any]]:
         """Equal for elements that can be stacked."""
-        return self.treedef, *((leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return self.treedef, [(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def copied(self) -> HostTree:
         """Returns the tree in memory of its own."""

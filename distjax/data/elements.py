@@ -62,13 +62,11 @@ def read_element(element: Any, name: str) -> HostTree:
                 fix="yield an array, or a tree of them: {'x': x, 'y': y}",
             )
         )
-    tree = HostTree(treedef, [])
-    for i, leaf in enumerate(leaves):
-        tree.leaves.append(_as_numpy(leaf, tree, i, name))
-    return tree
+    arrays = [_as_numpy(leaf, treedef, i, name) for i, leaf in enumerate(leaves)]
+    return HostTree(treedef, arrays)
 
 
-def _as_numpy(leaf: Any, tree: HostTree, index: int, name: str) -> np.ndarray:
+def _as_numpy(leaf: Any, treedef: Any, index: int, name: str) -> np.ndarray:
     cause = None
     try:
         array = np.asarray(leaf)
@@ -78,7 +76,7 @@ def _as_numpy(leaf: Any, tree: HostTree, index: int, name: str) -> np.ndarray:
         cause = error
     raise BatchError(
         explain(
-            f"{name} needs arrays of numbers, leaf {leaf_path(tree.treedef, index)} is none",
+            f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is none",
             got=describe_value(leaf),
             why="the values of the replicas are slices of one array: sparse, ragged, text and "
             "Python-object values, PRNG keys and values that are already distributed cannot be",

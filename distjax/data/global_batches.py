@@ -44,7 +44,7 @@ class GlobalBatches(Splitter):
             padded = [pad_rows(leaf, size) for leaf in batch.leaves]
             batch = as_batch(HostTree(batch.treedef, padded), mask)
         split = self.num_replicas, size // self.num_replicas
-        return HostTree(batch.treedef, [x.reshape(*split, *x.shape[1:]) for x in batch.leaves])
+        return HostTree(batch.treedef, [x.reshape(split + x.shape[1:]) for x in batch.leaves])
 
     def _require_fits(self, size: int, full: int, name: str) -> None:
         if self.partial != ERROR and size > full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,17 +30,20 @@ class HostTree(NamedTuple):
         return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else None
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Any, list[Any]]:
         """Equal for elements that can be stacked."""
-        return self.treedef, *((leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return self.treedef, [(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+    def copied(self) -> HostTree:
+        """Returns the tree in memory of its own."""
+        return HostTree(self.treedef, [leaf.copy() for leaf in self.leaves])
 
 
 def read_element(element: Any, name: str) -> HostTree:
-    """Returns an element of the user's dataset as numpy arrays of our own.
+    """Returns an element of the user's dataset as numpy arrays, in the user's memory.
 
-    Arrays that are not JAX's are copied: a source may fill the same buffer again
-    while its last content is still on its way to a device (on CPU, `device_put`
-    even keeps numpy's memory in place).
+    Whoever keeps it copies it before the next one is read: a source may fill the same
+    buffer again.
 
     Args:
       element: a tree of arrays.
@@ -58,30 +62,32 @@ def read_element(element: Any, name: str) -> HostTree:
                 fix="yield an array, or a tree of them: {'x': x, 'y': y}",
             )
         )
-    tree = HostTree(treedef, [])
-    for i, leaf in enumerate(leaves):
-        tree.leaves.append(_as_numpy(leaf, tree, i, name))
-    return tree
+    arrays = [_as_numpy(leaf, treedef, i, name) for i, leaf in enumerate(leaves)]
+    return HostTree(treedef, arrays)
 
 
-def _as_numpy(leaf: Any, tree: HostTree, index: int, name: str) -> np.ndarray:
+def _as_numpy(leaf: Any, treedef: Any, index: int, name: str) -> np.ndarray:
     cause = None
     try:
         array = np.asarray(leaf)
-        array = array if isinstance(leaf, jax.Array) else array.copy()
-        if jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_:
+        if _is_of_numbers(array.dtype):
             return array
     except Exception as error:  # whatever the conversion of a foreign type raises
         cause = error
     raise BatchError(
         explain(
-            f"{name} needs arrays of numbers, leaf {leaf_path(tree.treedef, index)} is none",
+            f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is none",
             got=describe_value(leaf),
             why="the values of the replicas are slices of one array: sparse, ragged, text and "
             "Python-object values, PRNG keys and values that are already distributed cannot be",
             fix="turn it into a dense array (padded, or as ids) in the dataset",
         )
     ) from cause
+
+
+@functools.lru_cache
+def _is_of_numbers(dtype: np.dtype) -> bool:
+    return jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
 def require_leading_size(tree: HostTree, name: str) -> int:

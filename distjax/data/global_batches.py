@@ -43,10 +43,8 @@ class GlobalBatches(Splitter):
             mask = np.arange(size) < batch.leaves[0].shape[0]
             padded = [pad_rows(leaf, size) for leaf in batch.leaves]
             batch = as_batch(HostTree(batch.treedef, padded), mask)
-        rows = size // self.num_replicas
-        shapes = [(self.num_replicas, rows, *leaf.shape[1:]) for leaf in batch.leaves]
-        leaves = [x.reshape(shape) for x, shape in zip(batch.leaves, shapes, strict=True)]
-        return HostTree(batch.treedef, leaves)
+        split = self.num_replicas, size // self.num_replicas
+        return HostTree(batch.treedef, [x.reshape(split + x.shape[1:]) for x in batch.leaves])
 
     def _require_fits(self, size: int, full: int, name: str) -> None:
         if self.partial != ERROR and size > full:

@@ -11,9 +11,10 @@ from typing import Any
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.data.block import Block, HostElement
 from distjax.data.layout import InputLayout
 from distjax.data.prefetch import Direct, Pipeline, Prefetcher
-from distjax.data.stream import End, HostElement, HostStream
+from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, explain
 
 
@@ -42,7 +43,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    elements: list[HostElement]
+    block: Block
     placed: Any
 
 
@@ -137,7 +138,7 @@ class DistributedIterator:
                 )
             )
         chunk = self._next_chunk(num_steps, "iterator.take")
-        return Steps(len(chunk.elements), chunk.placed, self._layout)
+        return Steps(len(chunk.block), chunk.placed, self._layout)
 
     # -- saving and resuming --------------------------------------------------
 
@@ -198,7 +199,7 @@ class DistributedIterator:
             self._running = self._restarted(steps)
         outcome = self._running.pipeline.get()
         if isinstance(outcome, _Chunk):
-            self._state = outcome.elements[-1].state
+            self._state = outcome.block.last_state
             return outcome
         self.close()
         error = outcome.take_error()
@@ -223,18 +224,22 @@ class DistributedIterator:
             return []
         items = running.pipeline.drain()
         running.stop_when_dropped.detach()
-        return [x for item in items for x in ([item] if isinstance(item, End) else item.elements)]
+        return [
+            outcome
+            for item in items
+            for outcome in ([item] if isinstance(item, End) else item.block.elements)
+        ]
 
 
 def _produce(stream: HostStream, layout: InputLayout, steps: int | None) -> _Chunk | End:
     """Returns the next element, or up to `steps` of them stacked, on the devices."""
     try:
-        elements = stream.take(steps or 1)
-        if isinstance(elements, End):
-            return elements
+        block = stream.take(steps or 1, layout.allocate)
+        if isinstance(block, End):
+            return block
         if steps is None:
-            return _Chunk(elements, layout.to_element(elements[0].tree))
-        return _Chunk(elements, layout.to_steps([element.tree for element in elements]))
+            return _Chunk(block, layout.to_element(block.elements[0].tree))
+        return _Chunk(block, layout.to_steps(block.tree))
     except Exception as error:  # raised again in the loop
         return End(error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from distjax.data.elements import HostTree
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+
+_ALIGNMENT = 64  # bytes; XLA copies memory of the host that does not begin at a multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +43,26 @@ class InputLayout:
         arrays = jax.device_put(leaves, sharding)
         return self.as_element(jax.tree.unflatten(tree.treedef, arrays))
 
-    def to_steps(self, trees: Sequence[HostTree]) -> Any:
-        """Returns K elements as a tree of arrays [K, R, B, ...], in one transfer."""
-        columns = zip(*(tree.leaves for tree in trees), strict=True)
-        leaves = [np.stack(column) for column in columns]
-        if self.num_replicas == 1:
-            leaves = [leaf[:, 0] for leaf in leaves]
-        return jax.tree.unflatten(trees[0].treedef, jax.device_put(leaves, self._of_steps))
+    def to_steps(self, tree: HostTree) -> Any:
+        """Returns leaves [K, R, B, ...] as a tree of arrays, moved in one transfer."""
+        leaves = tree.leaves if self.num_replicas > 1 else [leaf[:, 0] for leaf in tree.leaves]
+        return jax.tree.unflatten(tree.treedef, jax.device_put(leaves, self._of_steps))
+
+    def allocate(self, num_steps: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns host memory [K, *shape] that moves to the devices with no copy on the host.
+
+        The part of each device is in one piece, and aligned: on CPU, arrays on the
+        devices then keep this memory.
+
+        Args:
+          num_steps: K.
+          shape: that of a leaf of one element, [R, B, ...].
+          dtype: of the leaf.
+        """
+        if self.topology is None or self.topology.mesh is None:
+            return _aligned((num_steps, *shape), dtype)
+        num_replicas, *rest = shape
+        return _aligned((num_replicas, num_steps, *rest), dtype).swapaxes(0, 1)
 
     @functools.cached_property
     def _of_steps(self) -> Sharding | None:
@@ -61,3 +76,10 @@ class InputLayout:
         if topology is None or topology.num_replicas == 1:
             return arrays
         return jax.tree.map(lambda array: PerReplica(array, topology), arrays)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

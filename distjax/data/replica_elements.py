@@ -112,7 +112,7 @@ def _next_elements(source: Iterator[Any], count: int, first: int) -> list[HostTr
             element = next(source)
         except StopIteration:
             break
-        elements.append(read_element(element, f"element {first + i}"))
+        elements.append(read_element(element, f"element {first + i}").copied())
     return elements
 
 

@@ -35,6 +35,8 @@ class Splitter(abc.ABC):
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
         """Returns the next element, leaves [R, B, ...], and the position after it.
 
+        Its arrays may be memory of the source: copy them before the next pull.
+
         Raises:
           StopIteration: the source has ended.
           BatchError: it cannot be split.

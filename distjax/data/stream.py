@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distjax.data.elements import HostTree
+from distjax.data.block import Allocate, Block, HostElement
 from distjax.data.splitting import Position, Splitter
 from distjax.errors import describe_value, explain
-
-
-@dataclasses.dataclass(frozen=True)
-class HostElement:
-    """One element on the host, and the state of the stream after it.
-
-    Attributes:
-      tree: leaves [R, B, ...].
-      state: see `HostStream.state`.
-    """
-
-    tree: HostTree
-    state: dict[str, Any]
 
 
 class End:
@@ -80,24 +66,30 @@ class HostStream:
             state["source"] = copy.deepcopy(self._source.get_state())
         return state
 
-    def take(self, limit: int) -> list[HostElement] | End:
+    def take(self, limit: int, allocate: Allocate) -> Block | End:
         """Returns up to `limit` elements that can be stacked, at least one; or the end.
 
         Fewer than `limit` come where the next element has another shape, or is the
         end. An error of the source comes after the elements before it.
-        """
-        elements: list[HostElement] = []
-        while len(elements) < limit:
-            outcome = self._peek()
-            if isinstance(outcome, End):
-                return elements or outcome
-            if elements and outcome.tree.signature != elements[0].tree.signature:
-                break
-            elements.append(outcome)
-            self._ahead.popleft()
-        return elements
 
-    def put_back(self, outcomes: list[HostElement | End]) -> None:
+        Args:
+          limit: 1 or more.
+          allocate: makes the memory that they are copied to.
+        """
+        first = self._next()
+        if isinstance(first, End):
+            return first
+        block = Block(first, limit, allocate)
+        while len(block) < limit:
+            outcome = self._next()
+            if isinstance(outcome, End):
+                break
+            if not block.add(outcome):
+                self.put_back([HostElement(outcome.tree.copied(), outcome.state)])
+                break
+        return block
+
+    def put_back(self, outcomes: Sequence[HostElement | End]) -> None:
         """Makes `outcomes` the next ones."""
         self._ahead.extendleft(reversed(outcomes))
 
@@ -139,10 +131,12 @@ class HostStream:
                     )
                 ) from None
 
-    def _peek(self) -> HostElement | End:
-        if not self._ahead:
-            self._ahead.append(self._pull())
-        return self._ahead[0]
+    def _next(self) -> HostElement | End:
+        """Returns the next outcome; an `End` again and again."""
+        outcome = self._ahead.popleft() if self._ahead else self._pull()
+        if isinstance(outcome, End):
+            self.put_back([outcome])
+        return outcome
 
     def _pull(self) -> HostElement | End:
         self._is_untouched = False

@@ -1,0 +1,93 @@
+"""Block: elements on the host, stacked as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distjax.data.elements import HostTree
+
+# Room for all K elements costs nothing, since the system gives memory when it is first
+# written. But K may be far more than the data has: beyond this size blocks grow.
+_FIRST_BYTES = 2**28
+
+#: From a number of steps, and the shape [R, B, ...] and dtype of a leaf, to host memory.
+Allocate = Callable[[int, tuple[int, ...], np.dtype], np.ndarray]
+
+
+class HostElement(NamedTuple):
+    """One element on the host, and the state of the stream after it.
+
+    Attributes:
+      tree: leaves [R, B, ...].
+      state: see `HostStream.state`.
+    """
+
+    tree: HostTree
+    state: dict[str, Any]
+
+
+class Block:
+    """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
+
+    Every element is copied once, to its place among the others. The memory is never
+    filled twice: on CPU, arrays on the devices keep it.
+
+    Args:
+      first: the first element.
+      limit: K.
+      allocate: makes the memory.
+    """
+
+    def __init__(self, first: HostElement, limit: int, allocate: Allocate):
+        self._limit, self._allocate = limit, allocate
+        self._treedef, self._signature = first.tree.treedef, first.tree.signature
+        leaves = first.tree.leaves
+        num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
+        room = min(limit, max(1, _FIRST_BYTES // num_bytes))
+        self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
+        self._states: list[dict[str, Any]] = []
+        self.add(first)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def last_state(self) -> dict[str, Any]:
+        """The state of the stream after the last element."""
+        return self._states[-1]
+
+    @property
+    def tree(self) -> HostTree:
+        """All elements, leaves [k, R, B, ...]."""
+        return HostTree(self._treedef, [memory[: len(self)] for memory in self._memory])
+
+    @property
+    def elements(self) -> list[HostElement]:
+        """The elements one by one, in the block's memory."""
+        return [
+            HostElement(HostTree(self._treedef, [memory[k] for memory in self._memory]), state)
+            for k, state in enumerate(self._states)
+        ]
+
+    def add(self, element: HostElement) -> bool:
+        """Copies one more element; returns False, and does not, if its shape is another."""
+        tree, k = element.tree, len(self._states)
+        if tree.signature != self._signature:
+            return False
+        if k == len(self._memory[0]):
+            self._grow()
+        for memory, leaf in zip(self._memory, tree.leaves, strict=True):
+            memory[k] = leaf
+        self._states.append(element.state)
+        return True
+
+    def _grow(self) -> None:
+        size = len(self)
+        room = min(self._limit, 2 * size)
+        former = self._memory
+        self._memory = [self._allocate(room, x.shape[1:], x.dtype) for x in former]
+        for new, old in zip(self._memory, former, strict=True):
+            new[:size] = old

@@ -162,7 +162,8 @@ def _one_call_per_step(devices: list[jax.Device], place: str) -> Call:
 def _row(devices: list[jax.Device], place: str, against: str, num_pairs: int) -> dict[str, Any]:
     make = {"scan by hand": _by_hand, "one call per step": _one_call_per_step}[against]
     ours, theirs = _ours(devices, place), make(devices, place)
-    loop_seconds(ours, 2), loop_seconds(theirs, 2)
+    for call in (ours, theirs):
+        loop_seconds(call, 2)
     found = medians(
         interleave(
             lambda: loop_seconds(ours, _CALLS), lambda: loop_seconds(theirs, _CALLS), num_pairs

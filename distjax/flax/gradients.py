@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -51,36 +51,50 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
-        state = frames.current().state
-        matches = nnx.filterlib.to_predicate(wrt)
-        split = {
-            path: (variable, variable.get_raw_value(), *state.shard_of(variable.get_raw_value()))
-            for path, variable in (_variables(model) if state is not None else ())
-            if matches(path, variable) and state.shard_of(variable.get_raw_value()) is not None
-        }
+        split = _split_parameters(model, wrt)
 
         def on_shards(model: Any, *args: Any, **kwargs: Any) -> Any:
-            own = [(v, split[path][3]) for path, v in _variables(model) if path in split]
+            own = [(v, split[path]) for path, v in _variables(model) if path in split]
             shards = [v.get_raw_value() for v, _ in own]
-            for (variable, layout), shard in zip(own, shards, strict=True):
-                variable.set_raw_value(state.whole(shard, layout))
+            for (variable, parameter), shard in zip(own, shards, strict=True):
+                variable.set_raw_value(parameter.state.whole(shard, parameter.layout))
             out = fn(model, *args, **kwargs)
             for (variable, _), shard in zip(own, shards, strict=True):
                 variable.set_raw_value(shard)
             return out
 
-        for variable, _, shard, _ in split.values():
-            variable.set_raw_value(shard)
+        diff = nnx.DiffState(0, wrt)
+        differentiate = nnx.value_and_grad(on_shards, argnums=diff, has_aux=has_aux)
+        for parameter in split.values():
+            parameter.variable.set_raw_value(parameter.shard)
         try:
-            differentiate = nnx.value_and_grad(
-                on_shards, argnums=nnx.DiffState(0, wrt), has_aux=has_aux
-            )
             return differentiate(model, *args, **kwargs)
         finally:
-            for variable, whole, _, _ in split.values():
-                variable.set_raw_value(whole)
+            for parameter in split.values():
+                parameter.variable.set_raw_value(parameter.whole)
 
     return wrapped
+
+
+class _SplitParameter(NamedTuple):
+    """A parameter whose value was gathered from this replica's shard."""
+
+    variable: Any
+    whole: Any
+    shard: Any
+    layout: Any
+    state: Any
+
+
+def _split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
+    """Returns the split parameters of `model` that match the filter, by path."""
+    state, matches = frames.current().state, nnx.filterlib.to_predicate(wrt)
+    found = {}
+    for path, variable in _variables(model) if state is not None else ():
+        held = state.shard_of(variable.get_raw_value())
+        if held is not None and matches(path, variable):
+            found[path] = _SplitParameter(variable, variable.get_raw_value(), *held, state)
+    return found
 
 
 def _variables(module: Any) -> list[tuple[Any, Any]]:

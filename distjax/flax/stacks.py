@@ -10,7 +10,8 @@ from flax import nnx
 from jax import lax
 
 from distjax.context import frames
-from distjax.errors import describe_value, explain
+from distjax.errors import explain
+from distjax.flax.plans import raw_value, write_entries
 
 
 def scan_layers(
@@ -48,7 +49,7 @@ def scan_layers(
     """
     graphdef, flat = nnx.graph.flatten(layers, graph=True)
     variables = list(flat.leaves)
-    values = [v.get_raw_value() if isinstance(v, nnx.Variable) else v for v in variables]
+    values = [raw_value(v) for v in variables]
     _require_stack(layers, values)
     sources = [_sliced(value) for value in values]
     changed: list[int] = []
@@ -60,23 +61,16 @@ def scan_layers(
         ]
         layer = nnx.graph.unflatten(graphdef, given)
         _, inner = nnx.graph.flatten(layer, graph=True)
-        own = [
-            (v, v.get_raw_value()) if isinstance(v, nnx.Variable) else (None, None)
-            for v in inner.leaves
-        ]
+        before = [raw_value(v) for v in inner.leaves]
         carry = fn(layer, carry)
-        changed[:] = [
-            i
-            for i, (v, start) in enumerate(own)
-            if v is not None and v.get_raw_value() is not start
-        ]
-        return carry, [own[i][0].get_raw_value() for i in changed]
+        after = [raw_value(v) for v in inner.leaves]
+        changed[:] = [i for i, x in enumerate(before) if after[i] is not x]
+        return carry, [after[i] for i in changed]
 
     if checkpoint:
         body = jax.checkpoint(body, prevent_cse=False)
     carry, ends = lax.scan(body, carry, [x for x, _, _ in sources])
-    for i, value in zip(changed, ends, strict=True):
-        variables[i].set_raw_value(value)
+    write_entries(variables, dict(zip(changed, ends, strict=True)))
     return carry
 
 
@@ -106,9 +100,7 @@ def _require_stack(layers: Any, values: Sequence[Any]) -> None:
         explain(
             f"scan_layers needs variables of {type(layers).__name__} with one leading dimension, "
             "the number of layers",
-            got=f"leading dimensions {sorted(map(str, lengths))}"
-            if values
-            else describe_value(layers),
+            got=f"leading dimensions {', '.join(sorted(map(str, lengths))) or 'of no variable'}",
             why="layer i is made of element i of each variable",
             fix="layers = nnx.vmap(lambda rngs: Block(rngs=rngs))(nnx.Rngs(0).split(num_layers))",
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -46,7 +47,25 @@ def create(fn: Callable[[], T]) -> T:
     if strategy.extended.is_default:
         return fn()
     frames.require_cross_replica(strategy, "flax.create")
-    found: dict[str, Any] = {}
+    initial, found = initialiser(fn, strategy)
+    arrays = [placed(x, home) for x, home in zip(initial(), found.homes, strict=True)]
+    (built,) = nnx.graph.unflatten(found.graphdef, found.treedef.unflatten(arrays))
+    owners.claim(_objects(built), strategy)
+    return built
+
+
+@dataclasses.dataclass
+class Found:
+    """What the trace of a constructor found: the graph, and where its arrays will live."""
+
+    graphdef: Any = None
+    treedef: Any = None
+    homes: Sequence[Home | None] = ()
+
+
+def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
+    """Returns the compiled function that makes all arrays of ``fn()``, and what it found."""
+    found = Found()
 
     def initial() -> list[jax.Array]:
         built = fn()
@@ -59,19 +78,16 @@ def create(fn: Callable[[], T]) -> T:
             for v in flat.leaves
             for x in jax.tree.leaves(raw_value(v))
         ]
-        found.update(graphdef=graphdef, treedef=treedef, homes=homes)
+        found.graphdef, found.treedef, found.homes = graphdef, treedef, homes
         return [_stored(x, home) for x, home in zip(arrays, homes, strict=True)]
 
     shapes = jax.eval_shape(initial)
+    # JAX cannot place empty outputs: those are placed by themselves.
     shardings = [
-        None if home is None or not x.size else home.sharding
-        for x, home in zip(shapes, found["homes"], strict=True)
+        home.sharding if home is not None and x.size else None
+        for x, home in zip(shapes, found.homes, strict=True)
     ]
-    arrays = jax.jit(initial, out_shardings=shardings)()
-    arrays = [placed(x, home) for x, home in zip(arrays, found["homes"], strict=True)]
-    (built,) = nnx.graph.unflatten(found["graphdef"], found["treedef"].unflatten(arrays))
-    owners.claim(_objects(built), strategy)
-    return built
+    return jax.jit(initial, out_shardings=shardings), found
 
 
 def place(module: T) -> T:

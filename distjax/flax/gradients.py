@@ -89,11 +89,14 @@ class _SplitParameter(NamedTuple):
 def _split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
     """Returns the split parameters of `model` that match the filter, by path."""
     state, matches = frames.current().state, nnx.filterlib.to_predicate(wrt)
-    found = {}
-    for path, variable in _variables(model) if state is not None else ():
-        held = state.shard_of(variable.get_raw_value())
+    found: dict[Any, _SplitParameter] = {}
+    if state is None:
+        return found
+    for path, variable in _variables(model):
+        whole = variable.get_raw_value()
+        held = state.shard_of(whole)
         if held is not None and matches(path, variable):
-            found[path] = _SplitParameter(variable, variable.get_raw_value(), *held, state)
+            found[path] = _SplitParameter(variable, whole, held[0], held[1], state)
     return found
 
 

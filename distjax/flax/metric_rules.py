@@ -8,7 +8,7 @@ combined, so that each replica's change counts once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def of_classes() -> tuple[tuple[type, Any], ...]:
     return tuple(_COMBINES.items())
 
 
-def require_rule(path: str, metric: str | None) -> None:
+def refuse(path: str, metric: str | None) -> NoReturn:
     """Raises for state of a metric without a rule that differs per replica."""
     name = metric or "the metric that it belongs to"
     raise LocalityError(

@@ -51,7 +51,7 @@ def settle(
         elif entry.rule == rules.METRIC and topology.num_replicas > 1 and _combine(plan, entry):
             continue
         elif not (entry.rule == rules.FOLD and isinstance(value, PerReplica)):
-            settled[number] = _by_rule(entry, value, topology)
+            settled[number] = _by_rule(plan, entry, value, topology)
     settled.update(_summed(sums, places, topology))
     settled.update(_combined(plan, places, finals, topology))
     return {i: as_settled(value, places[i][0], topology) for i, value in settled.items()}
@@ -75,13 +75,14 @@ def _is_summed(plan: Plan, entry: Entry, value: Any, topology: Topology) -> bool
     return entry.rule == rules.METRIC and _combine(plan, entry) == metric_rules.SUM
 
 
-def _by_rule(entry: Entry, value: Any, topology: Topology) -> Any:
+def _by_rule(plan: Plan, entry: Entry, value: Any, topology: Topology) -> Any:
     if entry.rule == rules.PER_REPLICA and topology.num_replicas > 1:
         return PerReplica(stacked(from_user_value(value), topology), topology)
     if not isinstance(value, PerReplica):
         return value
     if entry.rule == rules.METRIC:
-        metric_rules.require_rule(entry.path, None)
+        metric = None if entry.metric is None else plan.metrics[entry.metric[0]][0].__name__
+        metric_rules.refuse(entry.path, metric)
     _refuse(entry)
 
 

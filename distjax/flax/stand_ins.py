@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
-from distjax.flax import metric_rules, rules
+from distjax.flax import metric_rules, owners, rules
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.variables.layout import PartitionedLayout
@@ -54,6 +54,8 @@ class StandIns:
         self.objects = nnx.graph.unflatten(
             plan.graphdef, values_of(plan, seen), index_ref=self._index
         )
+        if context is None and plan.strategy is not None:
+            owners.claim(self.objects, plan.strategy())  # so that `run` inside can tell
         _, flat = nnx.graph.flatten(self.objects, graph=True)
         self._variables = list(flat.leaves)
         if context is not None and context.num_replicas_in_sync > 1:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
-from distjax.collectives.packing import packs
+from distjax.collectives.packing import sum_over_replicas
 from distjax.errors import LocalityError, explain
 from distjax.flax import metric_rules, rules
 from distjax.flax.homes import as_settled
@@ -100,22 +101,9 @@ def _summed(
 
 def _sums_over_replicas(values: Sequence[Any], topology: Topology) -> list[jax.Array]:
     """Returns stacked values [R, ...] summed, with one collective per dtype."""
-    if not values:
-        return []
-
-    def reduce(*local: jax.Array) -> list[jax.Array]:
-        out: list[Any] = [None] * len(local)
-        for pack in packs(local, sum(x.nbytes for x in local)):
-            total = lax.psum(
-                jnp.concatenate([local[i].reshape(-1) for i in pack]), topology.axis_name
-            )
-            start = 0
-            for i in pack:
-                out[i] = total[start : start + local[i].size].reshape(local[i].shape)
-                start += local[i].size
-        return out
-
-    return map_replicas(topology, reduce, values, [True] * len(values), False)
+    options = CommunicationOptions(bytes_per_pack=sum(x.nbytes for x in values) or 1)
+    reduce = lambda *local: sum_over_replicas(local, topology, options)
+    return map_replicas(topology, reduce, values, [True] * len(values), False) if values else []
 
 
 def _combined(

@@ -13,7 +13,8 @@ import jax
 from distjax.context import frames
 from distjax.errors import explain
 from distjax.replica.arguments import Static, as_static, function_name, positional_names
-from distjax.replica.carrying import CarryingProgram, emit_call
+from distjax.replica.carrying import emit_call
+from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
 from distjax.replica.stateful import active_bridge
 

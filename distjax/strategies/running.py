@@ -11,7 +11,8 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import function_name, positional_names
-from distjax.replica.carrying import CarryingProgram, emit_run, run_here
+from distjax.replica.carrying import emit_run, run_here
+from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.function_cache import FunctionCache
 from distjax.replica.program import Program
 

@@ -158,7 +158,15 @@ def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
 
 # -- plans, by what they depend on --------------------------------------------
 
-_plans: dict[Any, Plan] = {}
+# Weakly by strategy (those of none under the bridge's own key), so that plans die with it.
+_plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+
+class _NoStrategy:
+    """The key of plans for objects that belong to no strategy."""
+
+
+_NO_STRATEGY = _NoStrategy()
 
 
 def _plan(
@@ -170,11 +178,11 @@ def _plan(
     leaves: Sequence[Any],
     treedefs: tuple[Any, ...],
 ) -> Plan:
-    owner = None if strategy is None else weakref.ref(strategy)
+    known = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
     tables = (rules.of_types(), metric_rules.of_classes())
-    key = (owner, graphdef, treedefs, shapes, tables)
-    if key not in _plans:
+    key = (graphdef, treedefs, shapes, tables)
+    if key not in known:
         metrics = metric_rules.metrics_in(objects)
         members = {
             id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()
@@ -193,8 +201,9 @@ def _plan(
             for variable, path, treedef in zip(variables, paths, treedefs, strict=True)
         )
         classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
-        _plans[key] = Plan(graphdef, entries, classes, owner)
-    return _plans[key]
+        owner = None if strategy is None else weakref.ref(strategy)
+        known[key] = Plan(graphdef, entries, classes, owner)
+    return known[key]
 
 
 def make_entry(

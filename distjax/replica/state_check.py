@@ -74,10 +74,6 @@ def _report(fn: Any, arg: Any, paths: list[str]) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and isinstance(arg, train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
-    if is_train_state and not strict:
-        paths = [p for p in paths if ".batch_stats" not in p]  # may diverge on purpose
-    if not paths:
-        return
     text = explain(
         f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"

@@ -22,6 +22,7 @@ FLOORS = {
     "optim": 7,
     "metrics": 7,
     "layers": 7,
+    "losses": 7,
     "checkpoint": 7,
     "diagnostics": 7,
     "launch": 8,

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.errors import TraceLeakError, explain
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.arguments import Template, is_array
-from distjax.replica.layout import as_stored, laid_out
+from distjax.replica.layout import Settled, as_stored, laid_out
+from distjax.replica.stateful import active_bridge
 from distjax.variables import access
 from distjax.variables.creation import Creation
 from distjax.variables.state import TraceState, variable_p
@@ -180,7 +182,7 @@ def discover(
     def traced(*arrays: Any) -> list[Any]:
         state = TraceState(local_view=False, creations=creation)
         with frames.entered(frame(state)) as entered:
-            template = Template(call(jax.tree.unflatten(treedef, arrays)), is_array)
+            template = Template(call(jax.tree.unflatten(treedef, arrays)), _is_result)
         topology = entered.strategy.extended.topology
         results = [laid_out(leaf, topology) for leaf in template.leaves]
         template.leaves = []
@@ -194,11 +196,33 @@ def discover(
         jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
     finally:
         creation.close()
+    _require_nothing_baked(consts)
     discovered = Discovered(jaxpr, consts, signature_of(tree), creation=creation, **found)
     observer = frames.observer()
     if observer is not None:
         observer.saw_program(discovered.reads, discovered.writes, discovered.results)
     return discovered
+
+
+def _is_result(value: Any) -> bool:
+    return is_array(value) or isinstance(value, Settled)
+
+
+def _require_nothing_baked(consts: Sequence[Any]) -> None:
+    """Raises if the state of an object went into the trace as a constant."""
+    bridge = active_bridge() if consts else None
+    found = bridge.baked(consts) if bridge is not None else None
+    if found is None:
+        return
+    raise TraceLeakError(
+        explain(
+            f"{found} needs to be an argument, or captured where distjax can see it",
+            got="its value of today as a constant of the compiled program",
+            why="distjax searches arguments, closures, globals that the code names and attributes "
+            "of your objects; what it does not find would be read once and never again",
+            fix="pass the object: strategy.run(step, args=(model, batch))",
+        )
+    )
 
 
 def signature_of(tree: Any) -> tuple[Any, ...]:

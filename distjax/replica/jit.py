@@ -13,7 +13,10 @@ import jax
 from distjax.context import frames
 from distjax.errors import explain
 from distjax.replica.arguments import Static, as_static, function_name, positional_names
+from distjax.replica.carrying import emit_call
+from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
+from distjax.replica.stateful import active_bridge
 
 
 class CompiledFunction:
@@ -24,7 +27,7 @@ class CompiledFunction:
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, CarryingProgram] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
@@ -42,19 +45,27 @@ class CompiledFunction:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a decorated method to its object."""
-        return self if instance is None else functools.partial(self, Static(instance))
+        if instance is None:
+            return self
+        bridge = active_bridge()
+        carried = bridge is not None and bridge.is_stateful(instance)
+        return functools.partial(self, instance if carried else Static(instance))
 
-    def _program(self) -> Program:
+    def _program(self) -> CarryingProgram:
         frame = frames.current()
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         if key not in self._programs:
-            self._programs[key] = Program(
+            strategy = None if frame.strategy.extended.is_default else frame.strategy
+            program = Program(
                 function_name(self._fn),
-                lambda args, kwargs: self._fn(*_unmarked(args), **_unmarked(kwargs)),
+                lambda args, kwargs: emit_call(self._fn, *_unmarked((args, kwargs))),
                 lambda state: dataclasses.replace(frame, state=state),
                 lambda tree: tree,
                 self._donate_argnums,
                 positional_names(self._fn),
+            )
+            self._programs[key] = CarryingProgram(
+                program, lambda: self._fn, lambda: strategy, self._donate_argnums
             )
         return self._programs[key]
 

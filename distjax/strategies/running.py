@@ -11,9 +11,10 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import function_name, positional_names
+from distjax.replica.carrying import emit_run, run_here
+from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.function_cache import FunctionCache
 from distjax.replica.program import Program
-from distjax.replica.run import run_in_trace
 
 
 class ReplicaRunner:
@@ -27,23 +28,24 @@ class ReplicaRunner:
         """Returns the results of ``fn`` on every replica, in the global view."""
         strategy, state = self._extended.strategy, frames.current().state
         if state is not None:
-            return run_in_trace(strategy, fn, args, kwargs, state)
+            return run_here(strategy, fn, args, kwargs, state)
         return self._programs.get(fn, self._make_program)(args, kwargs)
 
-    def _make_program(self, resolve: Callable[[], Any]) -> Program:
+    def _make_program(self, resolve: Callable[[], Any]) -> CarryingProgram:
         extended = self._extended
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             state = frames.current().state
-            return run_in_trace(extended.strategy, resolve(), args, kwargs, state)
+            return emit_run(extended.strategy, resolve(), args, kwargs, state)
 
-        return Program(
+        program = Program(
             function_name(resolve()),
             call,
             lambda state: Frame(extended.strategy, state=state),
             self.placed,
             argument_names=positional_names(resolve()),
         )
+        return CarryingProgram(program, resolve, lambda: extended.strategy)
 
     def placed(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""

@@ -99,6 +99,7 @@ class TraceState:
         self.written: dict[Any, None] = {}
         self._values: dict[Any, Any] = {}
         self._gathered: dict[Any, tuple[Any, Any]] = {}
+        self._shards: dict[int, tuple[Any, Any, Any]] = {}
 
     def read(self, variable: Any) -> Any:
         """Returns the value of `variable` in this state's view."""
@@ -128,6 +129,21 @@ class TraceState:
             whole = variable.layout.gathered(shard)
             self._gathered[variable] = (shard, whole)
         return whole
+
+    def whole(self, shard: Any, layout: Any) -> Any:
+        """Returns a value gathered from this replica's shard, and remembers the shard.
+
+        Whoever handles the whole as one value can go back to the shard: then the
+        gather is dead code.
+        """
+        whole = layout.gathered(shard)
+        self._shards[id(whole)] = (whole, shard, layout)
+        return whole
+
+    def shard_of(self, whole: Any) -> tuple[Any, Any] | None:
+        """Returns (shard, layout) of what `whole` gave; None for any other value."""
+        held = self._shards.get(id(whole))
+        return None if held is None else held[1:]
 
     def bind(self, variable: Any, value: Any) -> None:
         """Sets the value that `variable` has at the start of the trace."""

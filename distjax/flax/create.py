@@ -1,0 +1,135 @@
+"""Building NNX objects where a strategy wants them, and moving those already built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distjax.context import frames
+from distjax.errors import describe_value, explain
+from distjax.flax import owners, rules
+from distjax.flax.homes import Home, HostShards, home_of, placed
+from distjax.flax.plans import raw_value, take_apart
+
+T = TypeVar("T")
+
+
+def create(fn: Callable[[], T]) -> T:
+    """Returns what ``fn`` builds, made where the strategy in force keeps it.
+
+    The constructor runs in a trace; one compiled program with an output sharding
+    per variable makes all arrays, so nothing is first whole on one device.
+
+    Args:
+      fn: makes a module, an optimizer, or a tree of such: `lambda:
+        Model(rngs=nnx.Rngs(0))`. Traced twice.
+
+    Locality: parameters V, the rest M. Context: cross-replica or default; with no
+      strategy in force it is ``fn()``.
+
+    Raises:
+      ValueError: ``fn`` returns no NNX object.
+
+    Example:
+      >>> from flax import nnx
+      >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+      >>> with strategy.scope():
+      ...     model = dj.flax.create(lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+      >>> model.kernel[...].addressable_shards[0].data.shape
+      (2, 3)
+    """
+    strategy = frames.current().strategy
+    if strategy.extended.is_default:
+        return fn()
+    frames.require_cross_replica(strategy, "flax.create")
+    initial, found = initialiser(fn, strategy)
+    arrays = [placed(x, home) for x, home in zip(initial(), found.homes, strict=True)]
+    (built,) = nnx.graph.unflatten(found.graphdef, found.treedef.unflatten(arrays))
+    owners.claim(_objects(built), strategy)
+    return built
+
+
+@dataclasses.dataclass
+class Found:
+    """What the trace of a constructor found: the graph, and where its arrays will live."""
+
+    graphdef: Any = None
+    treedef: Any = None
+    homes: Sequence[Home | None] = ()
+
+
+def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
+    """Returns the compiled function that makes all arrays of ``fn()``, and what it found."""
+    found = Found()
+
+    def initial() -> list[jax.Array]:
+        built = fn()
+        if not _objects(built):
+            raise ValueError(_no_objects_text("create", built))
+        graphdef, flat = nnx.graph.flatten((built,), graph=True)
+        arrays, treedef = jax.tree.flatten([raw_value(v) for v in flat.leaves])
+        homes = [
+            home_of(strategy, rules.rule_of(v), v, jnp.shape(x), jnp.result_type(x))
+            for v in flat.leaves
+            for x in jax.tree.leaves(raw_value(v))
+        ]
+        found.graphdef, found.treedef, found.homes = graphdef, treedef, homes
+        return [_stored(x, home) for x, home in zip(arrays, homes, strict=True)]
+
+    shapes = jax.eval_shape(initial)
+    # JAX cannot place empty outputs: those are placed by themselves.
+    shardings = [
+        home.sharding if home is not None and x.size else None
+        for x, home in zip(shapes, found.homes, strict=True)
+    ]
+    return jax.jit(initial, out_shardings=shardings), found
+
+
+def place(module: T) -> T:
+    """Returns `module`, its arrays moved to where the strategy in force keeps them.
+
+    Done by the first `run` or `dj.jit` under a strategy as well.
+
+    Args:
+      module: a module, an optimizer, or a tree of such, built eagerly.
+
+    Locality: parameters V, the rest M. Context: cross-replica or default.
+
+    Raises:
+      StrategyMismatchError: it was placed for another strategy.
+      ValueError: no NNX object is in it.
+    """
+    strategy = frames.current().strategy
+    objects = _objects(module)
+    if not objects:
+        raise ValueError(_no_objects_text("place", module))
+    if not strategy.extended.is_default:
+        frames.require_cross_replica(strategy, "flax.place")
+        take_apart(objects, strategy)
+    return module
+
+
+def _objects(tree: Any) -> list[Any]:
+    is_object = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_object) if is_object(x)]
+
+
+def _stored(value: Any, home: Home | None) -> jax.Array:
+    value = jnp.asarray(value)
+    return home.to_stored(value) if isinstance(home, HostShards) else value
+
+
+def _no_objects_text(name: str, value: Any) -> str:
+    return explain(
+        f"{name} needs NNX objects: a module, an optimizer, or a tree of such",
+        got=describe_value(value),
+        why="it decides where the variables in them live",
+        fix=f"dj.flax.{name}(Model(rngs=nnx.Rngs(0)))"
+        if name == "place"
+        else "dj.flax.create(lambda: Model(rngs=nnx.Rngs(0)))",
+    )

@@ -1,0 +1,236 @@
+"""Gradients and updates that leave split parameters split."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import nnx
+from jax import lax
+
+from distjax.collectives.mapping import map_replicas
+from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.packing import sum_over_replicas
+from distjax.context import frames
+from distjax.placement.per_replica import PerReplica
+from distjax.replica.located import from_user_value, stacked
+from distjax.variables.layout import PartitionedLayout
+
+
+def value_and_grad(
+    fn: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns `nnx.value_and_grad` of ``fn`` that leaves split parameters split.
+
+    Where a strategy splits parameters over the replicas, ``fn`` is differentiated
+    with respect to this replica's shards: it sees whole values, gathered when it
+    starts (by `scan_layers`, layer by layer), and a gradient arrives reduced and
+    split. Under other strategies it is `nnx.value_and_grad`.
+
+    Args:
+      fn: takes a module first, returns a scalar loss, or (loss, aux).
+      wrt: an NNX filter: what to differentiate.
+      has_aux: whether ``fn`` returns (loss, aux).
+
+    Returns:
+      A function that returns (value of ``fn``, gradients), for `apply_gradients`: of
+      whole parameters local, of split ones this replica's shard of the sum.
+
+    Context: replica. Cost: for a split parameter an all-gather and a reduce-scatter.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> loss, grads = dj.flax.value_and_grad(lambda m: m(jnp.ones((1, 2))).sum())(model)
+      >>> grads["kernel"][...].ravel()
+      Array([1., 1.], dtype=float32)
+    """
+
+    @functools.wraps(fn)
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        split = _split_parameters(model, wrt)
+
+        def on_shards(model: Any, *args: Any, **kwargs: Any) -> Any:
+            own = [(v, split[path]) for path, v in _variables(model) if path in split]
+            shards = [v.get_raw_value() for v, _ in own]
+            for (variable, parameter), shard in zip(own, shards, strict=True):
+                variable.set_raw_value(parameter.state.whole(shard, parameter.layout))
+            out = fn(model, *args, **kwargs)
+            for (variable, _), shard in zip(own, shards, strict=True):
+                variable.set_raw_value(shard)
+            return out
+
+        diff = nnx.DiffState(0, wrt)
+        differentiate = nnx.value_and_grad(on_shards, argnums=diff, has_aux=has_aux)
+        for parameter in split.values():
+            parameter.variable.set_raw_value(parameter.shard)
+        try:
+            return differentiate(model, *args, **kwargs)
+        finally:
+            for parameter in split.values():
+                parameter.variable.set_raw_value(parameter.whole)
+
+    return wrapped
+
+
+class _SplitParameter(NamedTuple):
+    """A parameter whose value was gathered from this replica's shard."""
+
+    variable: Any
+    whole: Any
+    shard: Any
+    layout: Any
+    state: Any
+
+
+def _split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
+    """Returns the split parameters of `model` that match the filter, by path."""
+    state, matches = frames.current().state, nnx.filterlib.to_predicate(wrt)
+    found: dict[Any, _SplitParameter] = {}
+    if state is None:
+        return found
+    for path, variable in _variables(model):
+        whole = variable.get_raw_value()
+        held = state.shard_of(whole)
+        if held is not None and matches(path, variable):
+            found[path] = _SplitParameter(variable, whole, held[0], held[1], state)
+    return found
+
+
+def _variables(module: Any) -> list[tuple[Any, Any]]:
+    _, flat = nnx.graph.flatten(module, graph=True)
+    pairs = zip(flat.paths, flat.leaves, strict=True)
+    return [(path, v) for path, v in pairs if isinstance(v, nnx.Variable)]
+
+
+def apply_gradients(optimizer: Any, model: Any, grads: Any, op: Any = "mean") -> None:
+    """Reduces gradients over the replicas and updates `model` by `optimizer`, once.
+
+    What `optimizer.update(model, all_reduce(op, grads))` does, in the global view:
+    parameters and optimizer state that the strategy splits are updated split, and
+    never gathered; norms are those of the whole gradient.
+
+    Args:
+      optimizer: an `nnx.Optimizer`.
+      model: its model.
+      grads: of `value_and_grad`, or of `nnx.value_and_grad`.
+      op: "mean" or "sum" over the replicas.
+
+    Locality: gradients T in; parameters and optimizer state keep theirs.
+    Context: replica; in cross-replica context gradients are reduced and applied.
+    Cost: one reduce-scatter per split gradient, one all-reduce per other gradient.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> def step(model, optimizer, x):
+      ...     grads = nnx.grad(lambda m: m(x).sum())(model)
+      ...     dj.flax.apply_gradients(optimizer, model, grads)
+      >>> dj.VirtualStrategy(2).run(step, args=(model, optimizer, jnp.ones((1, 2))))
+      >>> int(optimizer.step[...])
+      1
+    """
+    op = as_reduce_op(op)
+    frame = frames.current()
+    if frame.replica_context is None:
+        optimizer.update(model, frame.strategy.reduce(op, grads))
+        return
+    if frame.state is None or frame.strategy.num_replicas_in_sync == 1:
+        optimizer.update(model, grads)
+        return
+    update = _Update(optimizer, model, grads, frame.state, op)
+    new = frame.replica_context.merge_call(update, args=update.arguments)
+    update.write(new, frame.state)
+
+
+class _Update:
+    """One update of an optimizer: values of one replica in, a merge function, values out."""
+
+    def __init__(self, optimizer: Any, model: Any, grads: Any, state: Any, op: ReduceOp):
+        self._optimizer, self._model, self._op = optimizer, model, op
+        params = nnx.as_pure(nnx.state(model, optimizer.wrt, graph=optimizer.graph))
+        grads = nnx.as_pure(nnx.state(grads, optimizer.wrt, graph=optimizer.graph))
+        slots = nnx.as_pure(optimizer.opt_state)
+        self._params, self._params_tree = jax.tree.flatten(params)
+        self._slots, self._slots_tree = jax.tree.flatten(slots)
+        self._grads_tree = jax.tree.structure(grads)
+        held = [state.shard_of(x) for x in (*self._params, *self._slots)]
+        values = [
+            x if h is None else h[0]
+            for x, h in zip((*self._params, *self._slots), held, strict=True)
+        ]
+        self._layouts = [None if h is None else h[1] for h in held]
+        self.arguments = (values, jax.tree.leaves(grads))
+
+    def __call__(self, strategy: Any, values: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+        """Updates global values; returns shards where shards were given."""
+        extended = strategy.extended
+        whole = [
+            x if layout is None else layout.joined(stacked(from_user_value(x), extended.topology))
+            for x, layout in zip(values, self._layouts, strict=True)
+        ]
+        count = len(self._params)
+        params = self._params_tree.unflatten(whole[:count])
+        slots = self._slots_tree.unflatten(whole[count:])
+        reduced = _reduced(extended, self._op, grads, whole[:count])
+        updates, slots = self._optimizer.tx.update(
+            self._grads_tree.unflatten(reduced), slots, params
+        )
+        params = optax.apply_updates(params, updates)
+        new = [*jax.tree.leaves(params), *jax.tree.leaves(slots)]
+        return [_as_given(x, y, extended) for x, y in zip(new, self._layouts, strict=True)]
+
+    def write(self, new: Sequence[Any], state: Any) -> None:
+        """Writes what the merge returned to the variables of the model and the optimizer."""
+        values = [
+            x if layout is None else state.whole(x, layout)
+            for x, layout in zip(new, self._layouts, strict=True)
+        ]
+        count, optimizer = len(self._params), self._optimizer
+        nnx.update(self._model, self._params_tree.unflatten(values[:count]))
+        slots = self._slots_tree.unflatten(values[count:])
+        nnx.update(optimizer.opt_state, nnx.state(slots, graph=optimizer.graph))
+        optimizer.step[...] += 1
+
+
+def _as_given(value: Any, layout: PartitionedLayout | None, extended: Any) -> Any:
+    topology = extended.topology
+    if layout is None:
+        return value
+    split = value if topology.mesh is None else lax.with_sharding_constraint(value, layout.sharding)
+    return PerReplica(layout.stacked(split), topology)
+
+
+def _reduced(
+    extended: Any, op: ReduceOp, grads: Sequence[Any], params: Sequence[Any]
+) -> list[jax.Array]:
+    """Returns gradients reduced over the replicas, split where the strategy splits them."""
+    topology = extended.topology
+    layouts = [extended.placement.reduction_layout(p) for p in params]
+    arrays = [stacked(from_user_value(g), topology) for g in grads]
+    done = [g.shape[1:] != p.shape for g, p in zip(arrays, params, strict=True)]
+
+    def reduce(*local: jax.Array) -> list[jax.Array]:
+        whole = [
+            i
+            for i, layout in enumerate(layouts)
+            if not (done[i] or isinstance(layout, PartitionedLayout))
+        ]
+        sums = sum_over_replicas([local[i] for i in whole], topology, extended.communication)
+        out = dict(zip(whole, sums, strict=True))
+        for i, layout in enumerate(layouts):
+            if i not in out:
+                out[i] = local[i] if done[i] else layout.scattered_sum(local[i])
+        return [out[i] for i in range(len(local))]
+
+    splits = [isinstance(layout, PartitionedLayout) for layout in layouts]
+    sums = map_replicas(topology, reduce, arrays, [True] * len(arrays), splits)
+    sums = [
+        layout.joined(x) if split else x
+        for x, layout, split in zip(sums, layouts, splits, strict=True)
+    ]
+    return [x / topology.num_replicas for x in sums] if op is ReduceOp.MEAN else sums

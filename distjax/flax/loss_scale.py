@@ -1,0 +1,105 @@
+"""Dynamic loss scaling for NNX, on which all replicas agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distjax.context import frames
+from distjax.flax.gradients import apply_gradients
+from distjax.flax.plans import raw_value
+
+
+class ScaleState(nnx.Variable):
+    """State of a loss scale: equal on every replica."""
+
+
+class LossScale(nnx.Pytree):
+    """A factor on the loss that keeps small gradients of short floats from vanishing.
+
+    A step whose gradients overflow on any replica is skipped on all of them, and the
+    scale is halved; after `interval` steps without it is doubled.
+
+    Args:
+      scale: the factor at the start.
+      interval: steps without an overflow after which it grows.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> scale = dj.flax.LossScale(1024.0)
+      >>> def step(model, optimizer, scale, x):
+      ...     grads = nnx.grad(lambda m: scale.scaled(m(x).mean()))(model)
+      ...     return scale.apply_gradients(optimizer, model, grads)
+      >>> x = jnp.full((1, 2), jnp.inf)
+      >>> bool(dj.VirtualStrategy(2).run(step, args=(model, optimizer, scale, x)))
+      False
+      >>> float(scale.scale[...]), int(optimizer.step[...])
+      (512.0, 0)
+
+    Source: Micikevicius et al., "Mixed precision training", 2018;
+      flax.training.dynamic_scale.
+    """
+
+    def __init__(self, scale: float = 2.0**15, interval: int = 2000):
+        self.interval = interval
+        self.scale = ScaleState(jnp.float32(scale))
+        self.good_steps = ScaleState(jnp.int32(0))
+
+    def scaled(self, loss: jax.Array) -> jax.Array:
+        """Returns `loss` times the scale: what to differentiate."""
+        return loss * self.scale[...].astype(loss.dtype)
+
+    def apply_gradients(self, optimizer: Any, model: Any, grads: Any, op: Any = "mean") -> Any:
+        """Updates `model` unless a gradient overflowed; returns whether it did.
+
+        Args:
+          optimizer: an `nnx.Optimizer`.
+          model: its model.
+          grads: gradients of the scaled loss, local to this replica.
+          op: how `apply_gradients` reduces them.
+
+        Context: replica. Cost: one all-reduce of a number, and `apply_gradients`.
+        """
+        grads = jax.tree.map(lambda g: g / self.scale[...].astype(g.dtype), grads)
+        finite = _all_finite(grads)
+        variables = [
+            v for _, v in nnx.iter_graph((optimizer, model)) if isinstance(v, nnx.Variable)
+        ]
+        before = [raw_value(v) for v in variables]
+        apply_gradients(optimizer, model, grads, op)
+        for variable, old in zip(variables, before, strict=True):
+            new = raw_value(variable)
+            if new is not old:
+                variable.set_raw_value(_selected(finite, new, old))
+        self._adjust(finite)
+        return finite
+
+    def _adjust(self, finite: jax.Array) -> None:
+        steps = jnp.where(finite, self.good_steps[...] + 1, 0)
+        grows = steps >= self.interval
+        factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
+        self.scale[...] = jnp.maximum(self.scale[...] * factor, jnp.finfo(jnp.float32).tiny)
+        self.good_steps[...] = jnp.where(grows, 0, steps)
+
+
+def _all_finite(grads: Any) -> jax.Array:
+    """Returns whether all gradients of all replicas are finite; equal on every replica."""
+    leaves = jax.tree.leaves(grads)
+    bad = sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in leaves)
+    context = frames.current().replica_context
+    return jnp.asarray(bad if context is None else context.all_reduce("sum", bad)) == 0
+
+
+def _selected(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns `new` or `old`; of split values the shards are selected."""
+    state = frames.current().state
+    held = None if state is None else state.shard_of(new)
+    if state is None or held is None:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    shard, layout = held
+    return state.whole(jnp.where(finite, shard, state.shard_of(old)[0]), layout)

@@ -1,0 +1,132 @@
+"""How the parts of a metric that the replicas computed become one: by metric class.
+
+In `run` replica 0 starts from the metric's state and the others from the state that
+`reset` gives; each updates its own part. At the end of the step the parts are
+combined, so that each replica's change counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distjax.errors import LocalityError, describe_value, explain
+
+#: Takes name -> [R, ...], the parts; returns name -> [...], the whole.
+Combine = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
+
+#: The combination of metrics whose state is sums: an element-wise sum of the parts.
+SUM = "sum"
+
+
+def combine_welford(parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns count, mean and m2 of all samples, from those of R groups of samples.
+
+    With n = sum n_r: mean = sum(n_r mean_r) / n and
+    m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2); all zero where n is zero.
+
+    Args:
+      parts: "count", "mean" and "m2", each [R].
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+      computing sample variances", 1979.
+    """
+    count, mean, m2 = parts["count"], parts["mean"], parts["m2"]
+    total = jnp.sum(count)
+    weights = count / jnp.maximum(total, 1)
+    whole = jnp.sum(weights * mean)
+    spread = jnp.sum(count * (mean - whole) ** 2)
+    return {"count": total, "mean": whole, "m2": jnp.sum(m2) + spread}
+
+
+_COMBINES: dict[type, str | Combine] = {
+    nnx.metrics.Average: SUM,
+    nnx.metrics.Accuracy: SUM,
+    nnx.metrics.Welford: combine_welford,
+}
+
+
+def register_metric(metric: type, combine: str | Combine = SUM) -> None:
+    """Says how the parts of a Flax metric that the replicas computed become one.
+
+    Args:
+      metric: a subclass of `nnx.metrics.Metric`, whose `reset` makes it empty. A
+        subclass of a registered class is registered anew: its state may mean more.
+      combine: "sum" where all state is sums; else a function of the parts, name ->
+        [R, ...] for each `MetricState` of the metric, that returns name -> [...].
+
+    Raises:
+      ValueError: not a class of metrics, or no such combination.
+
+    Example:
+      >>> from flax import nnx
+      >>> class Largest(nnx.metrics.Metric):
+      ...     def __init__(self):
+      ...         self.value = nnx.metrics.MetricState(jnp.float32(-jnp.inf))
+      ...     def reset(self):
+      ...         self.value[...] = jnp.float32(-jnp.inf)
+      ...     def update(self, values):
+      ...         self.value[...] = jnp.maximum(self.value[...], values.max())
+      ...     def compute(self):
+      ...         return self.value[...]
+      >>> dj.flax.register_metric(Largest, lambda parts: {"value": parts["value"].max(0)})
+    """
+    if not (isinstance(metric, type) and issubclass(metric, nnx.metrics.Metric)):
+        raise ValueError(
+            explain(
+                "register_metric needs a subclass of nnx.metrics.Metric",
+                got=describe_value(metric),
+                why="the rule is looked up by the class of a metric",
+                fix='dj.flax.register_metric(MyMetric, "sum")',
+            )
+        )
+    if combine != SUM and not callable(combine):
+        raise ValueError(
+            explain(
+                'register_metric needs "sum" or a function of the parts',
+                got=describe_value(combine),
+                why="it says how R parts of the state become one",
+                fix="dj.flax.register_metric(MyMetric, lambda parts: {'value': "
+                "parts['value'].max(0)})",
+            )
+        )
+    _COMBINES[metric] = combine
+
+
+def combine_of(metric: Any) -> str | Combine | None:
+    """Returns the combination of a metric's parts; None where none is registered."""
+    return _COMBINES.get(type(metric))
+
+
+def of_classes() -> tuple[tuple[type, Any], ...]:
+    """Returns the table, as part of what a plan is looked up by."""
+    return tuple(_COMBINES.items())
+
+
+def refuse(path: str, metric: str | None) -> NoReturn:
+    """Raises for state of a metric without a rule that differs per replica."""
+    name = metric or "the metric that it belongs to"
+    raise LocalityError(
+        explain(
+            f"{path} needs a rule that makes one value of what the replicas wrote",
+            got=f"values that differ per replica, and no rule for {name}",
+            why="the sum, the mean or the largest of the replicas' states may be meant",
+            fix=f'dj.flax.register_metric({metric or "MyMetric"}, "sum"), or a function of '
+            "the parts in place of the sum",
+        )
+    )
+
+
+def metrics_in(objects: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns each metric in the graphs of `objects`, with its own state by name."""
+    found = []
+    for _, node in nnx.iter_graph(tuple(objects)):
+        if isinstance(node, nnx.metrics.Metric):
+            own = {k: v for k, v in vars(node).items() if isinstance(v, nnx.metrics.MetricState)}
+            if own:
+                found.append((node, own))
+    return found

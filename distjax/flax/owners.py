@@ -1,0 +1,56 @@
+"""Which strategy NNX objects were placed for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from distjax.errors import StrategyMismatchError, explain
+
+# By identity, and weakly: objects may define equality, and die when the user drops them.
+_owners: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+
+def owner_of(node: Any) -> Any:
+    """Returns the strategy that `node` was placed for, None if for none that is alive."""
+    entry = _owners.get(id(node))
+    return None if entry is None or entry[0]() is not node else entry[1]()
+
+
+def common_owner(objects: Sequence[Any]) -> Any:
+    """Returns the one strategy that all modules in `objects` were placed for, or None."""
+    owners = [owner_of(node) for node in objects if isinstance(node, nnx.Pytree)]
+    return owners[0] if owners and all(o is owners[0] for o in owners) else None
+
+
+def claim(objects: Sequence[Any], strategy: Any) -> None:
+    """Records `strategy` as that of all modules in `objects`.
+
+    Raises:
+      StrategyMismatchError: one was placed for another strategy; nothing is recorded.
+    """
+    if all(owner_of(node) is strategy for node in objects if isinstance(node, nnx.Pytree)):
+        return
+    nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
+    for node in (*objects, *nodes):  # the user's own object is named first
+        owner = owner_of(node)
+        if owner is not None and owner is not strategy:
+            raise StrategyMismatchError(_text(node, owner, strategy))
+    for node in nodes:
+        key = id(node)
+        forget = weakref.ref(node, lambda _, key=key: _owners.pop(key, None))
+        _owners[key] = (forget, weakref.ref(strategy))
+
+
+def _text(node: Any, owner: Any, strategy: Any) -> str:
+    return explain(
+        f"{type(node).__name__} needs to be placed for the strategy that uses it, {strategy!r}",
+        got=f"one that was placed for {owner!r}",
+        why="Mixing different tf.distribute.Strategy objects: its arrays live where the other "
+        "strategy put them",
+        fix="use one strategy, or build a new object and copy the values: "
+        "nnx.update(new_model, jax.device_get(nnx.state(model)))",
+    )

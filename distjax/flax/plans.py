@@ -1,0 +1,225 @@
+"""Plans: what is static of NNX objects that a program carries, and their arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from distjax import jax_compat
+from distjax.errors import UnsupportedError, explain
+from distjax.flax import metric_rules, owners, rules
+from distjax.flax.homes import Home, home_of, placed
+from distjax.placement.per_replica import PerReplica, is_per_replica
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """One variable (or bare array) of the objects.
+
+    Attributes:
+      path: the user's name, such as "Model.linear.kernel".
+      kind: the name of the variable's type.
+      rule: how what the replicas write becomes its value.
+      homes: where each of its arrays lives.
+      treedef: its value as a tree of arrays (mostly one).
+      metric: number of the metric it belongs to and its name there, or None.
+    """
+
+    path: str
+    kind: str
+    rule: str
+    homes: tuple[Home | None, ...]
+    treedef: Any
+    metric: tuple[int, str] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What is static of objects taken apart; equal only to itself.
+
+    Attributes:
+      graphdef: their graph.
+      entries: their variables, in the order of the graph.
+      metrics: per metric in it its class and how its parts are combined, or None.
+      strategy: weakly, the strategy they live under, or None.
+    """
+
+    graphdef: Any
+    entries: tuple[Entry, ...]
+    metrics: tuple[tuple[type, Any], ...]
+    strategy: Any
+
+    @property
+    def homes(self) -> list[Home | None]:
+        """Where each leaf lives."""
+        return [home for entry in self.entries for home in entry.homes]
+
+    def __repr__(self) -> str:
+        return f"state of {len(self.entries)} variables"
+
+
+@dataclasses.dataclass(frozen=True)
+class Objects:
+    """Objects taken apart.
+
+    Attributes:
+      plan: what is static of them.
+      variables: their variables and bare arrays, in the order of the graph.
+      references: numbers of the objects and variables, to write back by.
+      leaves: arrays and PerReplica, as stored.
+      owners: per leaf the number of the object that it was first found in.
+    """
+
+    plan: Plan
+    variables: Sequence[Any]
+    references: Any
+    leaves: list[Any]
+    owners: Sequence[int]
+
+
+def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
+    """Returns the arrays of objects and the plan of them, placed for `strategy`.
+
+    Args:
+      objects: NNX objects.
+      strategy: the strategy they are used under; None: the one they were placed for.
+
+    Raises:
+      StrategyMismatchError: they were placed for another strategy.
+      UnsupportedError: a variable that holds a `jax.Ref`.
+    """
+    if strategy is not None:
+        owners.claim(objects, strategy)
+    else:
+        strategy = owners.common_owner(objects)
+    references = nnx.graph.RefMap()
+    graphdef, flat = nnx.graph.flatten(tuple(objects), ref_index=references, graph=True)
+    variables = list(flat.leaves)
+    values = [raw_value(v) for v in variables]
+    flattened = [jax.tree.flatten(v, is_leaf=is_per_replica) for v in values]
+    leaves = [leaf for arrays, _ in flattened for leaf in arrays]
+    treedefs = tuple(treedef for _, treedef in flattened)
+    plan = _plan(objects, strategy, graphdef, flat.paths, variables, leaves, treedefs)
+    counts = zip(flat.paths, treedefs, strict=True)
+    places = [int(str(path[0])) for path, treedef in counts for _ in range(treedef.num_leaves)]
+    if strategy is None or jax_compat.tracing():
+        return Objects(plan, variables, references, leaves, places)
+    stored = [placed(x, home) for x, home in zip(leaves, plan.homes, strict=True)]
+    if any(s is not x for s, x in zip(stored, leaves, strict=True)):
+        write_entries(variables, _grouped(plan.entries, stored))
+    return Objects(plan, variables, references, stored, places)
+
+
+def raw_value(variable: Any) -> Any:
+    """Returns the value that a variable holds, untouched by its hooks.
+
+    Raises:
+      UnsupportedError: it is a `jax.Ref`.
+    """
+    if not isinstance(variable, nnx.Variable):
+        return variable
+    if variable.ref or variable.hijax:
+        raise UnsupportedError(
+            explain(
+                f"{type(variable).__name__} needs to hold an array to be carried into a program",
+                got="a variable made with ref=True or hijax=True",
+                why="a reference cannot be split over replicas and written back",
+                fix="make it without: nnx.Param(value), or nnx.var_defaults(ref=False)",
+            )
+        )
+    return variable.get_raw_value()
+
+
+def _grouped(entries: Sequence[Entry], leaves: Sequence[Any]) -> dict[int, Any]:
+    """Returns the values of all entries, put together from their leaves."""
+    remaining = iter(leaves)
+    return {
+        i: entry.treedef.unflatten([next(remaining) for _ in entry.homes])
+        for i, entry in enumerate(entries)
+    }
+
+
+def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the value of each entry of `plan`."""
+    return list(_grouped(plan.entries, leaves).values())
+
+
+def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
+    """Writes values to variables, by number; bare arrays are left to the graph."""
+    for i, value in values.items():
+        if isinstance(variables[i], nnx.Variable):
+            variables[i].set_raw_value(value)
+
+
+# -- plans, by what they depend on --------------------------------------------
+
+# Weakly by strategy (those of none under the bridge's own key), so that plans die with it.
+_plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+
+class _NoStrategy:
+    """The key of plans for objects that belong to no strategy."""
+
+
+_NO_STRATEGY = _NoStrategy()
+
+
+def _plan(
+    objects: Sequence[Any],
+    strategy: Any,
+    graphdef: Any,
+    paths: Sequence[tuple[Any, ...]],
+    variables: Sequence[Any],
+    leaves: Sequence[Any],
+    treedefs: tuple[Any, ...],
+) -> Plan:
+    known = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
+    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
+    tables = (rules.of_types(), metric_rules.of_classes())
+    key = (graphdef, treedefs, shapes, tables)
+    if key not in known:
+        metrics = metric_rules.metrics_in(objects)
+        members = {
+            id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()
+        }
+        roots = [type(o).__name__ for o in objects]
+        remaining = iter(leaves)
+        entries = tuple(
+            make_entry(
+                strategy,
+                variable,
+                ".".join([roots[path[0]], *map(str, path[1:])]),
+                [next(remaining) for _ in range(treedef.num_leaves)],
+                treedef,
+                members.get(id(variable)),
+            )
+            for variable, path, treedef in zip(variables, paths, treedefs, strict=True)
+        )
+        classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
+        owner = None if strategy is None else weakref.ref(strategy)
+        known[key] = Plan(graphdef, entries, classes, owner)
+    return known[key]
+
+
+def make_entry(
+    strategy: Any,
+    variable: Any,
+    path: str,
+    leaves: Sequence[Any],
+    treedef: Any,
+    metric: tuple[int, str] | None = None,
+) -> Entry:
+    """Returns what is static of one variable."""
+    rule = rules.rule_of(variable)
+    homes = tuple(
+        home_of(strategy, rule, variable, x.shape, x.dtype)
+        if hasattr(x, "dtype") and not isinstance(x, PerReplica)
+        else None
+        for x in leaves
+    )
+    return Entry(path, type(variable).__name__, rule, homes, treedef, metric)

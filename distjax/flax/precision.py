@@ -1,0 +1,58 @@
+"""Computing in a short float type while variables stay in float32."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distjax.flax.plans import raw_value
+
+T = TypeVar("T")
+
+
+def cast(tree: T, dtype: Any) -> T:
+    """Returns `tree` with its floating arrays in `dtype`, to compute with.
+
+    A module becomes a view of it: its parameters are cast copies, every other
+    variable (batch statistics, random streams) is the module's own. Gradients with
+    respect to the module itself have the dtype of its parameters.
+
+    Args:
+      tree: a module, arrays, or a tree of both.
+      dtype: such as `jnp.bfloat16`.
+
+    Locality: as `tree`. Context: any; for a gradient, inside the loss function.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     model, x = dj.flax.cast((model, x), jnp.bfloat16)
+      ...     return model(x).astype(jnp.float32).mean()
+      >>> grads = nnx.grad(loss_fn)(model, jnp.ones((4, 2)))
+      >>> grads["kernel"][...].dtype
+      dtype('float32')
+    """
+    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=_is_object)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    if not _is_object(value):
+        return value.astype(dtype) if _is_floating(value) else value
+    graphdef, flat = nnx.graph.flatten(value, graph=True)
+    leaves = [
+        jax.tree.map(lambda x: _cast(x, dtype), raw_value(v)) if isinstance(v, nnx.Param) else v
+        for v in flat.leaves
+    ]
+    return nnx.graph.unflatten(graphdef, leaves)
+
+
+def _is_floating(value: Any) -> bool:
+    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))

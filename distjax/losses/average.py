@@ -1,0 +1,83 @@
+"""The mean loss of a global batch, from each replica's part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.context import frames
+from distjax.errors import BatchError, describe_value, explain
+
+
+def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "mean") -> jax.Array:
+    """Returns this replica's share of the mean loss over the global batch.
+
+    ``all_reduce(op, average_loss(losses, mask, op)) = sum(mask * losses) / sum(mask)``
+    with both sums over all replicas: the same number, and by the same reduction the
+    same gradient, for any number of replicas and any padding.
+
+    Args:
+      losses: a loss per example, [B, ...].
+      mask: which examples count, [B] or the shape of `losses`: bool, or weights;
+        None: all. An empty batch gives zero.
+      op: how the gradients are reduced: "mean" or "sum".
+
+    Locality: T in, T out. Context: replica or default; in cross-replica context the
+      arrays are the whole batch. Cost: one all-reduce of a number.
+
+    Raises:
+      BatchError: a mask of another shape, or losses without a batch dimension.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> losses, mask = np.array([1., 3., 5., 0.]), np.array([1, 1, 1, 0], bool)
+      >>> (batch,) = strategy.distribute_dataset([(losses, mask)])
+      >>> def step(batch):
+      ...     share = dj.losses.average_loss(*batch)
+      ...     return dj.get_replica_context().all_reduce("mean", share)
+      >>> strategy.run(step, args=(batch,))  # (1 + 3 + 5) / 3
+      Array(3., dtype=float32)
+
+    Source: `tf.nn.compute_average_loss`, with the count in place of a batch size.
+    """
+    op = as_reduce_op(op)
+    losses = jnp.asarray(losses)
+    weights = _weights(losses, mask)
+    total = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
+    count = jnp.sum(weights)
+    context = frames.current().replica_context
+    if context is None:
+        return total / jnp.where(count == 0, 1, count)
+    count = context.all_reduce("sum", count)
+    share = total / jnp.where(count == 0, 1, count)
+    return share * context.num_replicas_in_sync if op is ReduceOp.MEAN else share
+
+
+def _weights(losses: jax.Array, mask: Any) -> jax.Array:
+    if losses.ndim == 0:
+        raise BatchError(
+            explain(
+                "average_loss needs a loss for each example, [B, ...]",
+                got=describe_value(losses),
+                why="a loss that is averaged already does not say over how many examples",
+                fix="losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)",
+            )
+        )
+    if mask is None:
+        return jnp.ones(losses.shape, losses.dtype)
+    shape = jnp.shape(mask)
+    if shape not in (losses.shape, losses.shape[:1]):
+        raise BatchError(
+            explain(
+                f"average_loss needs a mask of shape {losses.shape[:1]} or {losses.shape}",
+                got=describe_value(mask),
+                why="it says for each example whether it counts",
+                fix="pass the mask of the batch: batch.data, batch.mask of a padded dataset",
+            )
+        )
+    trailing = (1,) * (losses.ndim - len(shape))
+    weights = jnp.asarray(mask).astype(losses.dtype).reshape(*shape, *trailing)
+    return jnp.broadcast_to(weights, losses.shape)

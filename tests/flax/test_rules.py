@@ -1,0 +1,249 @@
+"""What each type of variable becomes at the end of a step, against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from image_loop import make_batches, make_state, values
+from replicas import ids
+
+import distjax as dj
+from distjax.errors import LocalityError, UnsupportedError
+
+
+class Own(nnx.Variable):
+    """A variable type that no one gave a rule."""
+
+
+class Box(nnx.Module):
+    """Holds one variable."""
+
+    def __init__(self, variable):
+        self.variable = variable
+
+
+def write(box, value):
+    box.variable[...] = value
+
+
+def run_on_ids(strategy, fn, box):
+    return strategy.run(fn, args=(box, ids(strategy)))
+
+
+# -- parameters ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "kind"), [(nnx.Param, "Param"), (nnx.OptState, "OptState")], ids=["param", "slot"]
+)
+def test_parameters_that_differ_are_refused_by_name(pair, variable, kind):
+    box = Box(variable(jnp.float32(5)))
+    with pytest.raises(LocalityError, match=r"Box\.variable needs a value that is equal") as info:
+        run_on_ids(pair, write, box)
+    assert f"a {kind} that each replica wrote differently" in str(info.value)
+    assert "all_reduce('mean', grads)" in str(info.value)
+    assert float(box.variable[...]) == 5
+
+
+def test_a_step_without_all_reduce_leaves_everything_as_it_was(pair):
+    model, optimizer, metrics, rngs = state = make_state()
+    before = values(state)
+
+    def forgetful(model, optimizer, metrics, rngs, batch):
+        loss, grads = nnx.value_and_grad(lambda m: m(batch["image"], rngs).mean())(model)
+        metrics.update(loss=loss, logits=jnp.zeros((8, 10)), labels=batch["label"])
+        optimizer.update(model, grads)
+
+    (batch,) = pair.distribute_dataset(make_batches(1))
+    with pytest.raises(LocalityError, match=r"Classifier\.hidden\.bias needs a value"):
+        pair.run(forgetful, args=(*state, batch))
+    for old, new in zip(before, values(state), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_type_without_a_rule_needs_equal_values(pair):
+    box = Box(Own(jnp.float32(0)))
+    pair.run(lambda box: write(box, box.variable[...] + 1), args=(box,))
+    assert float(box.variable[...]) == 1
+    with pytest.raises(LocalityError, match=r"Box\.variable needs a rule") as info:
+        run_on_ids(pair, write, box)
+    assert 'dj.flax.set_rule(Own, "mean")' in str(info.value)
+
+
+def test_a_bare_array_of_a_module_is_carried(pair):
+    box = Box(jnp.float32(1))
+
+    def double(box):
+        box.variable = box.variable * 2
+
+    pair.run(double, args=(box,))
+    pair.run(double, args=(box,))
+    assert float(box.variable) == 4
+
+
+def test_references_are_refused(pair):
+    with pytest.raises(UnsupportedError, match="Param needs to hold an array"):
+        pair.run(lambda box: None, args=(Box(nnx.Param(jnp.float32(0), ref=True)),))
+
+
+# -- batch statistics ---------------------------------------------------------
+
+
+def test_batch_statistics_are_averaged(strategy):
+    box = Box(nnx.BatchStat(jnp.float32(5)))
+    run_on_ids(strategy, write, box)
+    assert float(box.variable[...]) == (strategy.num_replicas_in_sync - 1) / 2
+
+
+def test_a_rule_for_one_object_wins_over_that_of_the_type(pair):
+    box = Box(nnx.BatchStat(jnp.float32(5)))
+    dj.flax.set_rule(box, "per_replica", nnx.BatchStat)
+    add = lambda box, x: write(box, box.variable[...] + x)
+    run_on_ids(pair, add, box)
+    run_on_ids(pair, add, box)
+    assert np.asarray(box.variable.get_raw_value().stacked).tolist() == [5, 7]
+
+
+def test_a_rule_for_a_type():
+    class Mine(nnx.Variable):
+        pass
+
+    strategy = dj.VirtualStrategy(2)
+    box = Box(Mine(jnp.float32(0)))
+    with pytest.raises(LocalityError, match="needs a rule"):
+        run_on_ids(strategy, write, box)
+    dj.flax.set_rule(Mine, "mean")
+    run_on_ids(strategy, lambda box, x: write(box, x), box)
+    assert float(box.variable[...]) == 0.5
+
+
+def test_bad_rules():
+    with pytest.raises(ValueError, match="set_rule needs a rule of mirrored, mean"):
+        dj.flax.set_rule(nnx.BatchStat, "average")
+    with pytest.raises(ValueError, match=r"set_rule needs a type of nnx\.Variable or an NNX"):
+        dj.flax.set_rule(3, "mean")
+
+
+# -- random streams -----------------------------------------------------------
+
+
+def draws(strategy, rngs, stream):
+    out = strategy.run(lambda rngs: jax.random.uniform(rngs[stream]()), args=(rngs,))
+    return [float(x) for x in strategy.local_results(out)]
+
+
+def test_each_replica_draws_numbers_of_its_own(pair):
+    rngs = nnx.Rngs(0)
+    key = np.asarray(jax.random.key_data(rngs.default.key[...]))
+    first, second = draws(pair, rngs, "dropout"), draws(pair, rngs, "dropout")
+    assert len({*first, *second}) == 4
+    assert int(rngs.default.count[...]) == 2
+    assert np.asarray(jax.random.key_data(rngs.default.key[...])).tolist() == key.tolist()
+    folded = jax.random.fold_in(nnx.Rngs(0).default.key[...], 1)
+    expected = jax.random.uniform(jax.random.fold_in(folded, 0))
+    assert first[1] == pytest.approx(float(expected))
+
+
+def test_parameters_are_drawn_from_a_common_stream(pair):
+    first, second = draws(pair, nnx.Rngs(params=0), "params")
+    assert first == second == pytest.approx(float(nnx.Rngs(params=0).params.uniform()))
+
+
+def test_a_stream_can_be_made_common(pair):
+    rngs = nnx.Rngs(dropout=0)
+    dj.flax.set_rule(rngs.dropout, "common", nnx.RngKey)
+    first, second = draws(pair, rngs, "dropout")
+    assert first == second
+
+
+def test_a_stack_of_keys_is_folded_key_by_key(pair):
+    stream = nnx.Rngs(0).split(3)["default"]
+    out = pair.run(lambda s: jax.vmap(jax.random.uniform)(s.key[...]), args=(stream,))
+    rows = [np.asarray(x) for x in pair.local_results(out)]
+    assert len({float(x) for row in rows for x in row}) == 6
+
+
+# -- metrics ------------------------------------------------------------------
+
+VALUES = np.arange(48.0, dtype=np.float32) ** 1.5
+
+
+def updated(strategy, metric, name="values"):
+    for part in strategy.distribute_dataset([VALUES[:24], VALUES[24:]]):
+        strategy.run(lambda metric, x: metric.update(**{name: x}), args=(metric, part))
+    return metric
+
+
+def test_an_average_is_that_of_all_samples(strategy):
+    metric = updated(strategy, nnx.metrics.Average())
+    assert float(metric.compute()) == pytest.approx(VALUES.mean())
+    assert int(metric.count[...]) == 48
+    metric.reset()
+    assert float(updated(strategy, metric).compute()) == pytest.approx(VALUES.mean())
+
+
+def test_welford_is_that_of_all_samples(strategy):
+    result = updated(strategy, nnx.metrics.Welford()).compute()
+    assert float(result.mean) == pytest.approx(VALUES.mean(), rel=1e-5)
+    assert float(result.standard_deviation) == pytest.approx(VALUES.std(), rel=1e-5)
+    assert float(result.standard_error_of_mean) == pytest.approx(VALUES.std() / 48**0.5, rel=1e-5)
+
+
+def test_a_value_that_is_equal_on_all_replicas_counts_once_for_each(pair):
+    metric = nnx.metrics.Average()
+    for _ in range(2):
+        pair.run(lambda m: m.update(values=jnp.float32(3)), args=(metric,))
+    assert (float(metric.total[...]), int(metric.count[...])) == (12, 4)
+
+
+def test_a_metric_that_is_reset_in_the_step_holds_that_step_only(pair):
+    metric = updated(pair, nnx.metrics.Average())
+
+    def step(metric, x):
+        metric.reset()
+        metric.update(values=x)
+
+    (part,) = pair.distribute_dataset([VALUES[:4]])
+    pair.run(step, args=(metric, part))
+    assert float(metric.total[...]) == pytest.approx(VALUES[:4].sum())
+    assert int(metric.count[...]) == 4
+
+
+def test_a_metric_that_is_only_read_stays(pair):
+    metric = updated(pair, nnx.metrics.Average())
+    pair.run(lambda m: m.total[...] * 2, args=(metric,))
+    assert float(metric.compute()) == pytest.approx(VALUES.mean())
+
+
+class Largest(nnx.metrics.Metric):
+    """The largest value seen."""
+
+    def __init__(self):
+        self.value = nnx.metrics.MetricState(jnp.float32(-jnp.inf))
+
+    def reset(self):
+        self.value[...] = jnp.float32(-jnp.inf)
+
+    def update(self, values):
+        self.value[...] = jnp.maximum(self.value[...], values.max())
+
+
+def test_a_metric_without_a_rule_is_refused_until_it_has_one(pair):
+    class Mine(Largest):
+        pass
+
+    metric = Mine()
+    with pytest.raises(LocalityError, match=r"Mine\.value needs a rule") as info:
+        updated(pair, metric)
+    assert 'dj.flax.register_metric(Mine, "sum")' in str(info.value)
+    assert float(metric.value[...]) == -np.inf
+    dj.flax.register_metric(Mine, lambda parts: {"value": parts["value"].max(0)})
+    assert float(updated(pair, metric).value[...]) == VALUES.max()
+
+
+def test_bad_registrations():
+    with pytest.raises(ValueError, match="register_metric needs a subclass"):
+        dj.flax.register_metric(int)
+    with pytest.raises(ValueError, match='register_metric needs "sum" or a function'):
+        dj.flax.register_metric(Largest, "mean")

@@ -1,0 +1,174 @@
+"""ZeRO for NNX: split parameters, gradients and moments give what plain NNX gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from image_loop import values
+
+import distjax as dj
+from distjax.testing import hlo
+
+STRATEGIES = {
+    "one_device": lambda: dj.OneDeviceStrategy(),
+    "virtual2": lambda: dj.VirtualStrategy(2),
+    "mirrored8": lambda: dj.MirroredStrategy(),
+    **{
+        partition: lambda partition=partition: dj.ShardedStrategy(partition=partition)
+        for partition in ("optimizer", "gradients", "parameters")
+    },
+    "central": lambda: dj.CentralStorageStrategy(),
+}
+CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+
+
+class Block(nnx.Module):
+    """A residual layer that counts its calls."""
+
+    def __init__(self, width, rngs):
+        self.inner = nnx.Linear(width, width, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x + 0.1 * nnx.relu(self.inner(x))
+
+
+class Stack(nnx.Module):
+    """Equal layers, scanned, and one at the end."""
+
+    def __init__(self, depth, width, rngs):
+        make = nnx.vmap(lambda rngs: Block(width, rngs))
+        self.blocks = make(rngs.split(depth))
+        self.out = nnx.Linear(width, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(dj.flax.scan_layers(lambda block, x: block(x), self.blocks, x))
+
+
+def build(depth=3, width=16, tx=CLIPPED_ADAM):
+    model = Stack(depth, width, nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def step(model, optimizer, x):
+    loss_fn = lambda model: jnp.mean(model(x) ** 2)
+    loss, grads = dj.flax.value_and_grad(loss_fn)(model)
+    dj.flax.apply_gradients(optimizer, model, grads)
+    return dj.get_replica_context().all_reduce("mean", loss)
+
+
+def plain_step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def batch(width, size=16):
+    return np.random.default_rng(0).normal(size=(size, width)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Losses and state of three steps of plain NNX, with a clipped norm."""
+    state = build()
+    jitted = nnx.jit(plain_step)
+    return [float(jitted(*state, batch(16))) for _ in range(3)], values(state)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_three_steps_are_those_of_plain_nnx(plain, name):
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model, optimizer = state = dj.flax.create(build)
+    (part,) = strategy.distribute_dataset([batch(16)])
+    losses = [float(strategy.run(step, args=(*state, part))) for _ in range(3)]
+    np.testing.assert_allclose(losses, plain[0], rtol=1e-5)
+    for ours, theirs in zip(values(state), plain[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert np.asarray(model.blocks.calls[...]).tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("depth", [3, 8], ids=["split_in_a_layer", "split_along_the_layers"])
+def test_layers_and_gradients_are_gathered_and_scattered_once(depth):
+    strategy = STRATEGIES["parameters"]()
+    with strategy.scope():
+        state = dj.flax.create(lambda: build(depth))
+        (part,) = strategy.distribute_dataset([batch(16)])
+        lowered = dj.jit(lambda *args: strategy.run(step, args=args)).lower(*state, part)
+    counts = hlo.count_collectives(lowered.compile().as_text())
+    # Kernel and bias of a block, in the forward and the backward loop, and of the last layer.
+    assert counts["all-gather"].num_ops <= 6
+    assert counts["reduce-scatter"].num_ops == 4
+    assert counts["all-reduce"].num_ops <= 2  # the loss and the norm
+    # Shards of whole layers become parts of every layer, and their gradients go back.
+    assert counts.get("all-to-all", hlo.CollectiveCount(0, 0)).num_ops == (4 if depth == 8 else 0)
+
+
+def test_one_step_needs_less_than_half_of_the_parameters_on_a_device():
+    strategy = STRATEGIES["parameters"]()
+    make = lambda: build(depth=12, width=128, tx=optax.sgd(0.1))
+    with strategy.scope():
+        model, optimizer = dj.flax.create(make)
+        (part,) = strategy.distribute_dataset([batch(128)])
+        program = dj.jit(lambda *args: strategy.run(step, args=args), donate_argnums=(0, 1))
+        analysis = program.lower(model, optimizer, part).compile().memory_analysis()
+    whole = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert analysis.argument_size_in_bytes + analysis.temp_size_in_bytes < whole / 2
+
+
+def test_reading_split_parameters_gathers_them():
+    strategy = STRATEGIES["parameters"]()
+    with strategy.scope():
+        model = dj.flax.create(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+
+    def scaled(model):
+        model.kernel[...] *= 2
+        return model.kernel[...].shape
+
+    before = np.asarray(model.kernel[...])
+    assert strategy.run(scaled, args=(model,)) == (16, 8)
+    np.testing.assert_array_equal(model.kernel[...], 2 * before)
+    assert model.kernel[...].sharding.shard_shape((16, 8)) == (2, 8)
+
+
+def test_gradients_of_nnx_are_reduced_too():
+    strategy = STRATEGIES["parameters"]()
+
+    def local_step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        dj.flax.apply_gradients(optimizer, model, grads)
+
+    with strategy.scope():
+        model, optimizer = dj.flax.create(build)
+    (part,) = strategy.distribute_dataset([batch(16)])
+    strategy.run(local_step, args=(model, optimizer, part))
+    expected = build()
+    plain_step(*expected, batch(16))
+    np.testing.assert_allclose(model.out.kernel[...], expected[0].out.kernel[...], atol=1e-5)
+
+
+def test_gradients_are_applied_in_cross_replica_context(pair):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    (part,) = pair.distribute_dataset([np.arange(4.0, dtype=np.float32).reshape(4, 1)])
+    before = np.asarray(model.bias[...])
+
+    @dj.jit
+    def whole_step(model, optimizer, x):
+        grads = pair.run(
+            lambda m, x: nnx.grad(lambda m: (m.bias[...] * x.sum()).sum())(m), args=(model, x)
+        )
+        dj.flax.apply_gradients(optimizer, model, grads, "sum")
+
+    with pair.scope():
+        whole_step(model, optimizer, part)
+    np.testing.assert_allclose(model.bias[...], before - 6)
+
+
+def test_a_module_that_is_no_stack():
+    layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="scan_layers needs variables of Linear with one leading"):
+        dj.flax.scan_layers(lambda layer, x: x, layers, jnp.ones(3))

@@ -1,0 +1,56 @@
+"""The mean loss of a global batch: one number for any replicas and any padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.errors import BatchError
+
+X = np.arange(24.0, dtype=np.float32)
+W = np.float32(3)
+
+
+def loss_and_gradient(strategy, x, mask, op):
+    def step(w, x, mask):
+        loss_fn = lambda w: dj.losses.average_loss((w - x) ** 2, mask, op)
+        loss, gradient = jax.value_and_grad(loss_fn)(w)
+        return dj.get_replica_context().all_reduce(op, (loss, gradient))
+
+    batch = (x, np.ones(len(x), bool) if mask is None else mask)
+    (batch,) = strategy.distribute_dataset([batch])
+    return [float(v) for v in strategy.run(step, args=(W, *batch))]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("padding", [0, 24])
+def test_loss_and_gradient_are_those_of_the_whole_batch(strategy, op, padding):
+    x = np.concatenate([X, np.full(padding, 1e3, np.float32)])
+    mask = np.arange(len(x)) < len(X)
+    loss, gradient = loss_and_gradient(strategy, x, mask if padding else None, op)
+    assert loss == pytest.approx(np.mean((W - X) ** 2))
+    assert gradient == pytest.approx(np.mean(2 * (W - X)))
+
+
+def test_weights_and_further_axes(pair):
+    losses = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    weights = np.array([[0, 1], [2, 1], [0, 0], [1, 0]], np.float32)
+    (batch,) = pair.distribute_dataset([(losses, weights)])
+    step = lambda batch: dj.get_replica_context().all_reduce("mean", dj.losses.average_loss(*batch))
+    assert float(pair.run(step, args=(batch,))) == pytest.approx(np.average(losses, None, weights))
+
+
+def test_the_whole_batch_and_the_empty_one(pair):
+    with pair.scope():
+        assert float(dj.losses.average_loss(X, X > 5)) == X[6:].mean()
+    assert float(dj.losses.average_loss(X)) == X.mean()
+    empty = lambda: dj.losses.average_loss(X, jnp.zeros(24, bool))
+    assert float(pair.reduce("mean", pair.run(empty))) == 0
+
+
+def test_masks_and_losses_of_the_wrong_shape():
+    with pytest.raises(BatchError, match=r"average_loss needs a mask of shape \(24,\)"):
+        dj.losses.average_loss(X, np.ones(23, bool))
+    with pytest.raises(BatchError, match="average_loss needs a loss for each example"):
+        dj.losses.average_loss(jnp.float32(3))

@@ -87,11 +87,12 @@ class Checkpointer:
           ContextError: inside a trace.
         """
         _require_outside("save")
-        entries = collect(tree).entries
+        collected = collect(tree)
+        entries = collected.entries
         self._require_step(step)
         self._require_metrics(metrics)
         values = {e.key: e.read() for e in entries}
-        described = descriptions.describe(step, entries, values)
+        described = descriptions.describe(step, collected, values)
         arrays = {e.key: as_saved(values[e.key]) for e in entries if _is_stored(e.spec)}
         numbers = None if metrics is None else {k: float(v) for k, v in metrics.items()}
         self._storage.write(step, arrays, described, numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,12 @@ from distjax.checkpoint.entries import Entry, leaf_entry, variable_entry
 from distjax.errors import CheckpointError, explain
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import is_array
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.strategy import Strategy
 from distjax.variables.variable import Variable
+
+#: Objects with attributes that are no part of a user's state.
+_NOT_SEARCHED = (type, types.FunctionType, types.ModuleType, Strategy, StrategyExtended)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +28,12 @@ class Collected:
 
     Attributes:
       entries: its values, in order.
+      strategies: those of the variables in it, each once.
       rebuild: takes what `Entry.write` returned, by key; returns the tree.
     """
 
     entries: list[Entry]
+    strategies: list[Any]
     rebuild: Callable[[Mapping[str, Any]], Any]
 
 
@@ -41,7 +49,7 @@ def collect(tree: Any) -> Collected:
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     entries: list[Entry] = []
-    seen: dict[int, str] = {}
+    seen: dict[int, Any] = {}
     stands: list[Callable[[Mapping[str, Any]], Any]] = []
     for path, leaf in pairs:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
@@ -50,8 +58,9 @@ def collect(tree: Any) -> Collected:
         in_place = not own or own[0].key != name or isinstance(leaf, Variable)
         stands.append(_standing(leaf) if in_place else _taken(name))
     _require_distinct(entries)
+    strategies = list(dict.fromkeys(v.strategy for v in seen.values() if isinstance(v, Variable)))
     return Collected(
-        entries, lambda restored: treedef.unflatten([stand(restored) for stand in stands])
+        entries, strategies, lambda restored: treedef.unflatten([s(restored) for s in stands])
     )
 
 
@@ -67,7 +76,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, PerReplica) or _is_nnx(value)
 
 
-def _entries_in(name: str, leaf: Any, seen: dict[int, str]) -> list[Entry]:
+def _entries_in(name: str, leaf: Any, seen: dict[int, Any]) -> list[Entry]:
     """Returns the entries of one leaf of the tree."""
     if isinstance(leaf, (str, bool, int, float, complex, PerReplica)):
         return [leaf_entry(name, leaf)]
@@ -84,14 +93,14 @@ class _Search:
     """Finds what an object holds that a checkpoint keeps.
 
     Args:
-      seen: names of the variables found so far, by identity.
+      seen: the variables found so far, by identity.
 
     Attributes:
       entries: what was found.
       is_known: whether the object is one to keep, even if it adds no entry.
     """
 
-    def __init__(self, seen: dict[int, str]):
+    def __init__(self, seen: dict[int, Any]):
         self._seen, self._visited = seen, set[int]()
         self.entries: list[Entry] = []
         self.is_known = False
@@ -117,7 +126,7 @@ class _Search:
         if id(value) in self._seen:
             self.is_known = True
             return
-        self._seen[id(value)] = name
+        self._seen[id(value)] = value
         self.entries.append(make(name, value))
 
 
@@ -129,7 +138,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         return [(str(k), v) for k, v in value.items()]
     if isinstance(value, (list, tuple)):
         return [(str(i), v) for i, v in enumerate(value)]
-    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, _NOT_SEARCHED) or not hasattr(value, "__dict__"):
         return []
     return list(vars(value).items())
 

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import base64
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from distjax import jax_compat
-from distjax.checkpoint.entries import Entry, Spec
+from distjax.checkpoint.collecting import Collected
+from distjax.checkpoint.entries import Spec
 from distjax.context import frames
 
 #: Raised when an older reader could misread what a newer writer writes.
 FORMAT = 1
 
 
-def describe(step: int, entries: Sequence[Entry], values: Mapping[str, Any]) -> dict[str, Any]:
+def describe(step: int, collected: Collected, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what JSON keeps of a checkpoint.
 
     Args:
       step: its number.
-      entries: the entries of the tree.
+      collected: the tree.
       values: what they hold, by name.
     """
-    strategy = frames.current().strategy
+    strategies = collected.strategies or [frames.current().strategy]
     return {
         "format": FORMAT,
         "step": step,
         "distjax": importlib.metadata.version("distjax"),
         "jax": jax.__version__,
-        "strategy": repr(strategy),
-        "num_replicas": strategy.num_replicas_in_sync,
-        "entries": {e.key: _described(e.spec, values[e.key]) for e in entries},
+        "strategies": [
+            {"strategy": repr(s), "num_replicas": s.num_replicas_in_sync} for s in strategies
+        ],
+        "entries": {e.key: _described(e.spec, values[e.key]) for e in collected.entries},
     }
 
 

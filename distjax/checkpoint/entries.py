@@ -50,10 +50,8 @@ class Spec:
         return self.dtype == other.dtype or any(_is_of_kind(a, b) for a, b in pairs)
 
     def __str__(self) -> str:
-        where = (
-            "" if self.num_replicas is None else f", one for each of {self.num_replicas} replicas"
-        )
-        return f"{self.dtype}{list(self.shape)}{where}"
+        text = f"{self.dtype}{list(self.shape)}"
+        return text if self.num_replicas is None else f"{text} of {self.num_replicas} replicas"
 
 
 def _is_of_kind(number: str, dtype: str) -> bool:
@@ -140,7 +138,7 @@ def leaf_entry(key: str, leaf: Any, replace: Callable[[Any], Any] = lambda value
     raise CheckpointError(
         explain(
             f"{key} needs a value that can be saved: an array, a number, a string, a variable",
-            got=f"{type(leaf).__module__}.{type(leaf).__qualname__}, in which no variable was found",
+            got=f"{type(leaf).__module__}.{type(leaf).__qualname__} without a variable in it",
             why="a checkpoint holds values; it cannot make an object anew",
             fix="leave it out of the tree that is saved, and build it in code",
         )

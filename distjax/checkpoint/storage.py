@@ -77,7 +77,10 @@ class Storage:
         """Returns the numbers of the complete checkpoints, in order."""
         self.wait()
         reader = self._reader()
-        return [] if reader is None else sorted(reader.all_steps(read=True))
+        if reader is None:
+            return []
+        reader.reload()  # another process may write to the directory
+        return sorted(reader.all_steps())
 
     def best_step(self) -> int | None:
         """Returns the step whose metric is best; None if there is none."""

@@ -110,6 +110,10 @@ class Metric(abc.ABC):
             totals = frame.replica_context.all_reduce("sum", totals)
         return self.compute(**totals)
 
+    def kept_variables(self) -> dict[str, Variable]:
+        """Returns what a checkpoint keeps: the totals."""
+        return self.variables
+
     def reset(self) -> None:
         """Sets the totals to zero. Context: any; a replica sets its own component."""
         for variable in self.variables.values():

@@ -87,6 +87,10 @@ class Optimizer:
         kept = self._accumulation
         return () if kept is None else (*kept.accumulators, kept.counter)
 
+    def kept_variables(self) -> Any:
+        """Returns what a checkpoint keeps: state and accumulators, not what is optimized."""
+        return {"state": self.state, "accumulators": self.accumulators}
+
     def init(self, variables: Any) -> None:
         """Makes the state of the transformation, as variables.
 

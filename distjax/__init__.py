@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 #: Imported when first asked for, so that `import distjax` imports no optional library.
-_LAZY = frozenset({"compat", "flax", "layers", "losses", "metrics", "optim"})
+_LAZY = frozenset({"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim"})
 
 
 def __getattr__(name: str) -> _Any:

@@ -193,6 +193,11 @@ def is_key_dtype(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
+def key_impl(dtype: Any) -> str:
+    """Returns the name of the implementation of PRNG keys, which JAX tells of arrays only."""
+    return str(jax.random.key_impl(jax.lax.empty((), dtype)))
+
+
 def another_handle(array: jax.Array) -> jax.Array:
     """Returns a new array object over the same buffers."""
     shards = [s.data for s in array.addressable_shards]

@@ -1,12 +1,22 @@
-"""Checkpoints on orbax: saved under one strategy, restored under another."""
+"""Checkpoints on orbax: saved while training goes on, restored onto any strategy."""
 
 try:
-    import orbax.checkpoint as _orbax  # noqa: F401
+    import orbax.checkpoint as _orbax
 except ImportError as error:
+    from distjax.errors import explain as _explain
+
     raise ImportError(
-        "distjax.checkpoint needs orbax-checkpoint: pip install 'distjax[checkpoint]'"
+        _explain(
+            "dj.checkpoint needs the package orbax-checkpoint",
+            got=f"{type(error).__name__}: {error}",
+            why="it writes and reads through orbax, which distjax does not install by itself",
+            fix="pip install 'distjax[checkpoint]'",
+        )
     ) from error
 
 from distjax.checkpoint.checkpointer import Checkpointer
+from distjax.checkpoint.delayed import DelayedRestore
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "DelayedRestore"]
+
+del _orbax

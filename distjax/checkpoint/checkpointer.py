@@ -1,121 +1,138 @@
-"""Checkpointer: saves a tree that may hold variables, and restores it anywhere."""
+"""Checkpointer: the face of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+import numbers
+from collections.abc import Mapping
+from typing import Any
 
-import jax
 import numpy as np
 
-from distjax.checkpoint import description as descriptions
-from distjax.checkpoint.collecting import collect
-from distjax.checkpoint.comparing import renamed, require_fit
-from distjax.checkpoint.entries import Entry, Spec, as_saved
+from distjax.checkpoint.delayed import DelayedRestore
+from distjax.checkpoint.description import describe
+from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.storage import Storage
+from distjax.checkpoint.trees import as_tree
 from distjax.context import frames
-from distjax.errors import CheckpointError, ContextError, describe_value, explain
+from distjax.errors import CheckpointError, describe_value, explain
 
 
 class Checkpointer:
-    """Checkpoints of a training run in one directory.
+    """Saves and restores training state, on any strategy and number of replicas.
 
-    One logical value per variable is saved, whatever its strategy stores. So a
-    checkpoint can be restored with another number of replicas, under another
-    strategy, and into plain arrays.
+    A tree may hold variables, arrays, PRNG keys, PerReplica values, Python
+    numbers, Flax NNX objects and linen train states, `dj.optim` optimizers,
+    `dj.metrics`, and iterators over data (their position). A variable is saved as
+    its one value in cross-replica context (of components: their sum, mean or
+    first, by its aggregation) under its path in the tree, so it can be restored
+    to a variable of any strategy, or to an array.
 
     Args:
-      directory: where the checkpoints are; made by the first `save`.
-      max_to_keep: how many of the latest checkpoints stay; None: all.
-      best_metric: the metric of `save` whose best checkpoint stays as well.
-      best_mode: "max" or "min": which value of it is best.
+      directory: where; made by the first save.
+      max_to_keep: how many steps are kept, the latest ones; None: all.
+      best_metric: keep the best by this metric in their place, and the latest.
+      best_mode: "max" or "min": which is better.
 
     Raises:
-      CheckpointError: the directory is a file.
-      ValueError: max_to_keep < 1, or an unknown mode.
+      CheckpointError: `directory` is a file, or a directory of something else.
+      ValueError: other arguments that are none of these.
 
     Example:
       >>> import tempfile
-      >>> with dj.MirroredStrategy(jax.devices()[:2]).scope():
-      ...     w = dj.Variable(1.0, name="w")
-      >>> with dj.VirtualStrategy(3).scope():
-      ...     again = dj.Variable(0.0, name="again")
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     with dj.checkpoint.Checkpointer(directory) as checkpointer:
-      ...         checkpointer.save(10, {"w": w})
-      ...         _ = checkpointer.restore({"w": again})
-      >>> float(again.value)
-      1.0
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> with strategy.scope():
+      ...     w = dj.Variable(jnp.arange(3.0), name="w")
+      >>> with dj.checkpoint.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+      ...     checkpointer.save(1, {"w": w})
+      ...     _ = w.assign(jnp.zeros(3))
+      ...     _ = checkpointer.restore({"w": w})
+      >>> w.value
+      Array([0., 1., 2.], dtype=float32)
 
     Source: tf.train.Checkpoint and CheckpointManager; orbax CheckpointManager.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: Any,
         *,
         max_to_keep: int | None = None,
         best_metric: str | None = None,
         best_mode: str = "max",
     ):
-        self._directory = Path(directory).absolute()
-        _require_options(self._directory, max_to_keep, best_mode)
+        _require_options(max_to_keep, best_mode)
         self._best_metric = best_metric
-        self._storage = Storage(self._directory, max_to_keep, best_metric, best_mode)
+        self._storage = Storage(directory, max_to_keep, best_metric, best_mode)
 
-    # -- writing --------------------------------------------------------------
+    @property
+    def directory(self) -> str:
+        """The absolute path of the directory."""
+        return self._storage.directory
 
-    def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves the values that `tree` has now, as checkpoint `step`.
+    # -- saving ---------------------------------------------------------------
 
-        Returns when the values are copied; they are written in the background.
-        Training may go on at once.
+    def save(self, step: int, tree: Any, *, metrics: Mapping[str, Any] | None = None) -> None:
+        """Saves the values that `tree` has now; they are written in the background.
+
+        Training may go on at once. A save that is still under way is awaited first.
+        A step is there when it is complete, or not at all, whenever the process is
+        killed.
 
         Args:
-          step: its number, larger than those of all before.
-          tree: a tree of variables, arrays, numbers, strings, Flax NNX objects, and
-            objects that hold variables (optimizers, metrics, iterators of
-            distributed datasets, classes of one's own).
-          metrics: name -> number, for `best_metric`.
+          step: its number, greater than those in the directory.
+          tree: any pytree of what the class names.
+          metrics: numbers by name, kept with the step.
 
-        Context: cross-replica or default, outside of `dj.jit`.
+        Context: cross-replica or default, outside of traces.
+        Cost: a reduction per sync-on-read variable, a copy of the values to the host.
 
         Raises:
-          CheckpointError: a value that cannot be saved, a step that is not new, a
-            directory that cannot be written, or the failure of the save before.
-          ContextError: inside a trace.
+          CheckpointError: a leaf that cannot be saved, a step that is there or is not
+            after the latest, a disk that is full; or the save before this one failed.
+          AggregationError: a sync-on-read variable with aggregation NONE.
+          ContextError: in a replica function, or in a trace.
+          ValueError: no step number, or metrics without the `best_metric`.
         """
-        _require_outside("save")
-        collected = collect(tree)
-        entries = collected.entries
-        self._require_step(step)
-        self._require_metrics(metrics)
-        values = {e.key: e.read() for e in entries}
-        described = descriptions.describe(step, collected, values)
-        arrays = {e.key: as_saved(values[e.key]) for e in entries if _is_stored(e.spec)}
-        numbers = None if metrics is None else {k: float(v) for k, v in metrics.items()}
-        self._storage.write(step, arrays, described, numbers)
+        wanted = as_tree(tree, "save")
+        step = _require_step(step)
+        metrics = self._require_metrics(metrics)
+        self._require_after_latest(step)
+        with frames.handed(()):  # in the default context variables of every strategy can be read
+            description = describe(step, wanted.leaves.values(), metrics)
+            arrays = {
+                key: leaf.snapshot()
+                for key, leaf in wanted.leaves.items()
+                if leaf.spec.is_stored_as_array
+            }
+        self._storage.write(step, arrays, description, metrics)
 
     def wait(self) -> None:
-        """Returns when all that was saved is on disk.
+        """Returns when the save under way is complete.
 
         Raises:
-          CheckpointError: it could not be written.
+          CheckpointError: it failed; `from` what orbax or the disk said.
         """
         self._storage.wait()
 
+    def delete(self, step: int) -> None:
+        """Removes a step.
+
+        Raises:
+          CheckpointError: there is no such step.
+        """
+        self._storage.delete(self._existing(step))
+
     def close(self) -> None:
-        """Waits, and ends the background threads."""
+        """Waits, and ends the threads that write. Raises as `wait` does."""
         self._storage.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
-    # -- reading --------------------------------------------------------------
+    # -- restoring ------------------------------------------------------------
 
     def restore(
         self,
@@ -125,198 +142,146 @@ class Checkpointer:
         partial: bool = False,
         rename: Mapping[str, str] | None = None,
     ) -> Any:
-        """Returns `tree` with the values of a checkpoint.
+        """Returns `tree` with the saved values: variables are restored in place.
 
-        Variables, Flax NNX objects and iterators are restored in place; arrays come
-        back as new ones, laid out as those in `tree` are.
+        So are Flax NNX objects, optimizers, metrics and iterators. Arrays and numbers
+        in the tree returned are new; they live where those of `tree` do.
 
         Args:
-          tree: like the tree that was saved; arrays may be `jax.ShapeDtypeStruct`s.
-          step: the checkpoint; None: the latest one.
-          partial: leave what only the checkpoint or only `tree` has as it is.
-          rename: name or prefix in the checkpoint -> name in `tree`.
+          tree: of the structure that was saved; variables and arrays are
+            interchangeable, and `jax.ShapeDtypeStruct` may stand for an array.
+          step: which; default: the latest.
+          partial: restore the keys that both have, and leave the others alone.
+          rename: keys of the checkpoint, or beginnings of keys up to a "/", and what
+            they are called in `tree`.
 
-        Locality: as `tree`; a sync-on-read SUM is divided over the replicas, as
-          `assign` does it. Context: cross-replica or default, outside of `dj.jit`.
+        Locality: as `tree` has it. A sync-on-read variable with aggregation SUM gets
+          its value divided among the components, integers without loss.
+        Context: cross-replica or default, outside of traces.
 
         Raises:
-          CheckpointError: no such checkpoint, or one that does not fit: all missing,
-            extra and different names, before anything is changed.
-          ContextError: inside a trace.
+          CheckpointError: no such step; keys that are missing, extra or of another
+            shape (all are listed, and nothing is changed); damaged files; or the save
+            under way failed.
+          AggregationError, ContextError: as `save`.
         """
-        _require_outside("restore")
+        wanted = as_tree(tree, "restore")
+        saved = Saved(self._storage, self._existing(step), rename or {})
+        return saved.restore(wanted, saved.names, partial=partial)
+
+    def delayed(
+        self, step: int | None = None, *, rename: Mapping[str, str] | None = None
+    ) -> DelayedRestore:
+        """Returns a restore for variables that do not exist yet: see `DelayedRestore`.
+
+        Raises:
+          CheckpointError: no such step.
+        """
+        return DelayedRestore(Saved(self._storage, self._existing(step), rename or {}))
+
+    # -- looking --------------------------------------------------------------
+
+    def all_steps(self) -> list[int]:
+        """Returns the complete steps, in order. Waits for the save under way."""
         self.wait()
-        step = self._existing_step(step)
-        described = self._description(step)
-        where = f"checkpoint {step} of {self._directory.name}"
-        specs = descriptions.specs_in(described)
-        origins = renamed(specs, rename or {}, where)
-        collected = collect(tree)
-        specs = {new: specs[old] for new, old in origins.items()}
-        fitting = require_fit(where, specs, collected.entries, partial=partial)
-        values = self._values(step, described, fitting, origins)
-        restored = {e.key: e.write(values[e.key]) for e in fitting}
-        return collected.rebuild(restored)
+        return self._storage.steps()
 
     def latest_step(self) -> int | None:
-        """Returns the number of the latest complete checkpoint; None if there is none."""
+        """Returns the latest complete step, None without one. Waits as `all_steps`."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step whose `best_metric` is best; None if there is none."""
+        """Returns the step with the best `best_metric`, None without one. Waits as `all_steps`."""
+        self.wait()
         return self._storage.best_step()
 
-    def all_steps(self) -> list[int]:
-        """Returns the numbers of all complete checkpoints, in order."""
-        return self._storage.steps()
-
     def description(self, step: int | None = None) -> dict[str, Any]:
-        """Returns what a checkpoint says of itself: versions, strategy, names, shapes.
+        """Returns what a step says of the run that wrote it, as JSON.
 
-        Raises:
-          CheckpointError: there is no such checkpoint.
+        Versions of distjax and JAX, strategies and their numbers of replicas, step,
+        metrics, and form, shape, dtype and kind of what each key holds.
         """
-        return self._description(self._existing_step(step))
+        return self._storage.description(self._existing(step))
 
-    # -- inside ---------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"Checkpointer({self.directory!r})"
 
-    def _values(
-        self,
-        step: int,
-        described: Mapping[str, Any],
-        entries: Sequence[Entry],
-        origins: Mapping[str, str],
-    ) -> dict[str, Any]:
-        """Returns what the checkpoint holds for `entries`, by the names of today."""
-        specs = {e.key: descriptions.specs_in(described)[origins[e.key]] for e in entries}
-        stored = [e for e in entries if _is_stored(specs[e.key])]
-        arrays = self._storage.arrays(step, {origins[e.key]: e.sharding for e in stored})
-        values = {}
-        for e in entries:
-            old, spec = origins[e.key], specs[e.key]
-            if spec is None:
-                values[e.key] = descriptions.object_in(described, old)
-            elif old in arrays:
-                impl = described["entries"][old].get("key_impl")
-                values[e.key] = _as_key(arrays[old], impl, e.sharding) if impl else arrays[old]
-            else:
-                values[e.key] = np.zeros(spec.shape, spec.dtype)
-        return values
+    # -- checks ---------------------------------------------------------------
 
-    def _description(self, step: int) -> dict[str, Any]:
-        found = self._storage.description(step)
-        if isinstance(found, dict) and found.get("format") == descriptions.FORMAT:
-            return found
-        raise CheckpointError(
-            explain(
-                f"checkpoint {step} of {self._directory.name} needs to be one that a Checkpointer "
-                "of this version wrote",
-                got="no description" if found is None else f"format {found.get('format')!r}",
-                why="the names, shapes and kinds of its values stand in its description",
-                fix="read it with the program that wrote it",
-            )
-        )
-
-    def _existing_step(self, step: int | None) -> int:
+    def _existing(self, step: int | None) -> int:
         steps = self.all_steps()
-        if step in steps:
-            return step
-        if step is None and steps:
+        if steps and step is None:
             return steps[-1]
-        wanted = "a checkpoint" if step is None else f"checkpoint {step}"
+        if step in steps:
+            return int(step)
         raise CheckpointError(
             explain(
-                f"{self._directory} needs to hold {wanted}",
-                got=f"the steps {steps}" if steps else "no complete checkpoint",
-                why="restore reads what save has written",
-                fix="checkpointer.latest_step() is the latest one, None if there is none",
+                f"{self.directory!r} needs a complete checkpoint"
+                + ("" if step is None else f" of step {step}"),
+                got=f"the steps {', '.join(map(str, steps))}" if steps else "none",
+                why="a step that was not complete when its process ended is not there",
+                fix="checkpointer.save(step, tree) first; `if checkpointer.latest_step() is not "
+                "None` says whether there is one",
             )
         )
 
-    def _require_step(self, step: Any) -> None:
-        if not isinstance(step, (int, np.integer)) or isinstance(step, bool) or step < 0:
-            raise CheckpointError(
-                explain(
-                    "save needs the step as an int, 0 or more",
-                    got=describe_value(step),
-                    why="it names the checkpoint",
-                    fix="checkpointer.save(int(step), tree)",
-                )
-            )
+    def _require_after_latest(self, step: int) -> None:
         latest = self.latest_step()
-        if latest is not None and step <= latest:
-            raise CheckpointError(
-                explain(
-                    f"save needs a step after {latest}, the latest one of {self._directory.name}",
-                    got=f"step {step}",
-                    why="checkpoints are never overwritten",
-                    fix="go on counting from checkpointer.latest_step(), or take another directory",
-                )
-            )
-
-    def _require_metrics(self, metrics: Mapping[str, float] | None) -> None:
-        best = self._best_metric
-        if best is None or (metrics is not None and best in metrics):
+        if latest is None or step > latest:
             return
         raise CheckpointError(
             explain(
-                f"save needs the metric {best!r}, by which the best checkpoint is kept",
-                got="no metrics" if metrics is None else f"the metrics {sorted(metrics)}",
-                why="the Checkpointer was made with best_metric",
-                fix=f"checkpointer.save(step, tree, metrics={{{best!r}: value}})",
+                f"save needs a step after the latest one in {self.directory!r}, {latest}",
+                got=f"step {step}",
+                why="the latest step is where a run resumes, and steps are not written over",
+                fix=f"checkpointer.delete({latest}) and those down to {step} to start again from "
+                "there; or another directory",
+            )
+        )
+
+    def _require_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        best, found = self._best_metric, dict(metrics or {})
+        if (best is None or best in found) and all(map(_is_number, found.values())):
+            return {name: float(value) for name, value in found.items()}
+        needed = "numbers by name" if best is None else f"numbers by name, {best!r} among them"
+        raise ValueError(
+            explain(
+                f"save: metrics needs {needed}",
+                got=describe_value(metrics),
+                why="they are kept with the step, and choose which steps are kept",
+                fix=f"save(step, tree, metrics={{{best or 'loss'!r}: float(loss)}})",
             )
         )
 
 
-def _is_stored(spec: Spec | None) -> bool:
-    """Returns whether a value is among the arrays: orbax takes none without elements."""
-    return spec is not None and 0 not in spec.shape
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
 
 
-def _as_key(data: Any, impl: str, sharding: Any) -> jax.Array:
-    keys = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl)
-    return keys if sharding is None else jax.device_put(keys, sharding)
-
-
-def _require_outside(method: str) -> None:
-    frame = frames.current()
-    if frame.state is None and (frame.is_default or frame.replica_context is None):
-        return
-    raise ContextError(
+def _require_step(step: Any) -> int:
+    is_int = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+    if is_int and step >= 0:
+        return int(step)
+    raise ValueError(
         explain(
-            f"{method} needs to be called outside of replica functions and dj.jit",
-            got="a call while a program is traced",
-            why="a checkpoint holds values, and a trace has none yet",
-            fix=f"checkpointer.{method}(...) in the loop, after strategy.run has returned",
+            "save needs a step number, 0 or more",
+            got=describe_value(step),
+            why="steps are in the order of their numbers, and the latest is where a run resumes",
+            fix="checkpointer.save(int(step), tree)",
         )
     )
 
 
-def _require_options(directory: Path, max_to_keep: Any, best_mode: Any) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise CheckpointError(
-            explain(
-                "Checkpointer needs a directory",
-                got=f"{directory}, which is a file",
-                why="each checkpoint is a folder in it",
-                fix="dj.checkpoint.Checkpointer('checkpoints')",
-            )
+def _require_options(max_to_keep: Any, best_mode: Any) -> None:
+    is_count = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
+    if (max_to_keep is None or (is_count and max_to_keep >= 1)) and best_mode in ("max", "min"):
+        return
+    raise ValueError(
+        explain(
+            "Checkpointer needs max_to_keep=None or a positive int, and best_mode 'max' or 'min'",
+            got=f"max_to_keep={max_to_keep!r}, best_mode={best_mode!r}",
+            why="they say how many steps are kept, and which metric is better",
+            fix="dj.checkpoint.Checkpointer(directory, max_to_keep=3, best_metric='loss', "
+            "best_mode='min')",
         )
-    if max_to_keep is not None and (not isinstance(max_to_keep, int) or max_to_keep < 1):
-        raise ValueError(
-            explain(
-                "Checkpointer: max_to_keep needs a positive int, or None for all",
-                got=describe_value(max_to_keep),
-                why="it counts the checkpoints that stay",
-                fix="dj.checkpoint.Checkpointer(directory, max_to_keep=3)",
-            )
-        )
-    if best_mode not in ("max", "min"):
-        raise ValueError(
-            explain(
-                "Checkpointer: best_mode needs 'max' or 'min'",
-                got=describe_value(best_mode),
-                why="it says which value of best_metric is best",
-                fix="dj.checkpoint.Checkpointer(directory, best_metric='loss', best_mode='min')",
-            )
-        )
+    )

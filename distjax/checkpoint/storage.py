@@ -1,169 +1,284 @@
-"""Storage: a directory of checkpoints, and the one door to orbax."""
+"""Steps in a directory: written in the background and read by orbax."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Iterator, Mapping
+import math
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import preservation_policy
+from jax.sharding import Sharding
 
 from distjax.errors import CheckpointError, explain
 
-_ARRAYS, _DESCRIPTION = "arrays", "description"
+_VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Storage:
-    """Checkpoints in a directory: each a dict of arrays and a description in JSON.
+    """The checkpoints in one directory.
+
+    Orbax writes a step to a folder of another name and renames it when it is
+    complete, so that a process that is killed leaves complete steps only.
 
     Args:
-      directory: made by the first `write`.
-      max_to_keep: how many of the latest stay; None: all.
-      best_metric: the metric whose best checkpoint stays as well; None: no such.
+      directory: where the steps are; made by the first `write`.
+      max_to_keep: how many steps are kept; None: all.
+      best_metric: the metric by which they are chosen; the latest is kept too.
       best_mode: "max" or "min".
+
+    Raises:
+      CheckpointError: `directory` is a file, or a folder of something else.
     """
 
     def __init__(
-        self, directory: Path, max_to_keep: int | None, best_metric: str | None, best_mode: str
+        self, directory: Any, max_to_keep: int | None, best_metric: str | None, best_mode: str
     ):
-        self.directory = directory
+        self.directory = os.path.abspath(os.fspath(directory))
+        _require_checkpoint_directory(self.directory)
+        self._max_to_keep = max_to_keep
         self._best_metric = best_metric
-        self._options = ocp.CheckpointManagerOptions(
-            preservation_policy=_preservation(max_to_keep, best_metric, best_mode),
-            best_fn=None if best_metric is None else lambda metrics: metrics[best_metric],
-            best_mode=best_mode,
-        )
-        self._manager: ocp.CheckpointManager | None = None
-        self._has_cleaned_up = False
+        self._best_mode = best_mode
+        self._writer: ocp.CheckpointManager | None = None
+        self._under_way: int | None = None
+        _open_storages.add(self)
+
+    def place(self, step: int) -> str:
+        """Returns how error texts call the checkpoint of `step`."""
+        return f"the checkpoint of step {step} in {self.directory!r}"
+
+    # -- writing --------------------------------------------------------------
 
     def write(
         self,
         step: int,
         arrays: Mapping[str, Any],
         description: Mapping[str, Any],
-        metrics: Mapping[str, float] | None,
+        metrics: Mapping[str, float],
     ) -> None:
-        """Copies the arrays, then writes them in the background.
+        """Starts writing a step; what was under way before is complete when this returns.
 
         Raises:
-          CheckpointError: it failed, or the write before did.
+          CheckpointError: it cannot be written, or the step before could not.
         """
-        items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(dict(description))}
+        self.wait()
+        items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
         if arrays:
-            items[_ARRAYS] = ocp.args.PyTreeSave(dict(arrays))
-        with self._reported(f"checkpoint {step}"):
-            self._writer().save(step, args=ocp.args.Composite(**items), metrics=metrics)
+            items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
+        with self._written(step):
+            if self._writer is None:
+                self._writer = self._make_manager(is_writer=True)
+            self._writer.save(
+                step, args=ocp.args.Composite(**items), metrics=dict(metrics), force=True
+            )
+        self._under_way = step
 
     def wait(self) -> None:
-        """Returns when all is on disk."""
-        if self._manager is not None:
-            with self._reported("the latest checkpoint"):
-                self._manager.wait_until_finished()
+        """Returns when what is under way is complete.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        step, self._under_way = self._under_way, None
+        if step is not None and self._writer is not None:
+            with self._written(step):
+                self._writer.wait_until_finished()
+
+    def delete(self, step: int) -> None:
+        """Removes a step."""
+        with self._managed() as manager:
+            manager.delete(step)
 
     def close(self) -> None:
-        """Waits, and ends the background threads."""
+        """Waits, and ends orbax's threads."""
         try:
             self.wait()
         finally:
-            manager, self._manager = self._manager, None
-            if manager is not None:
-                manager.close()
-
-    def steps(self) -> list[int]:
-        """Returns the numbers of the complete checkpoints, in order."""
-        self.wait()
-        reader = self._reader()
-        if reader is None:
-            return []
-        reader.reload()  # another process may write to the directory
-        return sorted(reader.all_steps())
-
-    def best_step(self) -> int | None:
-        """Returns the step whose metric is best; None if there is none."""
-        reader = self._reader()
-        return None if reader is None or self._best_metric is None else reader.best_step()
-
-    def description(self, step: int) -> Any:
-        """Returns the description of an existing checkpoint; None if it has none."""
-        items = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
-        return self._restored(step, items)[_DESCRIPTION]
-
-    def arrays(self, step: int, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns arrays of an existing checkpoint.
-
-        Args:
-          step: the checkpoint.
-          shardings: name -> where the array is put; None: on the host, as numpy.
-        """
-        if not shardings:
-            return {}
-        arguments = {
-            key: ocp.RestoreArgs(restore_type=np.ndarray)
-            if sharding is None
-            else ocp.ArrayRestoreArgs(sharding=sharding)
-            for key, sharding in shardings.items()
-        }
-        wanted = dict.fromkeys(shardings, 0)
-        restore = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
-        return self._restored(step, ocp.args.Composite(**{_ARRAYS: restore}))[_ARRAYS]
-
-    def _restored(self, step: int, items: Any) -> Any:
-        reader = self._reader()
-        assert reader is not None, "the checkpoint was found in this directory"
-        with self._reported(f"checkpoint {step}"):
-            return reader.restore(step, args=items)
-
-    def _reader(self) -> ocp.CheckpointManager | None:
-        """Returns the manager; None while there is no directory."""
-        if self._manager is None and self.directory.is_dir():
-            self._manager = ocp.CheckpointManager(self.directory, options=self._options)
-        return self._manager
-
-    def _writer(self) -> ocp.CheckpointManager:
-        """Returns the manager, with what killed writers left behind removed."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if not self._has_cleaned_up:
-            for left in self.directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            self._has_cleaned_up = True
-        manager = self._reader()
-        assert manager is not None, "the directory has just been made"
-        return manager
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
 
     @contextlib.contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
-        """Raises what orbax and the file system raise as a CheckpointError."""
+    def _written(self, step: int) -> Iterator[None]:
+        """Turns what goes wrong into a CheckpointError, and starts afresh after it."""
         try:
             yield
-        except CheckpointError:
-            raise
         except Exception as error:
-            first = str(error).strip().splitlines()
+            failed, self._writer = self._writer, None  # it counts the step as there
+            if failed is not None:
+                failed.close()
             raise CheckpointError(
                 explain(
-                    f"{what} of {self.directory} needs to be written or read",
-                    got=f"{type(error).__name__}: {first[0] if first else ''}",
-                    why="the file system or the checkpoint library refused it; earlier "
-                    "checkpoints are untouched",
-                    fix="look at the space on the disk, and at permissions; then save again",
+                    f"{self.place(step)} needs to be written to the disk",
+                    got=f"{type(error).__name__}: {_first_line(error)}",
+                    why="the disk may be full, or the directory closed to this user; the step is "
+                    "not complete, those before it are as they were",
+                    fix="make room, or give another directory, and call checkpointer.save(step, "
+                    "tree) again",
                 )
             ) from error
 
+    # -- reading --------------------------------------------------------------
 
-def _preservation(max_to_keep: int | None, best_metric: str | None, best_mode: str) -> Any:
-    if max_to_keep is None:
-        return None
-    latest = preservation_policy.LatestN(max_to_keep)
-    if best_metric is None:
-        return latest
-    best = preservation_policy.BestN(
-        get_metric_fn=lambda metrics: metrics[best_metric],
-        reverse=best_mode == "min",
-        n=1,
-        keep_checkpoints_without_metrics=False,
+    def steps(self) -> list[int]:
+        """Returns the complete steps, in order."""
+        if not os.path.isdir(self.directory):
+            return []
+        with self._managed() as manager:
+            return sorted(manager.all_steps())
+
+    def best_step(self) -> int | None:
+        """Returns the step that is best by the metric; None where there is none."""
+        if not os.path.isdir(self.directory):
+            return None
+        with self._managed() as manager:
+            return manager.best_step()
+
+    def description(self, step: int) -> dict[str, Any]:
+        """Returns what the step says of itself.
+
+        Raises:
+          CheckpointError: it was not written by distjax, or is damaged.
+        """
+        args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
+        with self._managed() as manager, self._read(step):
+            return manager.restore(step, args=args)[_DESCRIPTION]
+
+    def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
+        """Returns the arrays of some keys, on devices or (None) in host memory.
+
+        Raises:
+          CheckpointError: the files are damaged.
+        """
+        if not shardings:
+            return {}
+        args = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(shardings, 0),
+            restore_args={key: _restore_args(s) for key, s in shardings.items()},
+            partial_restore=True,
+        )
+        with self._managed() as manager, self._read(step):
+            restored = manager.restore(step, args=ocp.args.Composite(**{_VALUES: args}))
+            return jax.block_until_ready(restored[_VALUES])
+
+    @contextlib.contextmanager
+    def _read(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                explain(
+                    f"{self.place(step)} needs to be one that distjax wrote, with all its files",
+                    got=f"{type(error).__name__}: {_first_line(error)}",
+                    why="it was written by another program, or files in it are damaged or gone. "
+                    "Nothing has been changed",
+                    fix="restore another step: checkpointer.restore(tree, step=...); "
+                    "checkpointer.all_steps() lists them",
+                )
+            ) from error
+
+    @contextlib.contextmanager
+    def _managed(self) -> Iterator[ocp.CheckpointManager]:
+        """Gives a manager that has looked at the directory just now."""
+        if self._writer is not None:
+            self._writer.reload()
+            yield self._writer
+            return
+        manager = self._make_manager(is_writer=False)
+        try:
+            yield manager
+        finally:
+            manager.close()
+
+    # -- orbax ----------------------------------------------------------------
+
+    def _make_manager(self, *, is_writer: bool) -> ocp.CheckpointManager:
+        metric = self._best_metric
+        options = ocp.CheckpointManagerOptions(
+            create=is_writer,
+            # What a killed process left. A reader may look on while another process writes.
+            cleanup_tmp_directories=is_writer,
+            preservation_policy=self._preservation_policy(),
+            best_fn=None if metric is None else self._quality,
+            best_mode="max",
+        )
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def _preservation_policy(self) -> Any:
+        policies = ocp.checkpoint_managers
+        if self._max_to_keep is None or self._best_metric is None:
+            return policies.LatestN(self._max_to_keep)
+        best = policies.BestN(get_metric_fn=self._quality, n=self._max_to_keep)
+        return policies.AnyPreservationPolicy([policies.LatestN(1), best])
+
+    def _quality(self, metrics: Mapping[str, float]) -> float:
+        """Returns a number that is greater for better metrics; NaN is the worst."""
+        value = float(metrics.get(self._best_metric or "", math.nan))
+        if math.isnan(value):
+            return -math.inf
+        return value if self._best_mode == "max" else -value
+
+
+def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:
+    if sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _require_checkpoint_directory(directory: str) -> None:
+    path = Path(directory)
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+        if not names or any(_is_of_a_checkpoint(name) for name in names):
+            return
+        got = f"a directory of something else ({_some(names)})"
+    elif path.exists():
+        got = "a file"
+    else:
+        return
+    raise CheckpointError(
+        explain(
+            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {directory!r}",
+            got=got,
+            why="a folder is made in it for each step, and old ones are removed",
+            fix=f"dj.checkpoint.Checkpointer({os.path.join(directory, 'checkpoints')!r})"
+            if path.is_dir()
+            else "dj.checkpoint.Checkpointer('runs/first')",
+        )
     )
-    return preservation_policy.AnyPreservationPolicy([latest, best])
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    return name.isdigit() or name.endswith(_UNFINISHED)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+# -- the end of the program ---------------------------------------------------
+
+_open_storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+def _wait_for_all() -> None:
+    for storage in list(_open_storages):
+        storage.wait()
+
+
+# A program whose last line is a save. Functions of `atexit` are called when Python has closed
+# its thread pools already, and orbax cannot complete a step without them.
+_register: Any = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_wait_for_all)

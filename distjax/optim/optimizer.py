@@ -87,9 +87,14 @@ class Optimizer:
         kept = self._accumulation
         return () if kept is None else (*kept.accumulators, kept.counter)
 
-    def kept_variables(self) -> Any:
-        """Returns what a checkpoint keeps: state and accumulators, not what is optimized."""
-        return {"state": self.state, "accumulators": self.accumulators}
+    def kept_variables(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: state and accumulators, not what is optimized.
+
+        Raises:
+          ContextError: before `init`.
+        """
+        state = self._required_state("a checkpoint")
+        return {"state": state.tree, "accumulators": self.accumulators}
 
     def init(self, variables: Any) -> None:
         """Makes the state of the transformation, as variables.
@@ -180,12 +185,12 @@ class Optimizer:
         self._required_state()
         return gradients.in_order(grads_and_vars, self._variables)
 
-    def _required_state(self) -> OptimizerState:
+    def _required_state(self, what: str = "apply_gradients") -> OptimizerState:
         if self._state is not None:
             return self._state
         raise ContextError(
             explain(
-                "apply_gradients needs an optimizer that has its state",
+                f"{what} needs an optimizer that has its state",
                 got="an optimizer whose init was not called",
                 why="moments and counts are variables that init makes",
                 fix="optimizer.init(variables), once, before the first step",

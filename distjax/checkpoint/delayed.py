@@ -1,0 +1,76 @@
+"""DelayedRestore: a checkpoint for variables that do not exist yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distjax.checkpoint.restoring import Saved
+from distjax.checkpoint.trees import as_tree
+from distjax.errors import CheckpointError, explain
+
+
+class DelayedRestore:
+    """Restores each key of a checkpoint once, when a tree that has it is given.
+
+    For state that comes to be late: variables made on a first call, the slots of an
+    optimizer. Made by `Checkpointer.delayed`, which chooses the step.
+
+    Example:
+      >>> import tempfile
+      >>> with dj.checkpoint.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+      ...     checkpointer.save(1, {"w": jnp.float32(5.0), "b": jnp.float32(7.0)})
+      ...     later = checkpointer.delayed()
+      ...     w = dj.Variable(0.0)  # comes to be after the restore was asked for
+      ...     _ = later.restore({"w": w})
+      ...     print(float(w.value), later.remaining)
+      ...     _ = w.assign(1.0)
+      ...     b = dj.Variable(0.0)
+      ...     _ = later.restore({"w": w, "b": b})  # w has had its value
+      ...     print(float(w.value), float(b.value), later.remaining)
+      5.0 ('b',)
+      1.0 7.0 ()
+
+    Source: tf.train.Checkpoint.restore, deferred restoration.
+    """
+
+    def __init__(self, saved: Saved):
+        self._saved = saved
+        self._left = dict(saved.names)
+
+    @property
+    def remaining(self) -> tuple[str, ...]:
+        """The keys that no tree has taken yet, as the tree calls them."""
+        return tuple(self._left)
+
+    def restore(self, tree: Any) -> Any:
+        """Returns `tree` with the saved values of those of its keys that had none yet.
+
+        Other keys of `tree` are left alone.
+
+        Locality, Context: as `Checkpointer.restore`.
+
+        Raises:
+          CheckpointError: a value of another shape; nothing is changed, and the key
+            remains.
+        """
+        wanted = as_tree(tree, "restore")
+        names = {key: self._left[key] for key in wanted.leaves if key in self._left}
+        if not names:
+            return tree
+        restored = self._saved.restore(wanted, names, partial=True)
+        for key in names:
+            del self._left[key]
+        return restored
+
+    def require_all(self) -> None:
+        """Raises a CheckpointError that lists the keys that remain, if any do."""
+        if not self._left:
+            return
+        raise CheckpointError(
+            explain(
+                "a delayed restore needs trees that take all that was saved",
+                got=f"no place yet for {', '.join(self._left)}",
+                why="what was saved and never restored begins anew, in silence",
+                fix="later.restore(tree) with these keys in it, or do without require_all()",
+            )
+        )

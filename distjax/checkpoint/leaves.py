@@ -1,0 +1,316 @@
+"""What stands at the leaves of a tree: how each kind is saved and put back."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from distjax import jax_compat
+from distjax.checkpoint import json_values
+from distjax.checkpoint.objects import is_stateful
+from distjax.checkpoint.specs import NUMBER_TYPES, Spec, array_spec, dtype_name
+from distjax.errors import AggregationError, CheckpointError, describe_value, explain
+from distjax.placement import locality as kinds
+from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.variables.policy import Combine
+from distjax.variables.variable import Variable
+
+
+class Leaf(abc.ABC):
+    """One leaf of a tree, under its key.
+
+    Attributes:
+      key: the path to it, joined by "/".
+      spec: what it holds.
+      lives: how it is described in the checkpoint's JSON.
+      is_in_place: whether `restored` changes the object and returns it.
+    """
+
+    key: str
+    spec: Spec
+    lives: str
+    is_in_place: bool
+
+    @abc.abstractmethod
+    def snapshot(self) -> Any:
+        """Returns the value as it is now: an array that nobody changes, or JSON."""
+
+    @abc.abstractmethod
+    def sharding(self) -> Sharding | None:
+        """Returns where the saved array is read to; None: host memory."""
+
+    @abc.abstractmethod
+    def restored(self, saved: Any) -> Any:
+        """Returns the leaf with a saved array or JSON in it."""
+
+    @abc.abstractmethod
+    def kept(self) -> Any:
+        """Returns the leaf as it is."""
+
+
+def make_leaf(key: str, value: Any) -> Leaf:
+    """Returns the leaf that `value` is.
+
+    Raises:
+      CheckpointError: a value of no known kind.
+    """
+    if isinstance(value, Variable):
+        return VariableLeaf(key, value)
+    if is_per_replica(value):
+        return PerReplicaLeaf(key, value)
+    if type(value) in NUMBER_TYPES.values():
+        return NumberLeaf(key, value)
+    if is_stateful(value):
+        return StateLeaf(key, value)
+    if _is_array(value):
+        return ArrayLeaf(key, value)
+    raise CheckpointError(
+        explain(
+            f"{key!r} needs to be something that a checkpoint can hold",
+            got=describe_value(value),
+            why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
+            "objects, iterators with get_state and set_state, and objects with such attributes",
+            fix="leave it out of the tree, or give its class a method kept_variables() that "
+            "returns a tree of the variables in it",
+        )
+    )
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return True
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return False
+    return value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, jnp.number)
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableLeaf(Leaf):
+    """A variable: its one value in cross-replica context, whatever its storage."""
+
+    key: str
+    variable: Variable
+    is_in_place = True
+
+    @property
+    def spec(self) -> Spec:
+        v = self.variable
+        return Spec("array", v.shape, dtype_name(v.dtype))
+
+    @property
+    def lives(self) -> str:
+        v = self.variable
+        return f"{v.layout.kind} variable, {v.synchronization.name} {v.aggregation.name}"
+
+    def require_one_value(self, action: str) -> None:
+        """Raises an AggregationError if nothing says how components are one value."""
+        if self.variable.policy.cross_read is not Combine.REFUSE:
+            return
+        raise AggregationError(
+            explain(
+                f"{action} of variable {self.variable.name!r} needs an aggregation",
+                got=f"ON_READ with aggregation NONE, at key {self.key!r}",
+                why="a checkpoint holds one value per variable, so that it fits any number of "
+                "replicas, and nothing says how the components combine",
+                fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA); or "
+                "leave it out of the tree",
+            )
+        )
+
+    def snapshot(self) -> Any:
+        return _held(self.variable.value)
+
+    def sharding(self) -> Sharding | None:
+        # What is stored flat, or once per replica, is laid out by the assignment.
+        is_direct = self.variable.layout.kind in (kinds.MIRRORED, kinds.PARTITIONED)
+        return self.variable.sharding if is_direct and not self.spec.is_key else None
+
+    def restored(self, saved: Any) -> Variable:
+        self.variable.assign(_array(self.spec, saved))
+        return self.variable
+
+    def kept(self) -> Variable:
+        return self.variable
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayLeaf(Leaf):
+    """An array, a PRNG key array, or the shape and dtype of one."""
+
+    key: str
+    value: Any
+    num_replicas: int | None = None
+    lives = "array"
+    is_in_place = False
+
+    @property
+    def spec(self) -> Spec:
+        return array_spec(self.value, self.num_replicas)
+
+    def snapshot(self) -> Any:
+        if isinstance(self.value, jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                explain(
+                    f"save of {self.key!r} needs a value",
+                    got=f"the shape and dtype alone: {self.value}",
+                    why="they say what to restore, not what to save",
+                    fix="checkpointer.save(step, tree) with the arrays",
+                )
+            )
+        return _held(self.value)
+
+    def sharding(self) -> Sharding | None:
+        target = self._place()
+        if target is None or self.spec.is_key:
+            return None
+        default = next(iter(target.device_set)).default_memory().kind
+        return target if target.memory_kind in (None, default) else None
+
+    def _place(self) -> Sharding | None:
+        """Returns where the restored array lives; None: wherever JAX puts it.
+
+        An array that is committed to no device stays so, or it could no longer be
+        combined with arrays of a strategy.
+        """
+        if isinstance(self.value, jax.Array):
+            return self.value.sharding if self.value.committed else None
+        return getattr(self.value, "sharding", None)
+
+    def restored(self, saved: Any) -> Any:
+        array, place = _array(self.spec, saved), self._place()
+        if isinstance(self.value, np.generic):
+            return np.asarray(array)[()]
+        if isinstance(self.value, np.ndarray):
+            return np.asarray(array)
+        array = jnp.asarray(array)
+        return array if place is None else jax.device_put(array, place)
+
+    def kept(self) -> Any:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class PerReplicaLeaf(Leaf):
+    """A PerReplica: all its values. It fits the same number of replicas only."""
+
+    key: str
+    value: PerReplica
+    lives = "per_replica"
+    is_in_place = False
+
+    @property
+    def _stacked(self) -> ArrayLeaf:
+        return ArrayLeaf(self.key, self.value.stacked, self.value.num_replicas)
+
+    @property
+    def spec(self) -> Spec:
+        return self._stacked.spec
+
+    def snapshot(self) -> Any:
+        return self._stacked.snapshot()
+
+    def sharding(self) -> Sharding | None:
+        return self._stacked.sharding()
+
+    def restored(self, saved: Any) -> PerReplica:
+        return PerReplica(self._stacked.restored(saved), self.value.topology)
+
+    def kept(self) -> PerReplica:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberLeaf(Leaf):
+    """A Python number or text."""
+
+    key: str
+    value: Any
+    lives = "number"
+    is_in_place = False
+
+    @property
+    def spec(self) -> Spec:
+        return Spec("number", dtype=type(self.value).__name__)
+
+    def snapshot(self) -> Any:
+        return json_values.encode(self.value)
+
+    def sharding(self) -> None:
+        return None
+
+    def restored(self, saved: Any) -> Any:
+        value = saved.item() if hasattr(saved, "item") else json_values.decode(saved)
+        return type(self.value)(value)
+
+    def kept(self) -> Any:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf(Leaf):
+    """An object with `get_state` and `set_state`: the position in the data."""
+
+    key: str
+    value: Any
+    lives = "iterator"
+    is_in_place = True
+    spec = Spec("state")
+
+    def snapshot(self) -> Any:
+        try:
+            return json_values.encode(self.value.get_state())
+        except TypeError as error:
+            raise CheckpointError(
+                explain(
+                    f"save of {self.key!r} needs a state of numbers, text, bytes, lists, tuples, "
+                    "dicts and numpy arrays",
+                    got=f"{type(self.value).__name__}.get_state() with {error}",
+                    why="it is written as JSON, which any later version can read",
+                    fix="return such a state from get_state(), or leave it out of the tree",
+                )
+            ) from error
+
+    def sharding(self) -> None:
+        return None
+
+    def restored(self, saved: Any) -> Any:
+        self.value.set_state(json_values.decode(saved))
+        return self.value
+
+    def kept(self) -> Any:
+        return self.value
+
+
+# -- arrays -------------------------------------------------------------------
+
+
+def _held(value: Any) -> Any:
+    """Returns an array of the values at this moment, PRNG keys as their data.
+
+    Orbax copies arrays from an accelerator before its `save` returns. On a CPU
+    there is nothing to copy, and it would go on reading a buffer that the next
+    step may be given to write to.
+    """
+    if not isinstance(value, jax.Array):
+        return np.array(value)
+    if jax_compat.is_key_dtype(value.dtype):
+        value = jax.random.key_data(value)
+    on_cpu = any(device.platform == "cpu" for device in value.sharding.device_set)
+    return jnp.copy(value) if on_cpu else value
+
+
+def _array(spec: Spec, saved: Any) -> Any:
+    """Returns the array for `spec` of what was saved (None: an empty array)."""
+    if saved is None:
+        saved = np.zeros(spec.stored_shape, np.uint32 if spec.is_key else spec.dtype)
+    if spec.is_key:
+        return jax.random.wrap_key_data(jnp.asarray(saved), impl=spec.key_impl)
+    if isinstance(saved, (jax.Array, np.ndarray)):
+        return saved.astype(jnp.dtype(spec.dtype))
+    return np.asarray(json_values.decode(saved), jnp.dtype(spec.dtype))

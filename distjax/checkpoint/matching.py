@@ -1,0 +1,148 @@
+"""Which saved key goes to which place of a tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from distjax.checkpoint.specs import Spec, fits
+from distjax.errors import CheckpointError, explain
+
+#: How many keys of each kind of mismatch an error lists.
+_MAX_LISTED = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How the keys of a tree and of a checkpoint differ.
+
+    Attributes:
+      missing: keys of the tree that the checkpoint does not hold.
+      extra: keys of the checkpoint that the tree does not have.
+      unlike: keys of both that hold values which do not fit.
+    """
+
+    missing: dict[str, Spec]
+    extra: dict[str, Spec]
+    unlike: dict[str, tuple[Spec, Spec]]
+
+
+def matched(
+    wanted: Mapping[str, Spec],
+    saved: Mapping[str, Spec],
+    names: Mapping[str, str],
+    *,
+    partial: bool,
+    where: str,
+) -> dict[str, str]:
+    """Returns the saved key for each key of a tree that is restored.
+
+    Args:
+      wanted: what the tree has, by key.
+      saved: what the checkpoint has, by key.
+      names: the saved keys by what they are called in the tree: see `renamed`.
+      partial: whether keys that only one of them has are left alone.
+      where: the checkpoint, in an error text.
+
+    Raises:
+      CheckpointError: the keys differ, or a value does not fit.
+    """
+    both = {key: names[key] for key in wanted if key in names}
+    difference = Difference(
+        missing={} if partial else {k: s for k, s in wanted.items() if k not in names},
+        extra={} if partial else {k: saved[old] for k, old in names.items() if k not in wanted},
+        unlike={
+            key: (saved[old], wanted[key])
+            for key, old in both.items()
+            if not fits(saved[old], wanted[key])
+        },
+    )
+    if difference.missing or difference.extra or difference.unlike:
+        raise CheckpointError(_difference_text(difference, where))
+    if partial and wanted and saved and not both:
+        raise CheckpointError(_nothing_text(wanted, names, where))
+    return both
+
+
+def renamed(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
+    """Returns the saved keys by what they are called in the tree.
+
+    Args:
+      saved: the keys of the checkpoint.
+      rename: keys of the checkpoint, or beginnings of keys up to a "/", and what
+        they are called in the tree; the longest that fits wins.
+      where: the checkpoint, in an error text.
+
+    Raises:
+      CheckpointError: a rename of nothing, or two keys of one name.
+    """
+    names: dict[str, str] = {}
+    used: set[str] = set()
+    for key in saved:
+        fitting = [old for old in rename if key == old or key.startswith(f"{old}/")]
+        old = max(fitting, key=len, default=None)
+        used.update(fitting)
+        new = key if old is None else rename[old] + key[len(old) :]
+        if new in names:
+            raise CheckpointError(
+                explain(
+                    f"rename needs to leave one value at {new!r} of {where}",
+                    got=f"{names[new]!r} and {key!r}, both called so",
+                    why="one place in the tree takes one value",
+                    fix=f"rename one of them to another key: rename={{{key!r}: 'unused'}} with "
+                    "partial=True",
+                )
+            )
+        names[new] = key
+    unused = sorted(set(rename) - used)
+    if unused:
+        raise CheckpointError(
+            explain(
+                f"rename needs keys of {where}",
+                got=f"{', '.join(unused)}, which it does not hold",
+                why="rename={old: new} goes from the checkpoint's keys to the tree's; a key is a "
+                'path joined by "/", or the beginning of one',
+                fix=f"one of: {_listed(sorted(saved))}",
+            )
+        )
+    return names
+
+
+def _difference_text(difference: Difference, where: str) -> str:
+    groups = {
+        "missing": [f"{key}: {spec}" for key, spec in difference.missing.items()],
+        "extra": [f"{key}: {spec}" for key, spec in difference.extra.items()],
+        "different": [
+            f"{key}: {saved} in the checkpoint, {wanted} in the tree"
+            for key, (saved, wanted) in difference.unlike.items()
+        ],
+    }
+    lines = [
+        f"\n    {len(keys)} {kind}:\n      {_listed(keys, chr(10) + ' ' * 6)}"
+        for kind, keys in groups.items()
+        if keys
+    ]
+    return explain(
+        f"{where} needs to hold what the tree has, key by key",
+        got="keys missing in the checkpoint, extra in it, or different:" + "".join(lines),
+        why="a value that is left out, or cut to another shape, would be a silent error. Nothing "
+        "has been changed",
+        fix="restore(tree, partial=True) leaves missing and extra keys alone, "
+        "restore(tree, rename={'old': 'new'}) moves keys; shapes have to be those that were saved",
+    )
+
+
+def _nothing_text(wanted: Iterable[str], names: Iterable[str], where: str) -> str:
+    return explain(
+        f"a partial restore needs a key that both the tree and {where} have",
+        got=f"{_listed(sorted(wanted))} in the tree; {_listed(sorted(names))} in the checkpoint",
+        why="nothing would be restored, in silence",
+        fix="give the tree the structure that was saved, or restore(tree, partial=True, "
+        "rename={'old': 'new'})",
+    )
+
+
+def _listed(keys: list[str], separator: str = ", ") -> str:
+    more = len(keys) - _MAX_LISTED
+    shown = keys[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+    return separator.join(shown)

@@ -1,0 +1,84 @@
+"""From saved values back into a tree: all is read and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distjax.checkpoint.description import saved_specs
+from distjax.checkpoint.leaves import StateLeaf
+from distjax.checkpoint.matching import matched, renamed
+from distjax.checkpoint.storage import Storage
+from distjax.checkpoint.trees import Tree
+from distjax.context import frames
+from distjax.errors import CheckpointError, explain
+
+
+class Saved:
+    """One step of a storage, to be restored, with the keys as the tree calls them.
+
+    Attributes:
+      names: the saved keys by what they are called in the tree.
+
+    Raises:
+      CheckpointError: not a checkpoint of distjax, or a rename that does not fit.
+    """
+
+    def __init__(self, storage: Storage, step: int, rename: Mapping[str, str]):
+        self._storage = storage
+        self._step = step
+        self._where = storage.place(step)
+        self._description = storage.description(step)
+        self._specs = saved_specs(self._description)
+        self.names = renamed(self._specs, rename, self._where)
+
+    def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
+        """Returns the tree with the saved values of the keys `names` in it.
+
+        Raises:
+          CheckpointError: the keys differ, or files are damaged.
+        """
+        specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
+        names = matched(specs, self._specs, names, partial=partial, where=self._where)
+        values = self._values(wanted, names)
+        with frames.handed(()):  # in the default context variables of every strategy can be written
+            _set_states(wanted, values, self._where)
+            now = {
+                key: leaf.restored(values[key])
+                if key in values and not isinstance(leaf, StateLeaf)
+                else leaf.kept()
+                for key, leaf in wanted.leaves.items()
+            }
+            return wanted.rebuilt(now)
+
+    def _values(self, wanted: Tree, names: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the saved array (None for an empty one), number or state of each key."""
+        in_arrays = {k: old for k, old in names.items() if self._specs[old].is_stored_as_array}
+        shardings = {old: wanted.leaves[key].sharding() for key, old in in_arrays.items()}
+        values = {**self._description["values"], **self._storage.arrays(self._step, shardings)}
+        return {key: values.get(old) for key, old in names.items()}
+
+
+def _set_states(wanted: Tree, values: Mapping[str, Any], where: str) -> None:
+    """Sets the states of iterators, which may refuse; then all are as they were."""
+    before: dict[str, tuple[StateLeaf, Any]] = {}
+    for key, value in values.items():
+        leaf = wanted.leaves[key]
+        if not isinstance(leaf, StateLeaf):
+            continue
+        before[key] = leaf, leaf.value.get_state()
+        try:
+            leaf.restored(value)
+        except Exception as error:
+            for changed, state in before.values():
+                changed.value.set_state(state)
+            raise CheckpointError(
+                explain(
+                    f"{key!r} needs to take the state that {where} has for it",
+                    got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                    why="it was saved from another dataset, or from an iterator of another kind. "
+                    "Nothing has been changed",
+                    fix="make the iterator from the dataset that was saved, or leave it out: "
+                    "restore(tree without it, partial=True)",
+                )
+            ) from error

@@ -1,0 +1,127 @@
+"""Trees of what a checkpoint holds: their keys, and putting values back."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.checkpoint.leaves import Leaf, VariableLeaf, make_leaf
+from distjax.checkpoint.objects import inside_of, is_nnx, is_node
+from distjax.context import frames
+from distjax.errors import CheckpointError, ContextError, explain
+
+#: Makes a tree again of what stands at each key now.
+_Rebuild = Callable[[Mapping[str, Any]], Any]
+
+#: The key of a tree that is one leaf.
+_ROOT_KEY = "value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The leaves of a tree by key, in order, and how they make the tree again.
+
+    Attributes:
+      leaves: by key.
+      rebuilt: returns the tree, given what stands at each key now.
+    """
+
+    leaves: dict[str, Leaf]
+    rebuilt: _Rebuild
+
+
+def as_tree(value: Any, method: str) -> Tree:
+    """Returns the leaves of any pytree, of the Flax NNX objects and distjax objects in it.
+
+    Keys are paths joined by "/": ``{"model": [w]}`` has ``model/0``. A variable
+    and an array at one place have the same key.
+
+    Args:
+      value: the tree.
+      method: "save" or "restore", for error texts.
+
+    Raises:
+      ContextError: in a replica function or a trace.
+      CheckpointError: two leaves with one key, or a leaf of no known kind.
+      AggregationError: a variable whose components are not one value.
+    """
+    _require_outside(method)
+    leaves: list[Leaf] = []
+    rebuilt = _visit("", value, leaves)
+    counts = collections.Counter(leaf.key for leaf in leaves)
+    repeated = sorted(key for key, count in counts.items() if count > 1)
+    if repeated:
+        raise CheckpointError(
+            explain(
+                "the tree needs a key of its own for each leaf",
+                got=f"several leaves at {', '.join(repeated)}",
+                why='a key is the path to the leaf joined by "/", so {"a/b": x, "a": {"b": y}} '
+                "has one key for two",
+                fix='rename the dict key that has a "/" in it',
+            )
+        )
+    for leaf in leaves:
+        if isinstance(leaf, VariableLeaf):
+            leaf.require_one_value(method)
+    return Tree({leaf.key: leaf for leaf in leaves}, rebuilt)
+
+
+def _visit(prefix: str, value: Any, leaves: list[Leaf]) -> Callable[[Mapping[str, Any]], Any]:
+    """Appends the leaves of `value`; returns what makes it again of values by key."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)
+    parts = [_visit_node(_joined(prefix, path), node, leaves) for path, node in paths]
+    return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
+
+
+def _visit_node(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
+    if is_nnx(node):
+        return _visit_nnx(key, node, leaves)
+    inside = inside_of(node)
+    if inside is not None:
+        own = _visit(key, inside, leaves)
+        return lambda values: (own(values), node)[1]  # what is inside is restored in place
+    leaf = make_leaf(key or _ROOT_KEY, node)
+    leaves.append(leaf)
+    return lambda values: values[leaf.key]
+
+
+def _visit_nnx(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
+    """Visits the state of a module, optimizer, metric or Rngs, which is updated in place."""
+    nnx = sys.modules["flax.nnx"]
+    state = node if isinstance(node, nnx.State) else nnx.state(node)
+    inside = _visit(key, nnx.to_pure_dict(state), leaves)
+
+    def rebuilt(values: Mapping[str, Any]) -> Any:
+        nnx.replace_by_pure_dict(state, inside(values))
+        if node is not state:
+            nnx.update(node, state)
+        return node
+
+    return rebuilt
+
+
+def _joined(prefix: str, path: Any) -> str:
+    own = jax.tree_util.keystr(path, simple=True, separator="/")
+    return "/".join(part for part in (prefix, own) if part)
+
+
+def _require_outside(method: str) -> None:
+    frame = frames.current()
+    is_replica = frame.replica_context is not None and not frame.strategy.extended.is_default
+    if not is_replica and frame.state is None and not jax_compat.tracing():
+        return
+    raise ContextError(
+        explain(
+            f"{method} needs to be called outside of replica functions and traces",
+            got=frame.name if is_replica else "a trace (dj.jit, a merge function, jax.jit, ...)",
+            why="a traced function runs once, and its values exist only when its program has run",
+            fix=f"for x in dataset: strategy.run(step, args=(x,)); checkpointer.{method}(...) "
+            "between steps",
+        )
+    )

@@ -145,13 +145,12 @@ class ArrayLeaf(Leaf):
 
     key: str
     value: Any
-    num_replicas: int | None = None
     lives = "array"
     is_in_place = False
 
     @property
     def spec(self) -> Spec:
-        return array_spec(self.value, self.num_replicas)
+        return array_spec(self.value)
 
     def snapshot(self) -> Any:
         if isinstance(self.value, jax.ShapeDtypeStruct):
@@ -205,21 +204,19 @@ class PerReplicaLeaf(Leaf):
     is_in_place = False
 
     @property
-    def _stacked(self) -> ArrayLeaf:
-        return ArrayLeaf(self.key, self.value.stacked, self.value.num_replicas)
-
-    @property
     def spec(self) -> Spec:
-        return self._stacked.spec
+        return array_spec(self.value.stacked, self.value.num_replicas)
 
     def snapshot(self) -> Any:
-        return self._stacked.snapshot()
+        return _held(self.value.stacked)
 
     def sharding(self) -> Sharding | None:
-        return self._stacked.sharding()
+        return None if self.spec.is_key else self.value.topology.per_replica
 
     def restored(self, saved: Any) -> PerReplica:
-        return PerReplica(self._stacked.restored(saved), self.value.topology)
+        topology = self.value.topology
+        stacked = jax.device_put(_array(self.spec, saved), topology.per_replica)
+        return PerReplica(stacked, topology)
 
     def kept(self) -> PerReplica:
         return self.value

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
-        _open_storages.add(self)
 
     def place(self, step: int) -> str:
         """Returns how error texts call the checkpoint of `step`."""
@@ -79,6 +77,7 @@ class Storage:
                 step, args=ocp.args.Composite(**items), metrics=dict(metrics), force=True
             )
         self._under_way = step
+        _with_a_save_under_way.add(self)
 
     def wait(self) -> None:
         """Returns when what is under way is complete.
@@ -87,6 +86,7 @@ class Storage:
           CheckpointError: it could not be written.
         """
         step, self._under_way = self._under_way, None
+        _with_a_save_under_way.discard(self)
         if step is not None and self._writer is not None:
             with self._written(step):
                 self._writer.wait_until_finished()
@@ -136,7 +136,7 @@ class Storage:
 
     def best_step(self) -> int | None:
         """Returns the step that is best by the metric; None where there is none."""
-        if not os.path.isdir(self.directory):
+        if self._best_metric is None or not os.path.isdir(self.directory):
             return None
         with self._managed() as manager:
             return manager.best_step()
@@ -269,16 +269,17 @@ def _some(names: Sequence[str]) -> str:
 
 # -- the end of the program ---------------------------------------------------
 
-_open_storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+#: Held here, so that one that nobody else holds any more completes its step too.
+_with_a_save_under_way: set[Storage] = set()
 
 
 def _wait_for_all() -> None:
-    for storage in list(_open_storages):
+    for storage in list(_with_a_save_under_way):
         storage.wait()
 
 
-# A program whose last line is a save. Functions of `atexit` are called when Python has closed
-# its thread pools already, and orbax cannot complete a step without them.
+# A program may end with a save. Functions of `atexit` are called when Python has closed its
+# thread pools already, and orbax cannot complete a step without them.
 _register: Any = getattr(threading, "_register_atexit", None)
 if _register is not None:
     _register(_wait_for_all)

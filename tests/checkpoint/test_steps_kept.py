@@ -1,0 +1,119 @@
+"""Which steps there are: the latest, those kept, the best; the directory and its processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import distjax as dj
+
+ROOT = pathlib.Path(dj.__file__).parent.parent
+
+
+def save_all(checkpointer, losses):
+    for step, loss in losses.items():
+        checkpointer.save(step, {"loss": jnp.float32(loss)}, metrics={"loss": loss})
+    checkpointer.wait()
+
+
+def test_the_latest_step(checkpointer):
+    assert (checkpointer.latest_step(), checkpointer.best_step()) == (None, None)
+    assert not os.path.exists(checkpointer.directory), "made by the first save"
+    save_all(checkpointer, {0: 1.0, 10: 2.0})
+    assert checkpointer.latest_step() == 10
+    assert checkpointer.all_steps() == [0, 10]
+    assert float(checkpointer.restore({"loss": jnp.float32(0)}, 0)["loss"]) == 1.0
+
+
+def test_a_step_under_way_is_awaited(checkpointer):
+    checkpointer.save(1, {"x": jnp.ones(1 << 16)})
+    assert checkpointer.latest_step() == 1
+
+
+def test_max_to_keep(tmp_path):
+    with dj.checkpoint.Checkpointer(tmp_path, max_to_keep=2) as checkpointer:
+        save_all(checkpointer, {1: 1.0, 2: 2.0, 3: 3.0})
+        assert checkpointer.all_steps() == [2, 3]
+        assert checkpointer.best_step() is None, "no best_metric was named"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected", "best"), [("min", [2, 3, 5], 2), ("max", [1, 4, 5], 4)]
+)
+def test_the_best_are_kept_and_the_latest(mode, expected, best, tmp_path):
+    options = dict(max_to_keep=2, best_metric="loss", best_mode=mode)
+    with dj.checkpoint.Checkpointer(tmp_path, **options) as checkpointer:
+        save_all(checkpointer, {1: 3.0, 2: 0.5, 3: 1.0, 4: 4.0, 5: 2.0})
+        assert checkpointer.all_steps() == expected
+        assert checkpointer.best_step() == best
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_nan_is_never_the_best(mode, tmp_path):
+    options = dict(max_to_keep=1, best_metric="loss", best_mode=mode)
+    with dj.checkpoint.Checkpointer(tmp_path, **options) as checkpointer:
+        save_all(checkpointer, {1: 3.0, 2: float("nan"), 3: float("nan")})
+        assert checkpointer.best_step() == 1
+        assert checkpointer.all_steps() == [1, 3]
+
+
+def test_steps_can_be_deleted_to_go_back(checkpointer):
+    save_all(checkpointer, {1: 1.0, 2: 2.0})
+    checkpointer.delete(2)
+    save_all(checkpointer, {2: 5.0})
+    assert float(checkpointer.restore({"loss": jnp.float32(0)})["loss"]) == 5.0
+
+
+def test_two_checkpointers_see_each_other(checkpointer):
+    reader = dj.checkpoint.Checkpointer(checkpointer.directory)
+    save_all(checkpointer, {1: 1.0})
+    assert reader.latest_step() == 1
+    save_all(checkpointer, {2: 1.0})
+    assert reader.latest_step() == 2
+
+
+def test_a_relative_path_means_the_directory_of_that_moment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with dj.checkpoint.Checkpointer("run") as checkpointer:
+        monkeypatch.chdir("/")
+        checkpointer.save(1, {"x": 1})
+    assert (tmp_path / "run" / "1").is_dir()
+
+
+LAST_LINE_IS_A_SAVE = """
+import sys
+import jax.numpy as jnp
+import distjax as dj
+dj.checkpoint.Checkpointer(sys.argv[1]).save(1, {"x": jnp.ones(1 << 20)})
+"""
+
+
+def test_a_program_may_end_with_a_save(checkpointer):
+    command = [sys.executable, "-c", LAST_LINE_IS_A_SAVE, checkpointer.directory]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, env=environment, timeout=120)
+    assert checkpointer.latest_step() == 1
+    assert checkpointer.restore({"x": jnp.zeros(1 << 20)})["x"].min() == 1.0
+
+
+WITHOUT_ORBAX = """
+import sys
+sys.modules["orbax"] = sys.modules["orbax.checkpoint"] = None
+import distjax as dj
+try:
+    dj.checkpoint
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_orbax_the_error_says_what_to_install():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_ORBAX]
+    said = subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    lines = said.stdout.decode().splitlines()
+    assert lines[0] == "dj.checkpoint needs the package orbax-checkpoint."
+    assert lines[-1] == "  Fix: pip install 'distjax[checkpoint]'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from distjax.errors import CheckpointError, explain
 
 _VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
 _UNFINISHED = ".orbax-checkpoint-tmp"
+#: Steps go here by a rename before their files are removed, so that a process killed meanwhile
+#: leaves no step with half of its files.
+_REMOVED = ".removed"
 
 
 class Storage:
@@ -40,8 +44,8 @@ class Storage:
     def __init__(
         self, directory: Any, max_to_keep: int | None, best_metric: str | None, best_mode: str
     ):
+        _require_checkpoint_directory(directory)
         self.directory = os.path.abspath(os.fspath(directory))
-        _require_checkpoint_directory(self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -90,11 +94,17 @@ class Storage:
         if step is not None and self._writer is not None:
             with self._written(step):
                 self._writer.wait_until_finished()
+        if self._writer is not None:
+            self._clear_removed()
 
     def delete(self, step: int) -> None:
         """Removes a step."""
         with self._managed() as manager:
             manager.delete(step)
+        self._clear_removed()
+
+    def _clear_removed(self) -> None:
+        shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
 
     def close(self) -> None:
         """Waits, and ends orbax's threads."""
@@ -205,6 +215,7 @@ class Storage:
             create=is_writer,
             # What a killed process left. A reader may look on while another process writes.
             cleanup_tmp_directories=is_writer,
+            todelete_subdir=_REMOVED,
             preservation_policy=self._preservation_policy(),
             best_fn=None if metric is None else self._quality,
             best_mode="max",
@@ -236,25 +247,28 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _require_checkpoint_directory(directory: str) -> None:
-    path = Path(directory)
-    if path.is_dir():
+def _require_checkpoint_directory(directory: Any) -> None:
+    text = os.fspath(directory)
+    path = Path(text)
+    fix = "dj.checkpoint.Checkpointer('runs/first')"
+    if "://" in text:
+        got, fix = "a URL", "mount the bucket, and pass the path where it is mounted"
+    elif path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
         if not names or any(_is_of_a_checkpoint(name) for name in names):
             return
         got = f"a directory of something else ({_some(names)})"
+        fix = f"dj.checkpoint.Checkpointer({str(path / 'checkpoints')!r})"
     elif path.exists():
         got = "a file"
     else:
         return
     raise CheckpointError(
         explain(
-            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {directory!r}",
+            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
             got=got,
             why="a folder is made in it for each step, and old ones are removed",
-            fix=f"dj.checkpoint.Checkpointer({os.path.join(directory, 'checkpoints')!r})"
-            if path.is_dir()
-            else "dj.checkpoint.Checkpointer('runs/first')",
+            fix=fix,
         )
     )
 

@@ -66,6 +66,7 @@ def test_a_state_that_is_no_json(checkpointer):
         checkpointer.save(1, {"data": Source()})
     assert first_line(error).startswith("save of 'data' needs a state of numbers, text, bytes")
     assert isinstance(error.value.__cause__, TypeError)
+    assert str(error.value.__cause__) == "a object has no form in JSON"
 
 
 def test_an_optimizer_without_its_state(checkpointer):
@@ -129,12 +130,12 @@ def test_a_step_that_is_not_there(checkpointer):
 # -- directories --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["a file", "a directory of something else"])
+@pytest.mark.parametrize("content", ["a file", "a directory of something else", "a URL"])
 def test_a_directory_that_is_not_one(content, tmp_path):
-    path = tmp_path / "path"
+    path = "gs://bucket/run" if content == "a URL" else tmp_path / "path"
     if content == "a file":
         path.write_text("x")
-    else:
+    elif content != "a URL":
         path.mkdir()
         (path / "thesis.txt").write_text("x")
     with pytest.raises(CheckpointError) as error:

@@ -37,6 +37,7 @@ def test_max_to_keep(tmp_path):
     with dj.checkpoint.Checkpointer(tmp_path, max_to_keep=2) as checkpointer:
         save_all(checkpointer, {1: 1.0, 2: 2.0, 3: 3.0})
         assert checkpointer.all_steps() == [2, 3]
+        assert sorted(os.listdir(tmp_path)) == ["2", "3"], "no files of step 1 are left"
         assert checkpointer.best_step() is None, "no best_metric was named"
 
 

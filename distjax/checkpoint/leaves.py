@@ -39,7 +39,7 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self) -> Any:
-        """Returns the value as it is now: an array that nobody changes, or JSON."""
+        """Returns the value as it is now: an array as orbax takes it, or JSON."""
 
     @abc.abstractmethod
     def sharding(self) -> Sharding | None:
@@ -288,18 +288,15 @@ class StateLeaf(Leaf):
 
 
 def _held(value: Any) -> Any:
-    """Returns an array of the values at this moment, PRNG keys as their data.
+    """Returns the array that orbax is to write, PRNG keys as their data.
 
-    Orbax copies arrays from an accelerator before its `save` returns. On a CPU
-    there is nothing to copy, and it would go on reading a buffer that the next
-    step may be given to write to.
+    It needs no copy here: orbax copies numpy arrays, and arrays on an accelerator,
+    before its `save` returns; on a CPU JAX does not give a buffer that numpy looks at
+    to a program that donates it (measured with 0.10.2 and 0.12; tests hold it).
     """
     if not isinstance(value, jax.Array):
-        return np.array(value)
-    if jax_compat.is_key_dtype(value.dtype):
-        value = jax.random.key_data(value)
-    on_cpu = any(device.platform == "cpu" for device in value.sharding.device_set)
-    return jnp.copy(value) if on_cpu else value
+        return np.asarray(value)
+    return jax.random.key_data(value) if jax_compat.is_key_dtype(value.dtype) else value
 
 
 def _array(spec: Spec, saved: Any) -> Any:

@@ -123,7 +123,8 @@ class Storage:
         except Exception as error:
             failed, self._writer = self._writer, None  # it counts the step as there
             if failed is not None:
-                failed.close()
+                with contextlib.suppress(Exception):  # it may say the same once more
+                    failed.close()
             raise CheckpointError(
                 explain(
                     f"{self.place(step)} needs to be written to the disk",

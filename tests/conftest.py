@@ -48,6 +48,13 @@ def how(request):
     return dj.jit if request.param == "jit" else (lambda fn: fn)
 
 
+@pytest.fixture
+def checkpointer(tmp_path):
+    """A Checkpointer of a directory that does not exist yet."""
+    with dj.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        yield checkpointer
+
+
 @pytest.fixture(autouse=True)
 def clean_context():
     """After each test, whatever it raised, the default context is in force."""

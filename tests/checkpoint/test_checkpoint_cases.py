@@ -37,7 +37,8 @@ MODES = [
     (synchronization, aggregation)
     for synchronization in (ON_WRITE, ON_READ)
     for aggregation in (NONE, SUM, MEAN, FIRST)
-    if (synchronization, aggregation) != (ON_READ, NONE)  # no one value: test_refusals.py
+    if (synchronization, aggregation)
+    != (ON_READ, NONE)  # no one value: test_checkpoint_refusals.py
 ]
 
 

@@ -16,6 +16,12 @@ ON_READ_SUM = {
 }
 
 
+@pytest.fixture(params=list(STORAGES))
+def storage(request):
+    """Each kind of storage."""
+    return STORAGES[request.param]()
+
+
 def training_state(strategy, scale):
     """Variables of every kind, and an optimizer whose slots are split by ZeRO 1 and 2."""
     with strategy.scope():

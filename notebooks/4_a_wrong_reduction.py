@@ -154,6 +154,18 @@ ax.legend(fontsize=8)
 fig.tight_layout()
 
 # %% [markdown]
+# `assert_mirrored` compares the copies, which JAX does not. It is for arrays that come from
+# elsewhere.
+
+# %%
+strategy = dj.MirroredStrategy()
+strategy.assert_mirrored(right_params)
+try:
+    strategy.assert_mirrored(wrong_params)
+except dj.errors.LocalityError as error:
+    print(error)
+
+# %% [markdown]
 # ## The same step, with distjax
 #
 # The step is handed over as it is. distjax follows the data flow of the traced function: the
@@ -161,7 +173,6 @@ fig.tight_layout()
 # first step is done, and names the leaves.
 
 # %%
-strategy = dj.MirroredStrategy()
 ((features, targets),) = strategy.distribute_dataset([(x, y)])
 params = initialize(jax.random.key(0))
 state = optimizer.init(params)

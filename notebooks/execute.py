@@ -65,6 +65,7 @@ async def execute(notebook: nbformat.NotebookNode, folder: pathlib.Path) -> None
             km=manager,
             timeout=TIMEOUT_SECONDS,
             record_timing=False,
+            coalesce_streams=True,
             resources={"metadata": {"path": str(folder)}},
         )
         try:

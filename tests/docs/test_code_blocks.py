@@ -1,4 +1,4 @@
-"""Every code block of the README and of the guides does what the page says."""
+"""Every code block of the READMEs and of the guides does what the page says."""
 
 import ast
 import pathlib
@@ -12,7 +12,7 @@ import distjax as dj
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("distjax/*/README.md"))]
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
 
 

@@ -12,6 +12,8 @@ endif
 WORKERS ?= auto
 # More options for pytest, as in make test PYTEST_FLAGS="-k merge".
 PYTEST_FLAGS ?=
+# NOTEBOOK_FLAGS=--write writes the .ipynb files anew from the .py files.
+NOTEBOOK_FLAGS ?=
 # Enough steps to see an example run to its end, too few to see it learn.
 EXAMPLE_FLAGS ?= --steps 20
 
@@ -26,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test doctest examples table bench golden lint types format clean
+.PHONY: help venv demo test doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +50,12 @@ examples: $(INSTALLED)  ## every example, a few steps of each
 	  echo "$(BIN)/python $$script $(EXAMPLE_FLAGS)"; \
 	  $(BIN)/python "$$script" $(EXAMPLE_FLAGS); \
 	done
+
+notebooks: $(INSTALLED)  ## execute every notebook and check that it is the pair of its .py
+	JAX_PLATFORMS=cpu $(BIN)/python notebooks/execute.py $(NOTEBOOK_FLAGS)
+
+docs: $(INSTALLED)  ## the guides and the API reference, in build/docs; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 table: $(INSTALLED)  ## run the tests of the seeds, write their table into README.md
 	$(BIN)/python -m pytest -n $(WORKERS) -m seed --write-seed-table $(PYTEST_FLAGS)

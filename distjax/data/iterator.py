@@ -88,12 +88,12 @@ class DistributedIterator:
         """Returns the next element: ``next(iterator)``.
 
         Locality: T out; a bare array where R is 1. Context: not in a replica function
-          or any other traced one.
+          or any other traced one. An error of the source passes through with its
+          traceback.
 
         Raises:
           StopIteration: the data has ended.
           ContextError: in a traced function.
-          Whatever the source raises, with its traceback.
         """
         return next(self)
 

@@ -74,11 +74,12 @@ def mean_loss(model: LanguageModel, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-@nnx.jit(static_argnames="count")
 def continued(
     model: LanguageModel, prompt: jax.Array, count: int, key: jax.Array, temperature: float
 ) -> jax.Array:
     """The prompt `[n]` and `count` tokens drawn after it, `[n + count]`.
+
+    To be compiled with a static `count`.
 
     Args:
         model: In evaluation mode.

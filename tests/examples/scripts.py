@@ -9,7 +9,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def last_line(script: str, *flags: str) -> str:
-    """Runs a script below `examples/` and returns the last line that it prints.
+    """Runs a script below `examples/` and returns the last line that it prints."""
+    return lines_of(script, *flags)[-1]
+
+
+def lines_of(script: str, *flags: str) -> list[str]:
+    """Runs a script below `examples/` and returns what it prints.
 
     Raises:
       AssertionError: it failed; the text is what it wrote to standard error.
@@ -23,4 +28,4 @@ def last_line(script: str, *flags: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return done.stdout.strip().splitlines()

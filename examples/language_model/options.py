@@ -1,0 +1,56 @@
+"""The command line, and the one place where the strategy is chosen."""
+
+import argparse
+from pathlib import Path
+
+import jax
+
+import distjax as dj
+
+STRATEGIES = {
+    "mirrored": lambda replicas: dj.MirroredStrategy(jax.devices()[:replicas]),
+    "virtual": dj.VirtualStrategy,
+    "sharded": lambda replicas: dj.ShardedStrategy(
+        jax.devices()[:replicas], partition="parameters"
+    ),
+    "central": lambda replicas: dj.CentralStorageStrategy(jax.devices()[:replicas]),
+    "one_device": lambda replicas: dj.OneDeviceStrategy(),
+}
+OUT = Path(__file__).parent / "out"
+
+
+def parse(description: str) -> argparse.Namespace:
+    """The options of one training run."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="mirrored", help="default: mirrored")
+    add("--replicas", type=int, default=2, help="of any strategy but one_device (2)")
+    add("--steps", type=int, default=600, help="training steps (600)")
+    add("--global-batch", type=int, default=32, help="windows per step, all replicas (32)")
+    add("--micro-batches", type=int, default=1, help="parts of a step whose gradients are added")
+    add("--context", type=int, default=96, help="tokens of a window (96)")
+    add("--width", type=int, default=96, help="size of a token's vector, a multiple of 4 (96)")
+    add("--layers", type=int, default=3, help="blocks of the model (3)")
+    add("--dropout", type=float, default=0.1, help="rate (0.1)")
+    add("--data", type=Path, metavar="FILE", help="a text; default: the help topics of CPython")
+    add("--checkpoints", type=Path, metavar="FOLDER", help="save there, and resume from there")
+    add("--save-every", type=int, default=100, help="steps between checkpoints (100)")
+    add("--log-every", type=int, default=50, help="steps between lines of output (50)")
+    add("--sample", type=int, default=300, help="characters to write at the end (300)")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args()
+    parts = options.micro_batches * (1 if options.strategy == "one_device" else options.replicas)
+    if options.replicas < 1 or options.micro_batches < 1 or options.global_batch % parts:
+        parser.error(
+            f"--replicas {options.replicas} times --micro-batches {options.micro_batches} "
+            f"does not divide --global-batch {options.global_batch}"
+        )
+    return options
+
+
+def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
+    """The strategy of that name; to be called before anything touches a device."""
+    jax.config.update("jax_num_cpu_devices", num_replicas)  # has no effect on other platforms
+    return STRATEGIES[name](num_replicas)

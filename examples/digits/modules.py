@@ -2,8 +2,8 @@
 
     python examples/digits/modules.py --strategy mirrored --replicas 8
 
-Modules, optimizer and metrics change in place, as in any NNX loop. What distjax adds to it is marked:
-where the objects are made, the reduction of the gradients, and `run`.
+Modules, optimizer and metrics change in place, as in any NNX loop. What distjax adds to it is
+marked: where the objects are made, the reduction of the gradients, and `run`.
 """
 
 import jax

@@ -155,7 +155,7 @@ def _variables(notes: Notes) -> tuple[VariableUse, ...]:
         VariableUse(
             v.name,
             _LETTERS.get(v.layout.kind, "V"),
-            placement_text(v),
+            placement_text(v.layout),
             v in notes.reads,
             v in notes.writes,
         )

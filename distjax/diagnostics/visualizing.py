@@ -86,7 +86,7 @@ def _caption(x: Any, array: jax.Array) -> str:
     if isinstance(x, PerReplica):
         return f"PerReplica {x.dtype}{list(x.shape)} on {x.num_replicas} replicas"
     if isinstance(x, Variable):
-        return f"Variable {x.name!r} {x.dtype}{list(x.shape)}, {placement_text(x)}"
+        return f"Variable {x.name!r} {x.dtype}{list(x.shape)}, {placement_text(x.layout)}"
     return f"Array {array.dtype}{list(array.shape)}"
 
 

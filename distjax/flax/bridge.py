@@ -8,10 +8,12 @@ from typing import Any
 
 from flax import nnx
 
+from distjax.flax.describing import describe_placed
 from distjax.flax.homes import as_argument, as_settled, as_value
 from distjax.flax.plans import Objects, Plan, take_apart, write_entries
 from distjax.flax.settling import settle
 from distjax.flax.stand_ins import Outcome, StandIns
+from distjax.variables.describing import VariableDescription
 
 _JIT = type(nnx.jit(lambda: None))
 
@@ -99,6 +101,10 @@ class NNXBridge:
         homes = [home for entry in outcome.entries for home in entry.homes]
         topology = strategy.extended.topology
         return {i: as_settled(value, homes[i], topology) for i, value in finals.items()}
+
+    def described(self, strategy: Any) -> list[VariableDescription]:
+        """Returns a description of each variable of the objects placed for `strategy`."""
+        return describe_placed(strategy)
 
     def baked(self, constants: Sequence[Any]) -> str | None:
         """Returns a description of a variable whose array is among `constants`, or None."""

@@ -26,6 +26,12 @@ def common_owner(objects: Sequence[Any]) -> Any:
     return owners[0] if owners and all(o is owners[0] for o in owners) else None
 
 
+def placed_for(strategy: Any) -> list[Any]:
+    """Returns the living modules that were placed for `strategy`."""
+    entries = [(node(), owner()) for node, owner in list(_owners.values())]
+    return [node for node, owner in entries if node is not None and owner is strategy]
+
+
 def claim(objects: Sequence[Any], strategy: Any) -> None:
     """Records `strategy` as that of all modules in `objects`.
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import jax
 
+from distjax.variables.describing import VariableDescription
+
 #: Module of a library -> module of ours that has its bridge, as `BRIDGE`.
 _BRIDGES = {"flax.nnx": "distjax.flax.bridge"}
 
@@ -54,6 +56,10 @@ class Bridge(Protocol):
 
     def store(self, plan: Any, outcome: Any, finals: Mapping[int, Any]) -> dict[int, Any]:
         """Returns what is stored of what code in the global view wrote."""
+        ...
+
+    def described(self, strategy: Any) -> list[VariableDescription]:
+        """Returns a description of each variable of the objects placed for `strategy`."""
         ...
 
     def baked(self, constants: Sequence[Any]) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from distjax.replica.stateful import active_bridge
 from distjax.tables import Table, as_html, as_text, format_bytes
 from distjax.variables.describing import VariableDescription, describe_variable
 
@@ -20,7 +21,8 @@ class StrategyDescription:
       devices: its devices, replica by replica.
       devices_per_replica: how many of them each replica owns; 0 where all replicas
         share one device.
-      variables: its living variables, in order of creation.
+      variables: its living variables, in order of creation; then those in Flax NNX
+        objects that were placed for it, by name.
     """
 
     strategy: str
@@ -81,11 +83,15 @@ def describe(extended: Any) -> StrategyDescription:
     """Returns the description of a strategy: see `Strategy.describe`."""
     topology = extended.topology
     living = sorted(extended.variables, key=lambda v: v.serial_number)
+    described = [describe_variable(v) for v in living if v.storage is not None]
+    bridge = active_bridge()
+    if bridge is not None:
+        described += bridge.described(extended.strategy)
     shared = topology.mesh is None and topology.num_replicas > 1
     return StrategyDescription(
         strategy=repr(extended.strategy),
         num_replicas=topology.num_replicas,
         devices=tuple(map(str, topology.devices)),
         devices_per_replica=0 if shared else len(topology.devices) // topology.num_replicas,
-        variables=tuple(describe_variable(v) for v in living if v.storage is not None),
+        variables=tuple(described),
     )

@@ -39,26 +39,46 @@ class VariableDescription:
 
 def describe_variable(variable: Any) -> VariableDescription:
     """Returns the description of a variable that has its storage."""
-    stored = variable.storage
-    itemsize = stored.dtype.itemsize
-    is_on_host = variable.layout.kind is kinds.HOST
-    shard_bytes = math.prod(stored.sharding.shard_shape(stored.shape)) * itemsize
-    return VariableDescription(
-        name=variable.name,
+    return describe_stored(
+        variable.name,
+        variable.storage,
+        variable.layout,
         shape=variable.shape,
-        dtype=str(variable.dtype),
         synchronization=variable.synchronization.name,
         aggregation=variable.aggregation.name,
         trainable=variable.trainable,
-        placement=placement_text(variable),
+    )
+
+
+def describe_stored(
+    name: str,
+    stored: Any,
+    layout: Any,
+    *,
+    shape: tuple[int, ...],
+    synchronization: str,
+    aggregation: str,
+    trainable: bool,
+) -> VariableDescription:
+    """Returns the description of a value of `shape` whose stored array is `stored`."""
+    itemsize = stored.dtype.itemsize
+    is_on_host = layout.kind == kinds.HOST
+    shard_bytes = math.prod(stored.sharding.shard_shape(stored.shape)) * itemsize
+    return VariableDescription(
+        name=name,
+        shape=tuple(shape),
+        dtype=str(stored.dtype),
+        synchronization=synchronization,
+        aggregation=aggregation,
+        trainable=trainable,
+        placement=placement_text(layout),
         bytes_per_device=0 if is_on_host else shard_bytes,
         host_bytes=stored.size * itemsize if is_on_host else 0,
     )
 
 
-def placement_text(variable: Any) -> str:
-    """Returns where a variable lives, in words."""
-    layout = variable.layout
+def placement_text(layout: Any) -> str:
+    """Returns where a variable of this layout lives, in words."""
     if isinstance(layout, PartitionedLayout):
         return f"partitioned on axis {layout.axis}"
     words: dict[str, str] = {kinds.PER_REPLICA: "per replica", kinds.HOST: "host memory"}

@@ -109,13 +109,21 @@ def of_classes() -> tuple[tuple[type, Any], ...]:
 
 def refuse(path: str, metric: str | None) -> NoReturn:
     """Raises for state of a metric without a rule that differs per replica."""
-    name = metric or "the metric that it belongs to"
+    if metric is None:
+        raise LocalityError(
+            explain(
+                f"{path} needs to be state of a metric that was made before the step",
+                got="values that differ per replica, in an nnx.metrics.MetricState",
+                why="the class of the metric says how the replicas' parts become one",
+                fix="metrics = nnx.MultiMetric(...) before the step, as an argument of it",
+            )
+        )
     raise LocalityError(
         explain(
             f"{path} needs a rule that makes one value of what the replicas wrote",
-            got=f"values that differ per replica, and no rule for {name}",
+            got=f"values that differ per replica, and no rule for {metric}",
             why="the sum, the mean or the largest of the replicas' states may be meant",
-            fix=f'dj.flax.register_metric({metric or "MyMetric"}, "sum"), or a function of '
+            fix=f'dj.flax.register_metric({metric}, "sum"), or a function of '
             "the parts in place of the sum",
         )
     )

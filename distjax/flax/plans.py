@@ -12,7 +12,7 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.errors import UnsupportedError, explain
-from distjax.flax import metric_rules, owners, rules
+from distjax.flax import metric_rules, owners, rules, static_attributes
 from distjax.flax.homes import Home, home_of, placed
 from distjax.placement.per_replica import PerReplica, is_per_replica
 
@@ -91,6 +91,7 @@ def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
+      TypeError: a static attribute that is not hashable.
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
     if strategy is not None:
@@ -182,7 +183,12 @@ def _plan(
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
     tables = (rules.of_types(), metric_rules.of_classes())
     key = (graphdef, treedefs, shapes, tables)
-    if key not in known:
+    try:
+        is_known = key in known
+    except TypeError:  # as a rule the graph's
+        static_attributes.require_hashable(objects)
+        raise
+    if not is_known:
         metrics = metric_rules.metrics_in(objects)
         members = {
             id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()
@@ -222,4 +228,5 @@ def make_entry(
         else None
         for x in leaves
     )
-    return Entry(path, type(variable).__name__, rule, homes, treedef, metric)
+    kind = type(variable).__name__ if isinstance(variable, nnx.Variable) else "array"
+    return Entry(path, kind, rule, homes, treedef, metric)

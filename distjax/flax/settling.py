@@ -51,7 +51,9 @@ def settle(
             sums[number] = value
         elif entry.rule == rules.METRIC and topology.num_replicas > 1 and _combine(plan, entry):
             continue
-        elif not (entry.rule == rules.FOLD and isinstance(value, PerReplica)):
+        elif entry.rule == rules.FOLD and isinstance(value, PerReplica):
+            _require_origin(outcome, entry)
+        else:
             settled[number] = _by_rule(plan, entry, value, topology)
     settled.update(_summed(sums, places, topology))
     settled.update(_combined(plan, places, finals, topology))
@@ -139,7 +141,31 @@ def _gathered(parts: Mapping[str, jax.Array], topology: Topology) -> dict[str, j
     )
 
 
+def _require_origin(outcome: Outcome, entry: Entry) -> None:
+    """Raises for a key that a step made: there is none of before to go back to."""
+    if outcome.graphdef is None or outcome.origins[outcome.entries.index(entry)] is not None:
+        return
+    raise LocalityError(
+        explain(
+            f"{entry.path} needs a key that is equal on every replica",
+            got="a random stream that the step made, of a different seed on each replica",
+            why="a stream has one key between steps; in a step each replica draws from that "
+            "key folded with its number",
+            fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
+        )
+    )
+
+
 def _refuse(entry: Entry) -> NoReturn:
+    if entry.kind == "array":
+        raise LocalityError(
+            explain(
+                f"{entry.path} needs to be a variable, whose type has a rule",
+                got="an array as an attribute, that each replica set differently",
+                why="their mean, or a value for each replica may be meant",
+                fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
+            )
+        )
     if entry.rule == rules.NONE:
         raise LocalityError(
             explain(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
-from distjax.flax import metric_rules, owners, rules
+from distjax.flax import metric_rules, owners, rules, static_attributes
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.variables.layout import PartitionedLayout
@@ -69,6 +69,7 @@ class StandIns:
 
         Leaves of a changed graph are numbered in the order of that graph.
         """
+        static_attributes.require_no_traced_values(self.objects)
         outer = nnx.graph.RefMap.from_indexmap(self._index)
         graphdef, flat = nnx.graph.flatten(self.objects, ref_outer_index=outer, graph=True)
         if graphdef.with_no_outer_index() == self._plan.graphdef:
@@ -89,28 +90,44 @@ class StandIns:
         finals, shards = {}, set()
         entries = [leaf for leaves in self._entry for leaf in leaves]
         ends = [leaf for v in values for leaf in jax.tree.leaves(v, is_leaf=is_per_replica)]
-        for number, (start, end) in enumerate(zip(entries, ends, strict=True)):
-            if end is start and number not in keep_all:
+        places = [entry for _, entry in _homes(self._plan)]
+        same = [start is end for start, end in zip(entries, ends, strict=True)]
+        combined = self._combined_metrics(places, same)
+        for number, (end, entry) in enumerate(zip(ends, places, strict=True)):
+            if same[number] and number not in keep_all and _metric_of(entry) not in combined:
                 continue
             finals[number], is_shard = self._handed_over(end)
             if is_shard:
                 shards.add(number)
         return Outcome(None, self._plan.entries, (), frozenset(shards)), finals
 
+    def _combined_metrics(self, entries: Sequence[Entry], same: Sequence[bool]) -> set[int]:
+        """Returns the metrics that changed and whose function combines all of their state."""
+        changed = {
+            _metric_of(entry) for entry, is_same in zip(entries, same, strict=True) if not is_same
+        }
+        return {
+            i for i, (_, combine) in enumerate(self._plan.metrics) if callable(combine)
+        } & changed
+
     def _handed_over(self, value: Any) -> tuple[Any, bool]:
         state = frames.current().state
         held = state.shard_of(value) if self._in_replica and state is not None else None
         return (value, False) if held is None else (held[0], True)
 
+    def _name(self, path: Sequence[Any]) -> str:
+        root = type(self.objects[int(str(path[0]))]).__name__
+        return ".".join([root, *map(str, path[1:])])
+
     def _restructured(self, graphdef: Any, flat: Any) -> tuple[Outcome, dict[int, Any]]:
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
         strategy = None if self._plan.strategy is None else self._plan.strategy()
-        entries, origins, finals, number = [], [], {}, 0
+        entries, origins, ends, same = [], [], [], []
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
             origin = known.get(id(variable))
             known_entry = None if origin is None else self._plan.entries[origin]
-            name = known_entry.path if known_entry else ".".join(map(str, path[1:]))
+            name = known_entry.path if known_entry else self._name(path)
             metric = known_entry.metric if known_entry else None
             entry = make_entry(strategy, variable, name, leaves, treedef, metric)
             is_same = origin is not None and all(
@@ -118,10 +135,19 @@ class StandIns:
             )
             entries.append(entry)
             origins.append(origin)
-            if not is_same:
+            ends.append(leaves)
+            same.append(is_same)
+        combined = self._combined_metrics(entries, same)
+        finals, number = {}, 0
+        for entry, leaves, is_same in zip(entries, ends, same, strict=True):
+            if not is_same or _metric_of(entry) in combined:
                 finals.update((number + i, leaf) for i, leaf in enumerate(leaves))
             number += len(leaves)
         return Outcome(graphdef, tuple(entries), tuple(origins), frozenset()), finals
+
+
+def _metric_of(entry: Entry) -> int | None:
+    return None if entry.metric is None else entry.metric[0]
 
 
 def _homes(plan: Plan) -> list[tuple[Any, Entry]]:

@@ -68,11 +68,11 @@ def _weights(losses: jax.Array, mask: Any) -> jax.Array:
         )
     if mask is None:
         return jnp.ones(losses.shape, losses.dtype)
-    shape = jnp.shape(mask)
-    if shape not in (losses.shape, losses.shape[:1]):
+    shape, shapes = jnp.shape(mask), dict.fromkeys((losses.shape[:1], losses.shape))
+    if shape not in shapes:
         raise BatchError(
             explain(
-                f"average_loss needs a mask of shape {losses.shape[:1]} or {losses.shape}",
+                f"average_loss needs a mask of shape {' or '.join(map(str, shapes))}",
                 got=describe_value(mask),
                 why="it says for each example whether it counts",
                 fix="pass the mask of the batch: batch.data, batch.mask of a padded dataset",

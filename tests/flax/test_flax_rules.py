@@ -82,6 +82,22 @@ def test_a_bare_array_of_a_module_is_carried(pair):
     assert float(box.variable) == 4
 
 
+def test_a_bare_array_that_differs_is_refused(mirrored):
+    def assign(box, x):
+        box.variable = x
+
+    with pytest.raises(LocalityError, match=r"^Box\.variable needs to be a variable, whose type"):
+        run_on_ids(mirrored, assign, Box(jnp.float32(1)))
+
+
+def test_a_new_parameter_that_differs_has_its_whole_path(mirrored):
+    def add(box, x):
+        box.new = nnx.Param(x)
+
+    with pytest.raises(LocalityError, match=r"^Box\.new needs a value that is equal"):
+        run_on_ids(mirrored, add, Box(nnx.Param(jnp.float32(1))))
+
+
 def test_references_are_refused(pair):
     with pytest.raises(UnsupportedError, match="Param needs to hold an array"):
         pair.run(lambda box: None, args=(Box(nnx.Param(jnp.float32(0), ref=True)),))
@@ -164,30 +180,44 @@ def test_a_stack_of_keys_is_folded_key_by_key(pair):
     assert len({float(x) for row in rows for x in row}) == 6
 
 
+def test_a_stream_that_a_step_makes_needs_one_seed(mirrored):
+    def make(box, x):
+        box.rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), x.astype(int)))
+
+    box = Box(nnx.Param(jnp.float32(1)))
+    with pytest.raises(LocalityError, match=r"^Box\.rngs\.default\.key needs a key that is equal"):
+        run_on_ids(mirrored, make, box)
+    mirrored.run(lambda box: setattr(box, "rngs", nnx.Rngs(3)), args=(box,))
+    assert float(box.rngs.uniform()) == float(nnx.Rngs(3).uniform())
+
+
 # -- metrics ------------------------------------------------------------------
 
 VALUES = np.arange(48.0, dtype=np.float32) ** 1.5
 
 
-def updated(strategy, metric, name="values"):
+def update(metric, x):
+    metric.update(values=x)
+
+
+def updated(strategy, metric):
     for part in strategy.distribute_dataset([VALUES[:24], VALUES[24:]]):
-        strategy.run(lambda metric, x: metric.update(**{name: x}), args=(metric, part))
+        strategy.run(update, args=(metric, part))
     return metric
 
 
-def test_an_average_is_that_of_all_samples(strategy):
-    metric = updated(strategy, nnx.metrics.Average())
-    assert float(metric.compute()) == pytest.approx(VALUES.mean())
-    assert int(metric.count[...]) == 48
-    metric.reset()
-    assert float(updated(strategy, metric).compute()) == pytest.approx(VALUES.mean())
-
-
-def test_welford_is_that_of_all_samples(strategy):
-    result = updated(strategy, nnx.metrics.Welford()).compute()
-    assert float(result.mean) == pytest.approx(VALUES.mean(), rel=1e-5)
-    assert float(result.standard_deviation) == pytest.approx(VALUES.std(), rel=1e-5)
-    assert float(result.standard_error_of_mean) == pytest.approx(VALUES.std() / 48**0.5, rel=1e-5)
+def test_average_and_welford_are_those_of_all_samples(strategy):
+    metrics = nnx.MultiMetric(average=nnx.metrics.Average(), welford=nnx.metrics.Welford())
+    for _ in range(2):
+        metrics.reset()
+        result = updated(strategy, metrics).compute()
+        welford = jax.device_get(result["welford"])
+        assert float(result["average"]) == pytest.approx(VALUES.mean())
+        assert float(welford.mean) == pytest.approx(VALUES.mean(), rel=1e-5)
+        assert float(welford.standard_deviation) == pytest.approx(VALUES.std(), rel=1e-5)
+        error = VALUES.std() / 48**0.5
+        assert float(welford.standard_error_of_mean) == pytest.approx(error, rel=1e-5)
+    assert int(metrics.average.count[...]) == 48
 
 
 def test_a_value_that_is_equal_on_all_replicas_counts_once_for_each(pair):
@@ -240,6 +270,48 @@ def test_a_metric_without_a_rule_is_refused_until_it_has_one(pair):
     assert float(metric.value[...]) == -np.inf
     dj.flax.register_metric(Mine, lambda parts: {"value": parts["value"].max(0)})
     assert float(updated(pair, metric).value[...]) == VALUES.max()
+
+
+class Range(Largest):
+    """The largest value seen, and the smallest of the updates that ask for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.low = nnx.metrics.MetricState(jnp.float32(jnp.inf))
+
+    def reset(self):
+        super().reset()
+        self.low[...] = jnp.float32(jnp.inf)
+
+
+dj.flax.register_metric(
+    Range, lambda parts: {"value": parts["value"].max(0), "low": parts["low"].min(0)}
+)
+
+
+@pytest.mark.parametrize("restructure", [False, True])
+def test_a_function_combines_all_state_where_only_some_changed(pair, restructure):
+    metric = Range()
+    metric.low[...] = jnp.float32(-4)
+
+    def update(metric, x):
+        metric.update(values=x)
+        if restructure:
+            metric.note = "changed"
+
+    (part,) = pair.distribute_dataset([VALUES])
+    pair.run(update, args=(metric, part))
+    assert (float(metric.value[...]), float(metric.low[...])) == (VALUES.max(), -4)
+
+
+def test_a_metric_that_a_step_makes_is_refused(mirrored):
+    def make(box, x):
+        box.metric = nnx.metrics.Average()
+        box.metric.update(values=x)
+
+    text = r"^Box\.metric\.total needs to be state of a metric that was made before the step"
+    with pytest.raises(LocalityError, match=text):
+        run_on_ids(mirrored, make, Box(nnx.Param(jnp.float32(1))))
 
 
 def test_bad_registrations():

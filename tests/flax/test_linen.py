@@ -12,7 +12,7 @@ import distjax as dj
 from distjax.errors import LocalityError, LocalityWarning
 
 NUM_REPLICAS = 4
-BATCHES = make_batches(4)
+BATCHES = make_batches(3)
 
 
 def strategies():

@@ -12,25 +12,26 @@ X = np.arange(24.0, dtype=np.float32)
 W = np.float32(3)
 
 
-def loss_and_gradient(strategy, x, mask, op):
+def losses_and_gradients(strategy, x, mask):
+    """Returns, per op, the loss and its gradient: one program for both ops."""
+
     def step(w, x, mask):
-        loss_fn = lambda w: dj.losses.average_loss((w - x) ** 2, mask, op)
-        loss, gradient = jax.value_and_grad(loss_fn)(w)
-        return dj.get_replica_context().all_reduce(op, (loss, gradient))
+        results = []
+        for op in ("mean", "sum"):
+            loss_fn = lambda w, op=op: dj.losses.average_loss((w - x) ** 2, mask, op)
+            loss, gradient = jax.value_and_grad(loss_fn)(w)
+            results.append(dj.get_replica_context().all_reduce(op, (loss, gradient)))
+        return results
 
-    batch = (x, np.ones(len(x), bool) if mask is None else mask)
-    (batch,) = strategy.distribute_dataset([batch])
-    return [float(v) for v in strategy.run(step, args=(W, *batch))]
+    (batch,) = strategy.distribute_dataset([(x, mask)])
+    return np.asarray(jax.device_get(strategy.run(step, args=(W, *batch))))
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("padding", [0, 24])
-def test_loss_and_gradient_are_those_of_the_whole_batch(strategy, op, padding):
+def test_loss_and_gradient_are_those_of_the_whole_batch(strategy, padding):
     x = np.concatenate([X, np.full(padding, 1e3, np.float32)])
-    mask = np.arange(len(x)) < len(X)
-    loss, gradient = loss_and_gradient(strategy, x, mask if padding else None, op)
-    assert loss == pytest.approx(np.mean((W - X) ** 2))
-    assert gradient == pytest.approx(np.mean(2 * (W - X)))
+    ours = losses_and_gradients(strategy, x, np.arange(len(x)) < len(X))
+    np.testing.assert_allclose(ours, [[np.mean((W - X) ** 2), np.mean(2 * (W - X))]] * 2, 1e-6)
 
 
 def test_weights_and_further_axes(pair):

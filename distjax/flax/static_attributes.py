@@ -1,0 +1,69 @@
+"""Static attributes of NNX objects: what a program is compiled for, so no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from distjax.errors import TraceLeakError, describe_value, explain
+
+
+class _Attribute(NamedTuple):
+    owner: str
+    name: str
+    value: Any
+
+
+def require_hashable(objects: Sequence[Any]) -> None:
+    """Raises for a static attribute that no program can be looked up by.
+
+    Raises:
+      TypeError: such as a list, a dict or a set.
+    """
+    for attribute in _static_attributes(objects):
+        try:
+            hash(attribute.value)
+        except TypeError as error:
+            raise TypeError(
+                explain(
+                    f"{attribute.owner}.{attribute.name} needs a static value that is hashable",
+                    got=describe_value(attribute.value),
+                    why="a program is compiled for the static attributes of a module, and "
+                    "looked up by them",
+                    fix=f"self.{attribute.name} = tuple(...), or nnx.List([...]) where it holds "
+                    "modules",
+                )
+            ) from error
+
+
+def require_no_traced_values(objects: Sequence[Any]) -> None:
+    """Raises for a static attribute that a step set to an array of its trace.
+
+    Raises:
+      TraceLeakError: the array has no value outside of the trace.
+    """
+    for attribute in _static_attributes(objects):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(attribute.value)):
+            raise TraceLeakError(
+                explain(
+                    f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "
+                    "that a step computes",
+                    got="an array set as a new attribute of the module",
+                    why="inside a trace Flax keeps a new attribute as static, and an array of a "
+                    "trace has no value when the step has run",
+                    fix=f"self.{attribute.name} = nnx.Variable(jnp.zeros(...)) in __init__, and "
+                    f"model.{attribute.name}[...] = ... in the step",
+                )
+            )
+
+
+def _static_attributes(objects: Sequence[Any]) -> Iterator[_Attribute]:
+    for _, node in nnx.iter_graph(tuple(objects)):
+        if isinstance(node, nnx.Pytree):
+            is_data = node._pytree__nodes
+            for name, value in vars(node).items():
+                if not is_data.get(name, False) and not name.startswith("_pytree__"):
+                    yield _Attribute(type(node).__name__, name, value)

@@ -11,7 +11,7 @@ from image_loop import Classifier, values
 import distjax as dj
 
 STRATEGIES = {
-    "default": lambda: dj.get_strategy(),
+    "one_device": lambda: dj.OneDeviceStrategy(),
     "mirrored2": lambda: dj.MirroredStrategy(jax.devices()[:2]),
     "virtual2": lambda: dj.VirtualStrategy(2),
     "sharded": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from distjax import jax_compat
 from distjax.errors import TraceLeakError, describe_value, explain
 
 
@@ -46,7 +47,7 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
       TraceLeakError: the array has no value outside of the trace.
     """
     for attribute in _static_attributes(objects):
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(attribute.value)):
+        if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(attribute.value)):
             raise TraceLeakError(
                 explain(
                     f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,14 @@ Zero = ad.Zero
 is_undefined_primal = ad.is_undefined_primal
 
 _trace_numbers = itertools.count()
+
+
+def only_compiles(devices: Iterable[jax.Device]) -> bool:
+    """Returns whether `devices` are described, not present: programs compile, none runs.
+
+    Such devices come from `jax.experimental.topologies`. JAX has no public question for them.
+    """
+    return any(type(d.client).__name__ == "CompileOnlyPyClient" for d in devices)
 
 
 # -- traces -------------------------------------------------------------------

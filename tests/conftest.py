@@ -1,12 +1,22 @@
 """Eight CPU devices for every test, and the one table of strategies that laws run over."""
 
+import functools
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX is imported; children inherit it
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # before a backend starts
+
+# Many rows of the table compile the same program (every sharded strategy of one replica is a
+# mirrored one): a cache for the length of the run, which the workers of pytest-xdist share.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _programs = tempfile.TemporaryDirectory(prefix="distjax-tests-", ignore_cleanup_errors=True)
+    os.environ["DISTJAX_TESTS_PROGRAMS"] = _programs.name
+jax.config.update("jax_compilation_cache_dir", os.environ["DISTJAX_TESTS_PROGRAMS"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 import pytest
 from seed_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
@@ -15,18 +25,41 @@ import distjax as dj
 
 REPLICA_COUNTS = (1, 2, 3, 8)
 
-#: Every way to run a step: a name for the test id, and what makes the strategy.
-STRATEGIES = {
-    "default": lambda: dj.get_strategy(),
-    "one_device": lambda: dj.OneDeviceStrategy(),
-    **{f"mirrored{n}": lambda n=n: dj.MirroredStrategy(jax.devices()[:n]) for n in REPLICA_COUNTS},
-    **{f"virtual{n}": lambda n=n: dj.VirtualStrategy(n) for n in REPLICA_COUNTS},
-}
+
+def _table():
+    """Yields a name for the test id, and what makes the strategy."""
+    yield "default", lambda devices: dj.get_strategy(), 1
+    yield "one_device", lambda devices: dj.OneDeviceStrategy(), 1
+    for n in REPLICA_COUNTS:
+        yield f"mirrored{n}", dj.MirroredStrategy, n
+        yield f"virtual{n}", lambda devices, n=n: dj.VirtualStrategy(n), n
+        for part in ("optimizer", "gradients", "parameters"):
+            yield f"{part}{n}", functools.partial(dj.ShardedStrategy, partition=part), n
+        yield f"central{n}", dj.CentralStorageStrategy, n
+    for n in (1, 2, 3):  # two devices for each replica: eight devices have no R = 8
+        make = functools.partial(dj.MirroredStrategy, model_axes={"model": 2})
+        yield f"two_each{n}", make, 2 * n
 
 
-@pytest.fixture(params=list(STRATEGIES))
+#: Every way to run a step in one process: sharded strategies by what they split.
+STRATEGIES = {name: (lambda make=make, n=n: make(jax.devices()[:n])) for name, make, n in _table()}
+
+#: A row of each kind, and each number of replicas: for tests of what is built on strategies.
+SAMPLE = (
+    "default one_device mirrored1 mirrored8 virtual2 virtual3 parameters2 central3 two_each2"
+).split()
+
+
+def pytest_generate_tests(metafunc):
+    """Laws (`tests/conformance`) run over the whole table, other tests over the sample."""
+    if "strategy" in metafunc.fixturenames:
+        is_law = metafunc.definition.path.parent.name == "conformance"
+        metafunc.parametrize("strategy", list(STRATEGIES) if is_law else SAMPLE, indirect=True)
+
+
+@pytest.fixture
 def strategy(request):
-    """Each strategy of the table, made anew."""
+    """Each strategy of the table (or of its sample), made anew."""
     return STRATEGIES[request.param]()
 
 

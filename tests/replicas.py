@@ -2,6 +2,8 @@
 
 import numpy as np
 
+import distjax as dj
+
 
 def per_replica(strategy, values):
     """Returns values[r] on replica r; the default and one-device strategies take values[0]."""
@@ -23,3 +25,17 @@ def local(strategy, value):
 def everywhere(strategy, number):
     """Returns the list that `local` gives where every replica holds `number`."""
     return [number] * strategy.num_replicas_in_sync
+
+
+def num_copies(strategy, variable):
+    """Returns how many copies of `variable` `local_results` and `update` speak of: 1 or R."""
+    split_or_central = dj.locality(variable).kind in ("partitioned", "host")
+    return 1 if split_or_central else strategy.num_replicas_in_sync
+
+
+def pads(strategy, rows, dtype):
+    """Returns rows[r] on replica r, padded with 99, and the mask of what counts."""
+    width = max(map(len, rows))
+    values = [np.array([*row, *[99] * (width - len(row))], dtype) for row in rows]
+    masks = [np.arange(width) < len(row) for row in rows]
+    return per_replica(strategy, values), per_replica(strategy, masks)

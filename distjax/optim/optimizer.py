@@ -32,7 +32,8 @@ class Optimizer:
       reduce_op: how the replicas' gradients combine: "sum" as in tf.distribute,
         or "mean".
       accumulate_steps: k; only every k-th call communicates and updates, with
-        the mean of the gradients of k calls.
+        the mean of the gradients of k calls. Where the strategy splits gradients
+        (ZeRO 2 and 3) every call reduce-scatters, and the sum is kept split.
 
     Example:
       >>> import optax
@@ -147,7 +148,8 @@ class Optimizer:
 
         Locality: T or M in; V(v) written. Context: any.
         Cost: one all-reduce per gradient (or per bucket of the strategy's
-          CommunicationOptions); none in a call that only accumulates.
+          CommunicationOptions); none in a call that only accumulates, unless the
+          strategy keeps gradients split (ZeRO 2 and 3).
 
         Raises:
           ContextError: before `init`.
@@ -217,17 +219,16 @@ class Optimizer:
             self._step(list(grads), extra)
 
     def _step_in_trace(self, grads: list[Any], extra: dict[str, Any]) -> None:
-        def communicate(values: list[Any], divisor: int) -> None:
-            pairs = list(zip(values, self._variables, strict=True))
-            reduced = self._strategy.extended.batch_reduce_to(self._op, pairs)
-            if divisor > 1:
-                reduced = [(g / divisor).astype(g.dtype) for g in reduced]
+        def reduce(pairs: Sequence[tuple[Any, Variable]]) -> list[Any]:
+            return self._strategy.extended.batch_reduce_to(self._op, pairs)
+
+        def apply(reduced: list[Any]) -> None:
             update_variables(self._tx, self._required_state(), self._tree, reduced, extra)
 
         if self._accumulation is None:
-            communicate(grads, 1)
+            apply(reduce(list(zip(grads, self._variables, strict=True))))
         else:
-            self._accumulation.step(grads, communicate)
+            self._accumulation.step(grads, reduce, apply)
 
     def __repr__(self) -> str:
         names = [v.name for v in self._variables]

@@ -85,7 +85,7 @@ class Program:
         except _NewVariables as news:
             self._adopt(news.discovered, donated, tree)
             arrays, form = self._run(donated, tree)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             arrays, form = self._run(*self._repaired(error, args, kwargs))
         if form.made_again:
             self._is_unguarded = True
@@ -93,7 +93,7 @@ class Program:
 
     def _run(self, donated: Any, tree: Any) -> tuple[Any, ResultForm]:
         if not self._threads:
-            arrays, form, _, ticket = self._jitted((), donated, (), tree)
+            _, arrays, form, ticket = self._jitted((), donated, (), tree)
             if ticket is not None:
                 launched(ticket)
             return arrays, form
@@ -104,7 +104,7 @@ class Program:
                 keep_lent_arrays(self._written)
             written = [v.storage for v in self._writes]
             read = [v.storage for v in self._reads]
-            arrays, form, new, ticket = self._jitted(written, donated, read, tree)
+            new, arrays, form, ticket = self._jitted(written, donated, read, tree)
             if arrays and isinstance(arrays[0], jax_compat.Tracer):
                 self._require_eager()
             for variable, array in zip(self._writes, new, strict=True):
@@ -115,6 +115,8 @@ class Program:
 
     def _repaired(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns arguments that `jit` takes in place of those it refused, or re-raises."""
+        for variable in (*self._writes, *self._reads):
+            variable.require_present()
         hidden = hide_objects((args, kwargs), self._argument_names)
         if not self._hides_objects and jax.tree.structure(hidden) != jax.tree.structure(
             (args, kwargs)
@@ -209,7 +211,9 @@ class Program:
             values = dict(zip((*writes, *reads), (*written, *read), strict=True))
             arrays, form, new = discovered.evaluate((donated, tree), values)
             ticket = make_ticket() if discovered.spans_devices else None
-            return arrays, form, [new.get(v, values[v]) for v in writes], ticket
+            # The new values come first: jit pairs donated inputs with the first outputs of their
+            # shape, and on one device it does not ask in which memory (JAX 0.12 too).
+            return [new.get(v, values[v]) for v in writes], arrays, form, ticket
 
         body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
         return body

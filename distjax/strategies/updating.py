@@ -55,9 +55,22 @@ def update(
     if variable.policy.stacked:
         result = _on_each_copy(extended, variable, fn, args, kwargs)
     else:
-        with frames.entered(_update_frame(extended)):
-            result = fn(variable, *args, **kwargs)
+        result = _on_the_value(extended, variable, fn, args, kwargs)
     return result if group else _as_lists(extended, variable.layout.num_copies, result)
+
+
+def _on_the_value(
+    extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    before, handed_out = variable.storage, variable.lent_handles
+    try:
+        with frames.entered(_update_frame(extended)):
+            return fn(variable, *args, **kwargs)
+    except BaseException:
+        # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
+        if frames.current().state is None:
+            variable.storage, variable.lent_handles = before, handed_out
+        raise
 
 
 def _update_frame(extended: Any) -> Frame:

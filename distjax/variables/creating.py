@@ -126,6 +126,9 @@ def _initialize_now(
     variable: Variable, initial_value: Any, make_initial: Callable[[], jax.Array]
 ) -> None:
     """Gives the variable its storage, outside of any trace of ours."""
+    if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
+        variable.storage = _described(variable)
+        return
     if callable(initial_value) and variable.size > 0:  # JAX cannot place empty outputs
         # Compiled with its output sharding: nothing is first whole on one device.
         def make() -> jax.Array:
@@ -143,3 +146,10 @@ def _initialize_now(
         if value.dtype != variable.dtype:  # PRNG keys have no astype
             value = value.astype(variable.dtype)
         access.initialize(variable, value)
+
+
+def _described(variable: Variable) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and place of storage on devices that are not there."""
+    value = jax.ShapeDtypeStruct(variable.global_shape, variable.dtype)
+    stored = jax.eval_shape(variable.layout.to_stored, value)
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=variable.sharding)

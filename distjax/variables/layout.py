@@ -203,13 +203,14 @@ class HostLayout:
         """Returns `value` flattened and padded, in host memory."""
         flat = jnp.asarray(value).reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % len(self.topology.devices)))
-        on_devices = NamedSharding(self._mesh, PartitionSpec("part"))
-        return jax.device_put(jax.device_put(flat, on_devices), self.sharding)
+        split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
+        return jax.device_put(split, self.sharding)
 
     def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
         """Returns the value [...], copied to each device."""
         flat = jax.device_put(stored, NamedSharding(self._mesh, PartitionSpec("part")))
-        flat = jax.device_put(flat, NamedSharding(self._mesh, PartitionSpec()))
+        flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
         size = int(np.prod(shape, dtype=int))
-        value = flat[:size].reshape(shape)
-        return jax.device_put(value, self.topology.mirrored)
+        # Constraints, not device_puts: in a trace those only name a memory, and a result that is
+        # this value would come out split, as would what is stored come out whole.
+        return lax.with_sharding_constraint(flat[:size].reshape(shape), self.topology.mirrored)

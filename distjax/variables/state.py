@@ -61,6 +61,7 @@ class StorageState:
         if jax_compat.staging():
             raise TraceLeakError(_leak_text(variable, "read", "a trace that distjax does not own"))
         variable.require_initialized()
+        variable.require_present()
         return variable.stored_value
 
     def write(self, variable: Any, value: Any) -> None:
@@ -73,6 +74,7 @@ class StorageState:
         """Raises a TraceLeakError inside any JAX trace."""
         if jax_compat.tracing():
             raise TraceLeakError(_leak_text(variable, "write", "a trace that distjax does not own"))
+        variable.require_present()
 
 
 STORAGE = StorageState()

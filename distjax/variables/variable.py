@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax.context import frames
-from distjax.errors import ContextError, explain
+from distjax.errors import ContextError, UnsupportedError, explain
 from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layout import Layout
@@ -174,6 +174,18 @@ class Variable:
                     why="the values of a traced function exist only when its trace ends",
                     fix="create the variable again, outside the function or guarded by "
                     "`if self.v is None`",
+                )
+            )
+
+    def require_present(self) -> None:
+        """Raises an UnsupportedError if the devices of the variable are only described."""
+        if isinstance(self.storage, jax.ShapeDtypeStruct):
+            raise UnsupportedError(
+                explain(
+                    f"variable {self.name!r} needs devices that are there to have a value",
+                    got="a strategy on devices of jax.experimental.topologies",
+                    why="programs can be compiled for such devices, but nothing runs on them",
+                    fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
                 )
             )
 

@@ -353,25 +353,6 @@ def test_contexts_of_another_run_of_the_same_strategy(pair):
         pair.run(lambda: kept[0].all_reduce("sum", 1.0))
 
 
-def test_every_context_question_has_an_answer_on_every_strategy(strategy, how):
-    """Conformance: in run one is a replica, in a merge one is not, afterwards all is as before."""
-    seen = []
-
-    def merge(s, x):
-        seen.append((s is strategy, dj.get_strategy() is strategy, dj.in_cross_replica_context()))
-        return x
-
-    def fn(x):
-        context = dj.get_replica_context()
-        assert not dj.in_cross_replica_context()
-        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
-        return context.merge_call(merge, args=(x,))
-
-    how(lambda x: strategy.run(fn, args=(x,)))(jnp.float32(1))
-    assert set(seen) == {(True, True, True)}
-    assert state() == DEFAULT
-
-
 def test_default_scope_changes_nothing_and_does_not_nest_in_others(pair):
     with DEFAULT_STRATEGY.scope():
         assert state() == DEFAULT

@@ -165,15 +165,6 @@ def test_r265_one_replica_is_wrapped_where_the_strategy_wraps():
     assert make(dj.get_strategy()) == 7.0
 
 
-def test_r267_values_from_function_then_run(strategy, how):
-    n = strategy.num_replicas_in_sync
-    x = strategy.distribute_values_from_function(
-        lambda ctx: [np.float32(ctx.replica_id_in_sync_group)]
-    )
-    out = how(lambda x: strategy.run(lambda x: [x[0] ** 2], args=(x,)))(x)
-    assert local(strategy, out[0]) == [float(r * r) for r in range(n)]
-
-
 def test_the_function_is_called_once_per_replica_in_order(pair):
     seen = []
     pair.distribute_values_from_function(lambda ctx: seen.append(ctx) or 0)

@@ -1,7 +1,5 @@
 """Topologies: devices, meshes and the errors of what does not fit."""
 
-import copy
-
 import jax
 import numpy as np
 import pytest
@@ -123,9 +121,3 @@ def test_one_device_needs_to_be_a_device(make):
     for device in ("cpu:0", 0, jax.devices()[:2]):
         with pytest.raises(ValueError, match="^device needs a jax.Device"):
             make(device)
-
-
-def test_strategies_are_not_copied(strategy):
-    for duplicate in (copy.copy, copy.deepcopy):
-        with pytest.raises(RuntimeError, match="needs to stay one object"):
-            duplicate(strategy)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import sparse
-from replicas import everywhere, ids, local, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import LocalityError
@@ -55,11 +55,6 @@ def test_r137_gradient_on_one_replica(c):
         assert float(strategy.run(fn, args=(jnp.float32(1),))) == c
 
 
-def test_r139_sum_of_one_counts_the_replicas(strategy, how):
-    out = how(lambda: strategy.run(lambda: context().all_reduce("sum", 1.0)))()
-    assert float(out) == strategy.num_replicas_in_sync
-
-
 def test_decision_25_numbers_are_arrays_and_none_is_empty(pair, how):
     out = how(
         lambda: pair.run(lambda: context().all_reduce("sum", {"n": 2, "none": None, "l": []}))
@@ -73,17 +68,6 @@ def test_r141_mean_of_integers(pair, how):
     x = per_replica(pair, [np.int32(1), np.int32(2)])
     out = how(lambda x: pair.run(lambda x: context().all_reduce("mean", x), args=(x,)))(x)
     assert out.dtype == jnp.float32 and float(out) == 1.5
-
-
-@pytest.mark.seed("all_reduce", "ReduceOp")
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_every_strategy_reduces_in_a_replica_as_across(strategy, how, op):
-    x = ids(strategy)
-    inside = how(lambda x: strategy.run(lambda x: context().all_reduce(op, x), args=(x,)))(x)
-    across = how(lambda x: strategy.reduce(op, x))(x)
-    n = strategy.num_replicas_in_sync
-    assert local(strategy, inside) == everywhere(strategy, total(n) / (n if op == "mean" else 1))
-    np.testing.assert_array_equal(inside, across)
 
 
 def test_variables_are_reduced_by_what_the_replica_sees(pair):
@@ -102,36 +86,6 @@ def test_variables_are_reduced_by_what_the_replica_sees(pair):
 # -- all_gather ----------------------------------------------------------------
 
 
-def test_r145_r151_gathers_along_an_axis(strategy, how):
-    """Shapes are equal on all replicas (decision 16)."""
-    n = strategy.num_replicas_in_sync
-
-    def fn(x):
-        column = jnp.full((2, 1), x)
-        return context().all_gather({"rows": column, "columns": [column]}, axis=0), (
-            context().all_gather(column, axis=1)
-        )
-
-    first, wide = how(lambda x: strategy.run(fn, args=(x,)))(ids(strategy))
-    expected = np.repeat(np.arange(n, dtype=np.float32), 2)[:, None]
-    np.testing.assert_array_equal(first["rows"], expected)
-    np.testing.assert_array_equal(first["columns"][0], expected)
-    np.testing.assert_array_equal(wide, [np.arange(n)] * 2)
-
-
-def test_r153_gradient_of_all_gather(strategy, how):
-    n = strategy.num_replicas_in_sync
-    c = per_replica(strategy, [np.float32(r + 1) for r in range(n)])
-
-    def fn(c):
-        x = jnp.array([[3.0], [5.0]])
-        return jax.grad(lambda x: (context().all_gather(x, axis=1) * c).sum())(x)
-
-    out = how(lambda c: strategy.run(fn, args=(c,)))(c)
-    s = n * (n + 1) / 2
-    assert local(strategy, out) == everywhere(strategy, [[s], [s]])
-
-
 def test_r155_scalars_and_negative_axes(pair):
     with pytest.raises(ValueError, match="^all_gather needs a value with at least one axis"):
         pair.run(lambda x: context().all_gather(x, 0), args=(ids(pair),))
@@ -146,16 +100,6 @@ def test_gather_of_keys(pair):
 
 
 # -- fold_in -------------------------------------------------------------------
-
-
-def test_fold_in_makes_keys_differ(strategy, how):
-    n = strategy.num_replicas_in_sync
-    key = jax.random.key(3)
-    fn = lambda key: jax.random.key_data(context().fold_in(key))
-    out = how(lambda key: strategy.run(fn, args=(key,)))(key)
-    expected = [np.asarray(jax.random.key_data(jax.random.fold_in(key, r))) for r in range(n)]
-    for got, want in zip(strategy.local_results(out), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 # -- sparse values: decision 16 ------------------------------------------------

@@ -361,31 +361,6 @@ def test_shapes_a_b_a_with_python_results(pair, how):
     assert fn.calls == 2
 
 
-def test_traced_once_per_signature(strategy):
-    v = make(strategy, 0.0, aggregation=AGG.SUM)
-
-    @counted
-    def fn(x, y):
-        v.assign_add(jnp.float32(0))
-        return dj.get_replica_context().all_reduce("sum", x), y
-
-    if strategy is dj.get_strategy():
-        return  # it runs functions as they are, at every call
-    for args in [
-        (jnp.ones(2), 1),
-        (jnp.ones(2), 2),  # a number is an input, not part of the program
-        (jnp.zeros(2), 7),
-        (jnp.ones(3), 1),
-        (jnp.ones(3), 1.0),
-        (jnp.ones((3, 1)), 1),
-        (jnp.ones(2, jnp.int32), 1),
-        ({"a": jnp.ones(2)}, 1),
-        (jnp.ones(2), 1),
-    ]:
-        strategy.run(fn, args=args)
-    assert fn.calls == 6
-
-
 def test_dj_jit_traces_once_per_signature(pair):
     @counted
     def step(x):
@@ -460,26 +435,6 @@ def test_equal_objects_share_a_program(pair):
     for on in (1, 2, 1, 2):
         assert float(pair.run(fn, args=(jnp.float32(1), Flag(on)))) == 1 + on
     assert fn.calls == 2
-
-
-ARGUMENTS = {
-    "numpy scalar": (np.float32(2), 4),
-    "numpy float64": (np.float64(2), 4),
-    "numpy int64": (np.int64(2), 4),
-    "numpy bool": (np.bool_(True), 2),
-    "python int": (2, 4),
-    "python float": (2.0, 4),
-    "numpy array": (np.full((), 2, np.int32), 4),
-    "jax array": (jnp.int32(2), 4),
-}
-
-
-@pytest.mark.parametrize("kind", list(ARGUMENTS))
-def test_numbers_of_every_kind(strategy, kind):
-    value, expected = ARGUMENTS[kind]
-    fn = lambda x: x + x * 1 if kind != "numpy bool" else x * 2
-    for _ in range(2):
-        assert local(strategy, strategy.run(fn, args=(value,))) == everywhere(strategy, expected)
 
 
 def test_keys_and_none(pair, how):
@@ -572,3 +527,24 @@ def test_steady_calls_do_not_warn(pair):
         for i in range(20):
             pair.run(fn, args=(ids(pair), i))
             pair.run(lambda x: x, args=(ids(pair),))  # a new function each time
+
+
+ARGUMENTS = {
+    "numpy scalar": (np.float32(2), 4),
+    "numpy float64": (np.float64(2), 4),
+    "numpy int64": (np.int64(2), 4),
+    "numpy bool": (np.bool_(True), 2),
+    "python int": (2, 4),
+    "python float": (2.0, 4),
+    "numpy array": (np.full((), 2, np.int32), 4),
+    "jax array": (jnp.int32(2), 4),
+}
+
+
+def test_numbers_of_every_kind(strategy):
+    """Each alone, since what one call is given decides how the next is compiled."""
+    for kind, (value, expected) in ARGUMENTS.items():
+        fn = lambda x, kind=kind: x + x * 1 if kind != "numpy bool" else x * 2
+        for _ in range(2):
+            out = strategy.run(fn, args=(value,))
+            assert local(strategy, out) == everywhere(strategy, expected), kind

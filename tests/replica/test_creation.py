@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import everywhere, ids, local, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import ContextError, TraceLeakError
@@ -31,17 +31,6 @@ class Layer:
 
 
 # -- guarded ------------------------------------------------------------------
-
-
-@pytest.mark.seed("variable created in a replica function")
-def test_guarded_creation(strategy, how):
-    layer = Layer(aggregation=AGG.SUM)
-    step = how(lambda x: strategy.run(layer, args=(x,)))
-    for _ in range(3):
-        assert local(strategy, step(jnp.float32(3))) == everywhere(strategy, [3, 3])
-    assert layer.v.strategy is strategy and layer.v.name == "v"
-    layer.v.assign(jnp.full(2, 2.0))
-    assert local(strategy, step(jnp.float32(3))) == everywhere(strategy, [6, 6])
 
 
 def test_guarded_creation_traces_once_more(pair):

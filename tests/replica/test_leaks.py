@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import everywhere, ids, local
+from replicas import ids
 
 import distjax as dj
 from distjax.errors import TraceLeakError
@@ -125,49 +125,6 @@ def test_a_name_of_the_users_own_is_no_construct(pair):
 
 
 # -- reads --------------------------------------------------------------------
-
-
-def test_read_in_the_users_own_jit(strategy):
-    v = make(strategy)
-    with pytest.raises(TraceLeakError) as caught:
-        jax.jit(lambda x: v.value * x)(1.0)
-    text = lines(caught)
-    assert text[0] == FIRST.format("read") and text[3] == DJ_JIT
-    assert text[1] == "Got: a read inside jax.jit."
-
-
-READERS = {
-    "jit": lambda fn: jax.jit(fn)(jnp.float32(2)),
-    "grad": lambda fn: jax.grad(fn)(jnp.float32(2)) * 2,
-    "vmap": lambda fn: jax.vmap(fn)(jnp.full(1, 2.0))[0],
-    "checkpoint": lambda fn: jax.checkpoint(fn)(jnp.float32(2)),
-    "scan": lambda fn: lax.scan(lambda c, x: (fn(c), x), jnp.float32(2), jnp.ones(1))[0],
-    "cond": lambda fn: lax.cond(jnp.bool_(True), fn, lambda x: x, jnp.float32(2)),
-    "while_loop": lambda fn: lax.while_loop(lambda c: c < 6, fn, jnp.float32(2)),
-}
-
-
-@pytest.mark.parametrize("reader", list(READERS))
-def test_reads_work_in_every_inner_trace(strategy, reader):
-    """Decision 5: the first read may stand at any depth."""
-    v = make(strategy, 3.0)
-    if strategy is dj.get_strategy():
-        strategy = dj.OneDeviceStrategy()
-        v = make(strategy, 3.0)
-    fn = lambda: READERS[reader](lambda x: x * v.value)
-    assert local(strategy, strategy.run(fn)) == everywhere(strategy, 6)
-    assert float(dj.jit(fn)()) == 6
-    v.assign(4.0)
-    if reader != "while_loop":
-        assert float(dj.jit(fn)()) == 8
-
-
-def test_eager_grad_and_vmap_read_the_value_of_now(strategy):
-    v = make(strategy, 3.0)
-    assert float(jax.grad(lambda x: v.value * x)(2.0)) == 3
-    assert jax.vmap(lambda x: v.value * x)(jnp.arange(2.0)).tolist() == [0, 3]
-    v.assign(4.0)
-    assert float(jax.grad(lambda x: v.value * x)(2.0)) == 4
 
 
 # -- run in a trace of the user's ---------------------------------------------

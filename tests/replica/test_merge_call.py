@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import everywhere, ids, local, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import (
@@ -32,18 +32,6 @@ def sum_of(strategy, x):
 
 
 # -- what the function gets, and what comes back -------------------------------
-
-
-def test_seed_example(strategy, how):
-    """Seed 000 and semantics 12.1: every replica gets the sum, and adds it to its own value."""
-
-    def fn(three):
-        v = three + context().replica_id_in_sync_group
-        return merge(sum_of, v) + v
-
-    n = strategy.num_replicas_in_sync
-    out = how(lambda x: strategy.run(fn, args=(x,)))(3)
-    assert local(strategy, out) == [3 * n + n * (n - 1) // 2 + 3 + r for r in range(n)]
 
 
 @pytest.mark.seed("merge_call")
@@ -81,13 +69,6 @@ def test_arguments_by_locality(pair, how):
     assert isinstance(last["reduced"], jax.Array)
     assert last["v"] is v and last["o"] is captured
     assert (last["number"], last["text"], last["none"]) == (3, "a", None)
-
-
-def test_the_function_gets_the_strategy_first(strategy):
-    seen = []
-    strategy.run(lambda: merge(lambda s, *a, **k: seen.append((s, a, k)), 1, two=2))
-    assert set(map(str, seen)) == {str((strategy, (1,), {"two": 2}))}
-    assert seen[0][0] is strategy
 
 
 @pytest.mark.seed("merge_call")
@@ -204,11 +185,6 @@ def test_r093_a_variable_made_in_a_merge_function(pair):
     assert out.strategy is pair and len(out.local_results()) == 2
     assert out.synchronization is dj.VariableSynchronization.ON_WRITE
     assert float(out.value) == 2.0
-
-
-def test_r095_keyword_arguments_are_passed_through(strategy):
-    out = strategy.run(lambda: merge(lambda s, test_arg: test_arg, test_arg="foo"))
-    assert out == "foo"
 
 
 def test_merge_functions_write_variables(pair, how):
@@ -432,27 +408,6 @@ def test_merge_call_in_a_merge_function(pair):
         pair.run(fn)
 
 
-@pytest.mark.parametrize("op", [lax.psum, lax.pmean, lax.pmax, lax.all_gather])
-def test_a_bare_collective_in_a_merge_function(strategy, op):
-    """Decision 29."""
-
-    def collect(strategy, x):
-        return op(x, "replica")
-
-    def fn(x):
-        return merge(collect, x)
-
-    if strategy.axis_name is None:  # the default strategy calls: JAX's own error
-        with pytest.raises(NameError, match="unbound axis name: replica"):
-            strategy.run(fn, args=(jnp.float32(1),))
-        return
-    with pytest.raises(MergeError) as info:
-        strategy.run(fn, args=(jnp.float32(1),))
-    text = str(info.value)
-    assert "collect needs strategy.reduce to combine values of replicas" in text.splitlines()[0]
-    assert __file__ in text and "strategy.reduce('sum', x)" in text
-
-
 def test_a_merge_function_that_changes_between_its_traces(pair):
     calls = []
 
@@ -512,9 +467,3 @@ def test_gradient_through_a_merge_is_the_same_reduction(pair, how, op):
     scale = 1.0 if op == "sum" else 0.5
     assert local(pair, grad) == [scale * 4 * 2 * 3, scale * 4 * 2 * 5]
     assert local(pair, tangent) == [scale * 1 * 16, scale * 3 * 16]
-
-
-def test_every_strategy_gives_the_sum(strategy, how):
-    n = strategy.num_replicas_in_sync
-    out = how(lambda x: strategy.run(lambda x: merge(sum_of, x * x), args=(x,)))(ids(strategy))
-    assert local(strategy, out) == everywhere(strategy, float(sum(r * r for r in range(n))))

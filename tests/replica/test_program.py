@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import everywhere, ids, local, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import LocalityError
@@ -218,20 +218,6 @@ def test_jit_in_jit_and_in_run_is_the_function_itself(pair):
     assert float(inner(jnp.float32(1))) == 4
 
 
-def test_a_jitted_function_in_several_contexts(strategy):
-    @dj.jit
-    def where():
-        return dj.get_strategy().num_replicas_in_sync, dj.in_cross_replica_context()
-
-    for _ in range(2):
-        assert where() == (1, False)
-        with strategy.scope():
-            inside = where()
-        if strategy is not dj.get_strategy():
-            assert inside == (strategy.num_replicas_in_sync, True)
-        assert where() == (1, False)
-
-
 def test_the_function_keeps_its_name_and_docs():
     @dj.jit
     def documented(x):
@@ -239,18 +225,6 @@ def test_the_function_keeps_its_name_and_docs():
         return x
 
     assert documented.__name__ == "documented" and documented.__doc__ == "Docs."
-
-
-def test_an_empty_program(strategy, how):
-    assert how(lambda: strategy.run(lambda: None))() is None
-    assert how(lambda: strategy.run(lambda: ()))() == ()
-    assert how(lambda x: strategy.run(lambda x: x, args=(x,)))([]) == []
-
-
-def test_closed_over_arrays(strategy, how):
-    host, device = np.arange(2.0, dtype=np.float32), jnp.ones(2)
-    got = how(lambda: strategy.run(lambda: host + device))()
-    assert local(strategy, got) == everywhere(strategy, [1, 2])
 
 
 def test_a_compiled_method_may_call_another():

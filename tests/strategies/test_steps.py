@@ -79,30 +79,6 @@ def test_iterations_is_a_positive_int(pair, iterations):
         half_sums(pair, iterations)
 
 
-@pytest.mark.seed("experimental_run_steps_on_iterator")
-def test_variables_are_carried_and_traced_once(strategy):
-    traces = []
-    with strategy.scope():
-        total = dj.Variable(0, name="total")
-
-    def step(context, inputs):
-        traces.append(1)
-        value = strategy.reduce("sum", strategy.run(jnp.sum, args=(inputs,)))
-        total.assign_add(value)
-        context.set_last_step_output("total", total.value)
-
-    count = strategy.num_replicas_in_sync
-    data = [np.ones(count * 2, np.int32) * i for i in range(6)]
-    iterator = iter(strategy.distribute_dataset(data))
-    first = strategy.extended.run_steps_on_iterator(step, iterator, 3)
-    # Every replica of a strategy that wraps sums its part; one replica sums all.
-    assert int(first.last_step_outputs["total"]) == (0 + 1 + 2) * count * 2
-    seen = len(traces)
-    strategy.extended.run_steps_on_iterator(step, iterator, 3)
-    assert int(total.value) == sum(range(6)) * count * 2
-    assert len(traces) == seen  # the second call compiles nothing
-
-
 @pytest.mark.seed("initial_loop_values")
 def test_initial_loop_values_reach_the_first_step(pair):
     def step(context, inputs):

@@ -19,45 +19,6 @@ def make(strategy, initial=1.0, **options):
         return dj.Variable(initial, **options)
 
 
-def test_r237_the_function_gets_the_variable_and_its_arguments(strategy):
-    v = make(strategy)
-    captured, seen = object(), []
-
-    def fn(*args, **kwargs):
-        seen.append((args, kwargs))
-
-    strategy.extended.update(v, fn, (captured, 3), {"k": "text"})
-    assert seen == [((v, captured, 3), {"k": "text"})]
-    assert seen[0][0][0] is v and seen[0][0][1] is captured
-
-
-@pytest.mark.seed("update")
-def test_update_writes(strategy, how):
-    v = make(strategy, [1.0, 2.0])
-    step = how(lambda g: strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,)))
-    np.testing.assert_array_equal(step(np.float32([0.5, 1.5])), [0.5, 0.5])
-    np.testing.assert_array_equal(v.value, [0.5, 0.5])
-    assert local(strategy, v) == [[0.5, 0.5]] * len(strategy.local_results(v))
-
-
-@pytest.mark.seed("update (group=False)")
-def test_r239_group_false_gives_an_element_per_copy(strategy, how):
-    """Decision 14: R for mirrored variables, one where there is one copy."""
-    v = make(strategy)
-    copies = len(v.local_results())
-    step = how(
-        lambda: strategy.extended.update(
-            v, lambda v: {"new": v.assign(5.0), "name": "n"}, group=False
-        )
-    )
-    out = step()
-    assert [float(x) for x in out["new"]] == [5.0] * copies
-    assert out["name"] == ["n"] * copies
-    assert type(out["new"]) is list
-    wraps = isinstance(strategy, (dj.MirroredStrategy, dj.VirtualStrategy))
-    assert copies == (strategy.num_replicas_in_sync if wraps else 1)
-
-
 def test_group_false_of_a_sync_on_read_variable(pair, how):
     v = make(pair, 0.0, synchronization=ON_READ, aggregation=SUM)
     step = how(lambda x: pair.extended.update(v, lambda v, x: v.assign_add(x), (x,), group=False))
@@ -81,27 +42,6 @@ def test_r243_update_in_a_replica_is_refused(pair):
         )
     assert "merge_call" in str(info.value)
     assert float(v.value) == 1.0
-
-
-@pytest.mark.seed("the four steps of an update")
-def test_r247_the_four_steps(strategy, how):
-    """Gradient per replica, reduce_to the variable, update, in a merge_call."""
-    n = strategy.num_replicas_in_sync
-    w = make(strategy, 10.0, name="w")
-
-    def merge(strategy, g):
-        total = strategy.extended.reduce_to("sum", g, w)
-        strategy.extended.update(w, lambda v, g: v.assign_sub(0.5 * g), (total,))
-
-    def fn(g):
-        dj.get_replica_context().merge_call(merge, args=(g,))
-        return w.value
-
-    g = per_replica(strategy, [np.float32(r + 1) for r in range(n)])
-    out = how(lambda g: strategy.run(fn, args=(g,)))(g)
-    expected = 10 - 0.5 * n * (n + 1) / 2
-    assert local(strategy, out) == [expected] * n
-    assert float(w.value) == expected
 
 
 # -- arguments: decision 13 ----------------------------------------------------

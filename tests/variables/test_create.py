@@ -83,13 +83,6 @@ def test_r165_invalid_synchronization(pair, mode):
     assert first_line(caught) == (f"Invalid variable synchronization mode: {mode} for variable: v.")
 
 
-def test_r167_strategy_of_a_variable(strategy):
-    for sync in (SYNC.ON_WRITE, SYNC.ON_READ):
-        v = make(strategy, 1.0, synchronization=sync)
-        assert v.strategy is strategy
-        assert strategy.extended.variable_created_in_scope(v)
-
-
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 def test_r169_random_initial_value_is_equal_everywhere(pair, sync):
     made = []
@@ -146,13 +139,6 @@ def test_auto_is_on_write_and_none_is_refused(pair):
     )
 
 
-@pytest.mark.parametrize("mode", ["SUM", 3, dj.ReduceOp.SUM])
-def test_invalid_aggregation(strategy, mode):
-    with pytest.raises(ValueError) as caught:
-        make(strategy, 1.0, name="v", aggregation=mode)
-    assert first_line(caught) == f"Invalid variable aggregation mode: {mode} for variable: v."
-
-
 def test_aggregation_none_the_object(pair):
     assert make(pair, 1.0, aggregation=None).aggregation is AGG.NONE
 
@@ -169,24 +155,6 @@ def test_one_device_takes_every_mode():
     strategy = dj.OneDeviceStrategy()
     v = make(strategy, 1, synchronization=SYNC.ON_READ, aggregation=AGG.MEAN)
     assert v.aggregation is AGG.MEAN and len(v.local_results()) == 1
-
-
-@pytest.mark.parametrize(
-    ("sync", "given", "expected"),
-    [
-        (SYNC.AUTO, None, True),
-        (SYNC.ON_WRITE, None, True),
-        (SYNC.ON_READ, None, False),
-        (SYNC.ON_READ, True, True),
-        (SYNC.ON_WRITE, False, False),
-    ],
-)
-def test_trainable_default(strategy, sync, given, expected):
-    assert make(strategy, 1.0, synchronization=sync, trainable=given).trainable is expected
-
-
-def test_name_default(strategy):
-    assert make(strategy, 1.0).name == "Variable"
 
 
 # -- initial values -----------------------------------------------------------
@@ -219,13 +187,6 @@ def test_initial_value(pair, kind, as_function):
             assert component.dtype == expected.dtype
             np.testing.assert_array_equal(component, expected)
     assert not v.value.weak_type
-
-
-def test_dtype_converts_the_initial_value(strategy):
-    v = make(strategy, np.arange(3), dtype=jnp.float16)
-    assert v.dtype == v.value.dtype == jnp.float16 and v.value.tolist() == [0, 1, 2]
-    v = make(strategy, lambda: jnp.arange(3), dtype="bfloat16")
-    assert v.dtype == v.value.dtype == jnp.bfloat16
 
 
 def test_a_variable_as_initial_value_is_copied(pair):

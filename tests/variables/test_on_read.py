@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import everywhere, local, per_replica
+from replicas import local, per_replica
 
 import distjax as dj
 from distjax.errors import AggregationError
@@ -28,42 +28,10 @@ def parts(variable):
 
 
 @pytest.mark.parametrize("aggregation", ALL)
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-def test_r215_write_in_a_replica(strategy, aggregation, method):
-    r = make(strategy, 0.0, aggregation)
-    strategy.run(lambda: getattr(r, method)(-1.0 if method == "assign_sub" else 1.0))
-    assert parts(r) == everywhere(strategy, 1)
-
-
-def test_r217_assign_across_replicas_divides_a_sum(strategy, how):
-    count = strategy.num_replicas_in_sync
-    r = make(strategy, 0.0)
-    assert float(how(lambda: r.assign(1.0 * count))()) == count
-    assert parts(r) == everywhere(strategy, 1)
-
-
-@pytest.mark.parametrize("aggregation", ALL)
-def test_r219_integers_are_converted(strategy, aggregation):
-    r = make(strategy, 0.0, aggregation)
-    strategy.run(lambda: (r.assign(1), None)[1])
-    assert r.dtype == jnp.float32 and parts(r) == everywhere(strategy, 1)
-    strategy.run(lambda: (r.assign(jnp.int32(2)), None)[1])
-    assert parts(r) == everywhere(strategy, 2)
-
-
-@pytest.mark.parametrize("aggregation", ALL)
 def test_r221_read_in_a_replica(pair, aggregation):
     r = make(pair, 0.0, aggregation)
     pair.run(lambda x: r.assign(x), args=(per_replica(pair, [np.float32(1), np.float32(2)]),))
     assert local(pair, pair.run(lambda: r.value)) == [1, 2]
-
-
-@pytest.mark.parametrize("aggregation", ALL)
-def test_r223_assign_returns_the_component(strategy, aggregation):
-    r = make(strategy, 0.0, aggregation)
-    number = lambda: dj.get_replica_context().replica_id_in_sync_group
-    returned = strategy.run(lambda: r.assign(jnp.float32(number())))
-    assert local(strategy, returned) == list(range(strategy.num_replicas_in_sync))
 
 
 def test_r225_created_in_a_replica(pair):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import everywhere, ids, local, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import AggregationError
@@ -19,11 +19,6 @@ def make(strategy, initial_value, aggregation=AGG.NONE, **options):
 
 def parts(variable):
     return [np.asarray(c).tolist() for c in variable.local_results()]
-
-
-def test_r181_sum_is_assigned_across_replicas(strategy, how):
-    v = make(strategy, 0.0, AGG.SUM)
-    assert float(how(lambda: v.assign(1.0))()) == 1 and float(v.value) == 1
 
 
 @pytest.mark.seed("no write in a replica without aggregation")
@@ -51,32 +46,6 @@ def test_r187_assign_across_replicas(pair, how):
 def test_r189_assign_sub_across_replicas(pair, how):
     v = make(pair, 5.0)
     assert float(how(lambda: v.assign_sub(2.0))()) == 3 and parts(v) == [3, 3]
-
-
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-def test_r191_the_value_is_another_variable(strategy, how, method):
-    other = make(strategy, -2.0 if method == "assign_sub" else 2.0, AGG.MEAN)
-    v = make(strategy, 0.0, AGG.MEAN)
-    how(lambda: strategy.run(lambda: getattr(v, method)(other)))()
-    assert float(v.value) == 2
-    v.assign(0.0)
-    how(lambda: getattr(v, method)(other))()
-    assert float(v.value) == 2 and float(other.value) in (2, -2)
-
-
-@pytest.mark.seed("replica context")
-@pytest.mark.parametrize("aggregation", ALL)
-def test_r193_read_in_a_replica(strategy, aggregation):
-    v = make(strategy, 3.0, aggregation)
-    seen = strategy.run(lambda: v.value)
-    assert local(strategy, seen) == everywhere(strategy, 3)
-
-
-def test_r195_assign_with_no_scope(strategy):
-    v = make(strategy, 0.0)
-    assert not dj.has_strategy()
-    v.assign(3.0)
-    assert parts(v) == everywhere(strategy, 3)
 
 
 def test_r197_operators_with_sum_of_integers(pair, how):

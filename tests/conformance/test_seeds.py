@@ -1,23 +1,21 @@
 """The examples of the three seeds, written anew, give the seeds' results."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replicas import num_copies
 
 import distjax as dj
 
 
-@pytest.fixture(params=[1, 2, 3, 8])
-def count(request):
-    return request.param
+@pytest.fixture
+def replicas(strategy):
+    return strategy
 
 
-@pytest.fixture(params=["mirrored", "virtual"])
-def replicas(request, count):
-    if request.param == "mirrored":
-        return dj.MirroredStrategy(jax.devices()[:count])
-    return dj.VirtualStrategy(count)
+@pytest.fixture
+def count(strategy):
+    return strategy.num_replicas_in_sync
 
 
 @pytest.mark.seed(
@@ -57,7 +55,7 @@ def test_colocated_update_example(replicas, how):
 
     result = how(lambda: replicas.extended.update(var1, fn, args=(var2, var3)))()
     assert float(result) == 7.0
-    assert [float(c) for c in var1.local_results()] == [7.0] * replicas.num_replicas_in_sync
+    assert [float(c) for c in var1.local_results()] == [7.0] * num_copies(replicas, var1)
     assert dj.locality(var2) == dj.locality(var1) == dj.locality(var3)
 
 
@@ -91,7 +89,7 @@ def test_update_pattern_in_four_steps(replicas, count, how, batched):
     seen = how(lambda: replicas.run(step))()
     expected = 10.0 - 0.5 * sum(range(1, count + 1))
     assert float(seen) == expected
-    assert [float(c) for c in w.local_results()] == [expected] * count
+    assert [float(c) for c in w.local_results()] == [expected] * num_copies(replicas, w)
 
 
 @pytest.mark.seed(

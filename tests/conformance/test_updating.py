@@ -1,0 +1,71 @@
+"""Laws of extended.update, update_non_slot and steps on an iterator."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import local, num_copies
+
+import distjax as dj
+
+
+def make(strategy, initial=1.0, **options):
+    with strategy.scope():
+        return dj.Variable(initial, **options)
+
+
+def test_r237_the_function_gets_the_variable_and_its_arguments(strategy):
+    v = make(strategy)
+    captured, seen = object(), []
+
+    def fn(*args, **kwargs):
+        seen.append((args, kwargs))
+
+    strategy.extended.update(v, fn, (captured, 3), {"k": "text"})
+    assert seen == [((v, captured, 3), {"k": "text"})]
+    assert seen[0][0][0] is v and seen[0][0][1] is captured
+
+
+@pytest.mark.seed("update")
+def test_update_writes(strategy, how):
+    v = make(strategy, np.arange(24.0))
+    step = how(lambda g: strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,)))
+    expected = np.arange(24) - 0.5
+    np.testing.assert_array_equal(step(np.full(24, 0.5, np.float32)), expected)
+    np.testing.assert_array_equal(v.value, expected)
+    assert local(strategy, v) == [expected.tolist()] * num_copies(strategy, v)
+
+
+@pytest.mark.seed("update (group=False)")
+def test_r239_group_false_gives_an_element_per_copy(strategy, how):
+    """Decision 14: R for mirrored variables, one where there is one copy."""
+    small, large = make(strategy), make(strategy, np.zeros(24))
+    fn = lambda v: {"new": v.assign(np.full(v.shape, 5.0)), "name": "n"}
+    step = how(lambda: [strategy.extended.update(v, fn, group=False) for v in (small, large)])
+    for v, out in zip((small, large), step(), strict=True):
+        copies = num_copies(strategy, v)
+        assert type(out["new"]) is list and out["name"] == ["n"] * copies
+        np.testing.assert_array_equal(out["new"], np.full((copies, *v.shape), 5.0))
+
+
+@pytest.mark.seed("experimental_run_steps_on_iterator")
+def test_variables_are_carried_and_traced_once(strategy):
+    traces = []
+    with strategy.scope():
+        total = dj.Variable(0, name="total")
+
+    def step(context, inputs):
+        traces.append(1)
+        value = strategy.reduce("sum", strategy.run(jnp.sum, args=(inputs,)))
+        total.assign_add(value)
+        context.set_last_step_output("total", total.value)
+
+    count = strategy.num_replicas_in_sync
+    data = [np.ones(count * 2, np.int32) * i for i in range(6)]
+    iterator = iter(strategy.distribute_dataset(data))
+    first = strategy.extended.run_steps_on_iterator(step, iterator, 3)
+    # Every replica of a strategy that wraps sums its part; one replica sums all.
+    assert int(first.last_step_outputs["total"]) == (0 + 1 + 2) * count * 2
+    seen = len(traces)
+    strategy.extended.run_steps_on_iterator(step, iterator, 3)
+    assert int(total.value) == sum(range(6)) * count * 2
+    assert len(traces) == seen  # the second call compiles nothing

@@ -1,0 +1,122 @@
+"""Decisions on single reads and writes; the whole table is in `conformance/test_writes.py`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import local, per_replica
+
+import distjax as dj
+from distjax.errors import AggregationError
+
+NONE, SUM, MEAN = (getattr(dj.VariableAggregation, n) for n in ("NONE", "SUM", "MEAN"))
+FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
+ON_WRITE, ON_READ = dj.VariableSynchronization.ON_WRITE, dj.VariableSynchronization.ON_READ
+
+
+def make(strategy, mode, start=10.0, **options):
+    with strategy.scope():
+        return dj.Variable(start, name="v", synchronization=mode[0], aggregation=mode[1], **options)
+
+
+def parts(variable):
+    return [float(c) for c in variable.local_results()]
+
+
+READS = {
+    "value": lambda v: v.value,
+    "asarray": lambda v: np.asarray(v),
+    "operator": lambda v: v + 1,
+    "read_var": lambda v: v.strategy.extended.read_var(v),
+}
+
+
+@pytest.mark.parametrize("read", list(READS))
+def test_read_across_replicas_without_aggregation(pair, read):
+    v = make(pair, (ON_READ, NONE))
+    with pytest.raises(AggregationError) as caught:
+        READS[read](v)
+    assert str(caught.value).splitlines()[0] == (
+        "a cross-replica read of variable 'v' needs an aggregation."
+    )
+    assert "Could not convert from" in str(caught.value)
+
+
+def test_read_of_another_sync_on_read_variable_in_update_context(pair):
+    v, other = make(pair, (ON_WRITE, NONE)), make(pair, (ON_READ, SUM))
+    with pytest.raises(dj.errors.ContextError) as caught:
+        pair.extended.update(v, lambda v: v.assign(other.value))
+    assert str(caught.value).splitlines()[0] == (
+        "a read of sync-on-read variable 'v' needs a context with one value."
+    )
+
+
+# -- decisions ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.uint8, jnp.int16])
+@pytest.mark.parametrize("total", [7, 0, 1, 6, -7])
+def test_sum_of_integers_is_split_without_loss(dtype, total):
+    """Decision 12: the remainder goes to the first replicas."""
+    if total < 0 and dtype == jnp.uint8:
+        total = 9
+    strategy = dj.VirtualStrategy(3)
+    v = make(strategy, (ON_READ, SUM), start=0, dtype=dtype)
+    v.assign(total)
+    assert int(v.value) == total
+    share = total // 3
+    rest = total - 3 * share
+    assert [int(c) for c in v.local_results()] == [share + (r < rest) for r in range(3)]
+
+
+def test_sum_of_integers_reads_back_exactly_on_two_devices(pair, how):
+    v = make(pair, (ON_READ, SUM), start=np.zeros(3, np.int32))
+    step = how(lambda x: v.assign(x))
+    assert step(np.array([7, 4, -1], np.int32)).tolist() == [7, 4, -1]
+    assert [c.tolist() for c in v.local_results()] == [[4, 2, 0], [3, 2, -1]]
+
+
+def test_an_equal_value_is_refused_too_without_aggregation(pair, how):
+    """Decision 9: an M value written in a replica to ON_WRITE + NONE."""
+    v = make(pair, (ON_WRITE, NONE))
+    step = how(lambda: pair.run(lambda: v.assign(dj.get_replica_context().all_reduce("sum", 1.0))))
+    with pytest.raises(AggregationError, match="You must specify an aggregation method"):
+        step()
+    fixes = pytest.raises(AggregationError, step).value.args[0]
+    assert "dj.VariableAggregation.SUM" in fixes and "merge_call" in fixes  # both ways out
+    assert parts(v) == [10, 10]
+
+
+@pytest.mark.parametrize("number", [4, 4.0, True])
+def test_python_numbers_do_not_sum(pair, number):
+    """Decision 10; an array, a numpy scalar too, sums."""
+    v = make(pair, (ON_WRITE, SUM))
+    with pytest.raises(ValueError, match="with aggregation SUM needs an array"):
+        pair.run(lambda: v.assign(number))
+    pair.run(lambda: v.assign(jnp.float32(4)))
+    assert parts(v) == [8, 8]
+    pair.run(lambda: v.assign(np.float32(5)))
+    assert parts(v) == [10, 10]
+
+
+def test_mean_divides_truly_and_keeps_the_dtype(pair):
+    v = make(pair, (ON_WRITE, MEAN), dtype=jnp.bfloat16)
+    x = per_replica(pair, [np.int32(1), np.int32(2)])
+    pair.run(lambda x: v.assign(x), args=(x,))
+    assert v.dtype == v.value.dtype == jnp.bfloat16 and parts(v) == [1.5, 1.5]
+
+
+def test_a_write_sees_the_writes_before_it(pair, how):
+    v, r = make(pair, (ON_WRITE, SUM)), make(pair, (ON_READ, SUM))
+    x = per_replica(pair, [np.float32(1), np.float32(2)])
+
+    def fn(x):
+        v.assign(x)
+        first = v.value
+        r.assign_sub(first)
+        v.assign_add(r.value * 0 + x)
+        return first, v.value, r.value
+
+    first, second, third = how(lambda x: pair.run(fn, args=(x,)))(x)
+    assert local(pair, first) == [3, 3]
+    assert local(pair, second) == [6, 6]
+    assert local(pair, third) == [7, 7]

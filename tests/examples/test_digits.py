@@ -66,24 +66,24 @@ def expected_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("script", "strategy"), RUNS)
-def test_loss_curve_equals_plain_jax(script, strategy, expected_losses, tmp_path):
+@pytest.mark.parametrize(("script", "chosen"), RUNS)
+def test_loss_curve_equals_plain_jax(script, chosen, expected_losses, tmp_path):
     losses = tmp_path / "losses.json"
     command = [sys.executable, str(EXAMPLE / script)]
-    command += ["--strategy", strategy, "--steps", str(NUM_STEPS), "--seed", str(SEED)]
+    command += ["--strategy", chosen, "--steps", str(NUM_STEPS), "--seed", str(SEED)]
     command += ["--global-batch", str(GLOBAL_BATCH), "--epochs", str(EPOCHS)]
     command += ["--out", str(tmp_path), "--dump-losses", str(losses)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     np.testing.assert_allclose(json.loads(losses.read_text()), expected_losses, rtol=0, atol=1e-4)
-    assert (tmp_path / f"{Path(script).stem}_{strategy}.png").stat().st_size > 0
+    assert (tmp_path / f"{Path(script).stem}_{chosen}.png").stat().st_size > 0
     assert "step/s" not in run.stderr, "a progress bar where there is no terminal"
     *_, heads, _, row = run.stdout.splitlines()
     assert heads.split()[:4] == ["strategy", "replicas", "devices", "steps"]
     name, num_replicas, num_devices, _, num_steps, _, accuracy, _ = row.split()
-    assert (name, int(num_steps)) == (strategy, NUM_STEPS)
-    assert int(num_replicas) == (8 if strategy in ("mirrored", "virtual") else 1)
-    assert int(num_devices) == (8 if strategy == "mirrored" else 1)
+    assert (name, int(num_steps)) == (chosen, NUM_STEPS)
+    assert int(num_replicas) == (8 if chosen in ("mirrored", "virtual") else 1)
+    assert int(num_devices) == (8 if chosen == "mirrored" else 1)
     assert float(accuracy.rstrip("%")) >= 97
 
 

@@ -26,9 +26,9 @@ def strategies_of(record):
 REPLAYS = [pytest.param(r, name, id=f"{r.id}-{name}") for r in RECORDS for name in strategies_of(r)]
 
 
-@pytest.mark.parametrize(("record", "strategy"), REPLAYS)
-def test_by_hand_as_recorded(record, strategy):
-    check(record, lambda case: Training(strategy, case["method"]).outcome(), rtol=1e-5)
+@pytest.mark.parametrize(("record", "kind"), REPLAYS)
+def test_by_hand_as_recorded(record, kind):
+    check(record, lambda case: Training(kind, case["method"]).outcome(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("record", LIBRARY, ids=lambda r: r.id)

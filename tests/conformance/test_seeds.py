@@ -67,7 +67,7 @@ def test_colocated_update_example(replicas, how):
     "VariableAggregation as a reduction",
 )
 @pytest.mark.parametrize("batched", [False, True])
-def test_update_pattern_in_four_steps(replicas, count, how, batched):
+def test_r247_update_pattern_in_four_steps(replicas, count, how, batched):
     """Seeds 000-002: gradients, merge_call, reduce_to the variable, update."""
     with replicas.scope():
         w = dj.Variable(10.0, name="w")

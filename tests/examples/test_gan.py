@@ -16,5 +16,5 @@ def judgement(strategy: str) -> tuple[str, str]:
 
 
 def test_split_moments_draw_the_same_images():
-    """Four replicas have the same noise on four devices, on one, and with split moments."""
-    assert judgement("mirrored") == judgement("virtual") == judgement("sharded")
+    """Four replicas on one device, and on four with split moments."""
+    assert judgement("virtual") == judgement("sharded")

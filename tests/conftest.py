@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, and the one table of strategies that laws run over."""
 
 import functools
+import gc
 import os
 import tempfile
 
@@ -86,6 +87,14 @@ def checkpointer(tmp_path):
     """A Checkpointer of a directory that does not exist yet."""
     with dj.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
         yield checkpointer
+
+
+@pytest.fixture
+def collect_garbage():
+    """Collects what a test has left: to look at all that JAX keeps would take seconds."""
+    gc.freeze()
+    yield gc.collect
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,7 @@ def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -
     if state is states.STORAGE:
         array = variable.beside(array)
     with states.storage_lock:
-        new = _applied(variable, state.read(variable), array, method)
+        new = _applied(state.read(variable), array, method)
         is_users = state is states.STORAGE and method == "assign"
         state.write(variable, variable.copied(new) if is_users else new)
 
@@ -225,7 +225,7 @@ def _split(total: jax.Array, num_components: int) -> jax.Array:
     )
 
 
-def _applied(variable: Any, old: jax.Array, array: jax.Array, method: str) -> jax.Array:
+def _applied(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
     if method == "assign":
         return array if array.shape == old.shape else jnp.broadcast_to(array, old.shape)
     return old + array if method == "assign_add" else old - array

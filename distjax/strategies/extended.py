@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.launch import compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
 from distjax.data import dataset as datasets
-from distjax.errors import explain
+from distjax.errors import ContextError, explain
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_args
 from distjax.replica.function_cache import FunctionCache
@@ -70,8 +70,22 @@ class StrategyExtended:
 
     @property
     def strategy(self) -> Any:
-        """The Strategy that this is the inside of."""
-        return self._strategy()
+        """The Strategy that this is the inside of; it is held by who uses it, not from here.
+
+        Raises:
+          ContextError: nobody has kept it.
+        """
+        strategy = self._strategy()
+        if strategy is not None:
+            return strategy
+        raise ContextError(
+            explain(
+                "extended needs its strategy, which nobody has kept",
+                got="methods of the inside of a strategy that is gone",
+                why="a strategy holds its extended, and not the other way round",
+                fix="strategy = dj.MirroredStrategy(); strategy.extended.reduce_to(...)",
+            )
+        )
 
     # -- where things are -----------------------------------------------------
 
@@ -316,7 +330,8 @@ class StrategyExtended:
           fn: the function; per-replica arguments go copy by copy.
           args: positional arguments.
           kwargs: keyword arguments.
-          group: as in `update`.
+          group: as in `update`; one element per copy of a non-slot variable, or per
+            replica where results differ.
 
         Locality: N in and out. Context: cross-replica or default.
         Source: seed 001, `update_non_slot`.
@@ -334,8 +349,8 @@ class StrategyExtended:
 
     @property
     def num_non_slot_copies(self) -> int:
-        """How many copies a variable on the non-slot devices has."""
-        return self.num_replicas
+        """How many copies a variable on the non-slot devices, such as a step counter, has."""
+        return self.placement.layout((), jnp.dtype("int32")).num_copies
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.
@@ -375,23 +390,3 @@ class StrategyExtended:
     def combine_components(self, rule: Combine, stored: jax.Array) -> jax.Array:
         """Returns components [R, ...] as one value."""
         return compiled(combine_components, stored, self.topology, rule.name)
-
-    # -- copying --------------------------------------------------------------
-
-    def refuse_copy(self) -> NoReturn:
-        """Raises: a strategy is the identity of its variables."""
-        raise RuntimeError(
-            explain(
-                f"{self.strategy!r} needs to stay one object",
-                got="copy.copy or copy.deepcopy of a strategy",
-                why="variables and compiled programs belong to this very object",
-                fix="pass the strategy itself around, or construct a second one",
-            )
-        )
-
-
-@functools.cache
-def default_devices(kind: str) -> Sequence[jax.Device]:
-    """Returns the local devices of the default backend ("all") or the first ("one")."""
-    devices = tuple(jax.local_devices())
-    return devices if kind == "all" else devices[:1]

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from distjax.context import frames
+from distjax.errors import explain
 from distjax.strategies import scoping
 from distjax.strategies.describing import StrategyDescription, describe
 from distjax.strategies.drift import require_equal_copies
@@ -272,7 +273,14 @@ class Strategy:
         return f"{type(self).__name__}({self._extended.topology!r})"
 
     def __copy__(self) -> NoReturn:
-        self._extended.refuse_copy()
+        raise RuntimeError(
+            explain(
+                f"{self!r} needs to stay one object",
+                got="copy.copy or copy.deepcopy of a strategy",
+                why="variables and compiled programs belong to this very object",
+                fix="pass the strategy itself around, or construct a second one",
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._extended.refuse_copy()
+        self.__copy__()

@@ -181,6 +181,12 @@ def test_an_exception_in_an_update_changes_nothing_else(pair):
     assert not dj.in_cross_replica_context()
 
 
+def test_extended_without_its_strategy():
+    extended = dj.VirtualStrategy(2).extended
+    with pytest.raises(ContextError, match="^extended needs its strategy, which nobody has kept"):
+        extended.reduce_to("sum", 1.0, None)
+
+
 # -- update_non_slot ------------------------------------------------------------
 
 

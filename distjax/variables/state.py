@@ -219,7 +219,9 @@ def keep_lent_arrays(to_donate: frozenset[Any]) -> None:
 
 # -- the text of a leak -------------------------------------------------------
 
-_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch", "map", "associative_scan"}
+#: Those that `dj.lax` has, and others.
+_CARRYING_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch"}
+_LOOPS = _CARRYING_LOOPS | {"map", "associative_scan"}
 _TRANSFORMS = {
     "value_and_grad_f": "grad",
     "grad_f": "grad",
@@ -260,7 +262,7 @@ def _leak_text(variable: Any, action: str, place: str) -> str:
     construct = _enclosing_construct()
     inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"
     inside = inside if construct else place
-    if construct in _LOOPS and construct in ("scan", "while_loop", "fori_loop", "cond", "switch"):
+    if construct in _CARRYING_LOOPS:
         fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
     elif place.startswith("an inner") or construct not in (None, "jit"):
         fix = "return the new value from the inner function and assign it outside"

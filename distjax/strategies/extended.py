@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.launch import compiled
@@ -23,7 +22,7 @@ from distjax.strategies import colocating, reducing, updating, values
 from distjax.strategies.containers import ContainerRegistry
 from distjax.strategies.running import ReplicaRunner
 from distjax.strategies.steps import MultiStepContext, run_steps
-from distjax.variables.creating import make_variable
+from distjax.variables.creating import copied_variable, make_variable
 from distjax.variables.placement import VariablePlacement
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
@@ -158,7 +157,7 @@ class StrategyExtended:
         return self._runner.run(fn, args, kwargs)
 
     def place_arguments(self, tree: Any) -> Any:
-        """Returns the arguments of `run`, arrays from elsewhere on the strategy's devices."""
+        """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""
         return self._runner.placed(tree)
 
     # -- cross-replica operations ---------------------------------------------
@@ -179,18 +178,25 @@ class StrategyExtended:
 
         Locality: T in; V(destination) or M out. Context: cross-replica, default.
         Cost: one all-reduce per value.
+
+        Raises:
+          ValueError, LocalityError: as `Strategy.reduce`; ValueError: no destination.
         Source: seed 001, `reduce_to`.
         """
         frames.require_cross_replica(self.strategy, "reduce_to")
         return reducing.batch_reduce_to(self, op, [(value, destinations)])[0]
 
     def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
-        """Returns a list of `reduce_to` results, reduced together.
+        """Returns a list of `reduce_to` results, reduced together, as `communication` says.
 
         Args:
           op: a ReduceOp or its name.
           value_destination_pairs: a sequence of (value, destinations).
 
+        Locality, Context: as `reduce_to`. Cost: one all-reduce per pack.
+
+        Raises:
+          ValueError: an element that is no pair; and as `reduce_to`.
         Source: seed 001, `batch_reduce_to`.
         """
         frames.require_cross_replica(self.strategy, "batch_reduce_to")
@@ -199,8 +205,15 @@ class StrategyExtended:
     def broadcast_to(self, value: Any, destinations: Any = None) -> Any:
         """Returns a copy of `value` on `destinations` (None: all workers).
 
+        Args:
+          value: a tree of arrays, numbers or variables.
+          destinations: as in `reduce_to`.
+
         Locality: unplaced or M in; M or V(destination) out. Context:
           cross-replica or default. Source: seed 001, `broadcast_to`.
+
+        Raises:
+          LocalityError: a PerReplica.
         """
         frames.require_cross_replica(self.strategy, "broadcast_to")
         return reducing.broadcast_to(self, value, destinations)
@@ -272,17 +285,7 @@ class StrategyExtended:
 
     def copy_variable(self, variable: Variable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
-        made = Variable.declared(
-            strategy=variable.strategy,
-            shape=variable.shape,
-            dtype=variable.dtype,
-            name=variable.name,
-            trainable=variable.trainable,
-            modes=(variable.synchronization, variable.aggregation),
-            policy=variable.policy,
-            layout=variable.layout,
-        )
-        made.storage = jax.numpy.copy(variable.storage)
+        made = copied_variable(variable)
         self.variables.add(made)
         return made
 
@@ -309,6 +312,8 @@ class StrategyExtended:
 
         Raises:
           LocalityError: a per-replica argument for a mirrored variable.
+          StrategyMismatchError: a variable of another strategy.
+          TypeError: no variable.
         Source: seed 001, `update`.
         """
         frames.require_cross_replica(self.strategy, "update")
@@ -334,6 +339,9 @@ class StrategyExtended:
             replica where results differ.
 
         Locality: N in and out. Context: cross-replica or default.
+
+        Raises:
+          ValueError: other devices than the non-slot ones.
         Source: seed 001, `update_non_slot`.
         """
         frames.require_cross_replica(self.strategy, "update_non_slot")
@@ -346,11 +354,6 @@ class StrategyExtended:
         Pass them to `colocate_vars_with` and `update_non_slot`. Source: seed 001.
         """
         return self.parameter_devices
-
-    @property
-    def num_non_slot_copies(self) -> int:
-        """How many copies a variable on the non-slot devices, such as a step counter, has."""
-        return self.placement.layout((), jnp.dtype("int32")).num_copies
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.

@@ -188,7 +188,7 @@ def test_r093_a_variable_made_in_a_merge_function(pair):
 
 
 def test_merge_functions_write_variables(pair, how):
-    """Semantics 12.2 without update: read, reduce, assign."""
+    """The update pattern without `update`: read, reduce, assign."""
     with pair.scope():
         w = dj.Variable(10.0)
 

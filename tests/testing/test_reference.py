@@ -362,7 +362,7 @@ def test_other_meetings_need_concrete_values(strategy):
         strategy.run(fn, args=(1.0,))
 
 
-# -- variables: the table of the semantics, start value 10 --------------------
+# -- variables: the table of writes, start value 10 ----------------------------
 
 WRITES = {  # (array r + 1, Python 4.0) in replicas, 4.0 across; assign and assign_add
     (ON_WRITE, NONE): [

@@ -17,10 +17,11 @@ from distjax.collectives.launch import compiled
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
-from distjax.errors import BatchError, LocalityError, describe_value, explain
+from distjax.data.masks import require_mask
+from distjax.errors import LocalityError, describe_value, explain
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.replica.layout import laid_out
-from distjax.replica.located import Located
+from distjax.replica.located import Located, replica_aval
 from distjax.strategies.destinations import place_on, resolve
 from distjax.strategies.values import is_mirrored
 from distjax.variables.access import stored_components
@@ -158,16 +159,8 @@ def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any
     located = _locate(extended, ReduceOp.MEAN, value) or Located(jnp.asarray(value), False)
     located_mask = _locate(extended, ReduceOp.MEAN, mask) or Located(jnp.asarray(mask), False)
     shape = located.array.shape[int(located.differs) :]
-    mask_shape = located_mask.array.shape[int(located_mask.differs) :]
-    if located_mask.array.dtype != jnp.bool_ or mask_shape != shape[: len(mask_shape)]:
-        raise BatchError(
-            explain(
-                f"reduce: mask needs bool values of shape {shape[:1]} per replica",
-                got=f"{located_mask.array.dtype} of shape {mask_shape}",
-                why="it says for each example whether it counts",
-                fix="strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)",
-            )
-        )
+    fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
+    require_mask(replica_aval(located_mask), shape, "reduce: mask", fix)
     axes = _axes(axis, jax.ShapeDtypeStruct(shape, located.array.dtype)) if axis is not None else ()
     return compiled(
         reduce_masked,

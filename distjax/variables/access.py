@@ -23,6 +23,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
 from distjax.variables.conversion import converted, is_number
 from distjax.variables.layout import PartitionedLayout
+from distjax.variables.lending import lend, storage_lock
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -33,10 +34,10 @@ def read(variable: Any) -> jax.Array:
     if state is not states.STORAGE:
         return _seen(variable, state, frame)
     if variable.policy.stacked:
-        with states.storage_lock:  # else another thread may donate it before it is combined
+        with storage_lock:  # else another thread may donate it before it is combined
             return _seen(variable, state, frame)
     value = state.read(variable)
-    return value if variable.layout.kind is kinds.HOST else states.lend(variable)
+    return value if variable.layout.kind is kinds.HOST else lend(variable)
 
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
@@ -64,7 +65,7 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
         return (state.read(variable),)
     state.read(variable)
     lends = state is states.STORAGE and variable.layout.kind is not kinds.HOST
-    stored = states.lend(variable) if lends else state.read(variable)
+    stored = lend(variable) if lends else state.read(variable)
     return variable.strategy.extended.split_components(variable, stored)
 
 
@@ -160,7 +161,7 @@ def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
 def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
     if state is states.STORAGE:
         array = variable.beside(array)
-    with states.storage_lock:
+    with storage_lock:
         new = _applied(state.read(variable), array, method)
         is_users = state is states.STORAGE and method == "assign"
         state.write(variable, variable.copied(new) if is_users else new)

@@ -6,7 +6,6 @@ Everything here uses `jax.*`, `jax.core`, `jax.extend.core` and
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
@@ -142,6 +141,25 @@ def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
     return core.eval_jaxpr(jaxpr, consts, *args)
 
 
+def live_equations(
+    eqns: Sequence[Any], outvars: Sequence[Any], keep_effects: bool = True
+) -> list[Any]:
+    """Returns the equations that `outvars` depend on, and those with effects."""
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(eqns):
+        if needed.intersection(eqn.outvars) or (keep_effects and eqn.effects):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
+
+
+def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
+    """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
+    eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
+    return make_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)
+
+
 def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
     """Yields the jaxprs that an equation holds in its parameters."""
     for sub in jec.jaxprs_in_params(eqn.params):
@@ -215,36 +233,12 @@ def another_handle(array: jax.Array) -> jax.Array:
 # -- meshes -------------------------------------------------------------------
 
 
-def no_context() -> AbstractContextManager[Any]:
-    """Returns a context that changes nothing."""
-    return contextlib.nullcontext()
-
-
 def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
     """Returns the mesh context of a `shard_map` over `axis_name`: other axes stay Auto."""
     abstract = mesh.abstract_mesh.update_axis_types({axis_name: jax.sharding.AxisType.Manual})
     return jax.sharding.use_abstract_mesh(abstract)
 
 
-def live_equations(
-    eqns: Sequence[Any], outvars: Sequence[Any], keep_effects: bool = True
-) -> list[Any]:
-    """Returns the equations that `outvars` depend on, and those with effects."""
-    needed = {v for v in outvars if not isinstance(v, Literal)}
-    live = []
-    for eqn in reversed(eqns):
-        if needed.intersection(eqn.outvars) or (keep_effects and eqn.effects):
-            live.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return live[::-1]
-
-
 def no_mesh() -> AbstractContextManager[Any]:
     """Returns a context in which no mesh is set: what is inside chooses its own."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
-    """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
-    eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
-    return make_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)

@@ -1,4 +1,4 @@
-"""Every case of the project's list (the odd numbers to r357) has a test or a named reason."""
+"""Every case of tf.distribute (the odd numbers to r357) has a test or a named reason."""
 
 import ast
 import pathlib

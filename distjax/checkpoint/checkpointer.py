@@ -174,6 +174,10 @@ class Checkpointer:
     ) -> DelayedRestore:
         """Returns a restore for variables that do not exist yet: see `DelayedRestore`.
 
+        Args:
+          step: which; default: the latest.
+          rename: as in `restore`.
+
         Raises:
           CheckpointError: no such step.
         """
@@ -191,7 +195,10 @@ class Checkpointer:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best `best_metric`, None without one. Waits as `all_steps`."""
+        """Returns the step that is best by `best_metric`, None without one.
+
+        Waits as `all_steps`.
+        """
         self.wait()
         return self._storage.best_step()
 

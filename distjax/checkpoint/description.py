@@ -23,7 +23,7 @@ def describe(step: int, leaves: Iterable[Leaf], metrics: Mapping[str, float]) ->
     What is no array (numbers, states of iterators) is held in it.
     """
     leaves = tuple(leaves)
-    own = {v.variable.strategy: None for v in leaves if isinstance(v, VariableLeaf)}
+    own = {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}
     strategies = list(own) or [frames.current().strategy]
     return {
         "format": FORMAT,

@@ -27,15 +27,15 @@ class Leaf(abc.ABC):
 
     Attributes:
       key: the path to it, joined by "/".
+      value: what stands there.
       spec: what it holds.
       lives: how it is described in the checkpoint's JSON.
-      is_in_place: whether `restored` changes the object and returns it.
     """
 
     key: str
+    value: Any
     spec: Spec
     lives: str
-    is_in_place: bool
 
     @abc.abstractmethod
     def snapshot(self) -> Any:
@@ -47,11 +47,7 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def restored(self, saved: Any) -> Any:
-        """Returns the leaf with a saved array or JSON in it."""
-
-    @abc.abstractmethod
-    def kept(self) -> Any:
-        """Returns the leaf as it is."""
+        """Returns the leaf with a saved array or JSON in it: in place, or a new one."""
 
 
 def make_leaf(key: str, value: Any) -> Leaf:
@@ -95,26 +91,25 @@ class VariableLeaf(Leaf):
     """A variable: its one value in cross-replica context, whatever its storage."""
 
     key: str
-    variable: Variable
-    is_in_place = True
+    value: Variable
 
     @property
     def spec(self) -> Spec:
-        v = self.variable
+        v = self.value
         return Spec("array", v.shape, dtype_name(v.dtype))
 
     @property
     def lives(self) -> str:
-        v = self.variable
+        v = self.value
         return f"{v.layout.kind} variable, {v.synchronization.name} {v.aggregation.name}"
 
     def require_one_value(self, action: str) -> None:
         """Raises an AggregationError if nothing says how components are one value."""
-        if self.variable.policy.cross_read is not Combine.REFUSE:
+        if self.value.policy.cross_read is not Combine.REFUSE:
             return
         raise AggregationError(
             explain(
-                f"{action} of variable {self.variable.name!r} needs an aggregation",
+                f"{action} of variable {self.value.name!r} needs an aggregation",
                 got=f"ON_READ with aggregation NONE, at key {self.key!r}",
                 why="a checkpoint holds one value per variable, so that it fits any number of "
                 "replicas, and nothing says how the components combine",
@@ -124,19 +119,16 @@ class VariableLeaf(Leaf):
         )
 
     def snapshot(self) -> Any:
-        return _held(self.variable.value)
+        return _held(self.value.value)
 
     def sharding(self) -> Sharding | None:
         # What is stored flat, or once per replica, is laid out by the assignment.
-        is_direct = self.variable.layout.kind in (kinds.MIRRORED, kinds.PARTITIONED)
-        return self.variable.sharding if is_direct and not self.spec.is_key else None
+        is_direct = self.value.layout.kind in (kinds.MIRRORED, kinds.PARTITIONED)
+        return self.value.sharding if is_direct and not self.spec.is_key else None
 
     def restored(self, saved: Any) -> Variable:
-        self.variable.assign(_array(self.spec, saved))
-        return self.variable
-
-    def kept(self) -> Variable:
-        return self.variable
+        self.value.assign(_array(self.spec, saved))
+        return self.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +138,6 @@ class ArrayLeaf(Leaf):
     key: str
     value: Any
     lives = "array"
-    is_in_place = False
 
     @property
     def spec(self) -> Spec:
@@ -190,9 +181,6 @@ class ArrayLeaf(Leaf):
         array = jnp.asarray(array)
         return array if place is None else jax.device_put(array, place)
 
-    def kept(self) -> Any:
-        return self.value
-
 
 @dataclasses.dataclass(frozen=True)
 class PerReplicaLeaf(Leaf):
@@ -201,7 +189,6 @@ class PerReplicaLeaf(Leaf):
     key: str
     value: PerReplica
     lives = "per_replica"
-    is_in_place = False
 
     @property
     def spec(self) -> Spec:
@@ -218,9 +205,6 @@ class PerReplicaLeaf(Leaf):
         stacked = jax.device_put(_array(self.spec, saved), topology.per_replica)
         return PerReplica(stacked, topology)
 
-    def kept(self) -> PerReplica:
-        return self.value
-
 
 @dataclasses.dataclass(frozen=True)
 class NumberLeaf(Leaf):
@@ -229,7 +213,6 @@ class NumberLeaf(Leaf):
     key: str
     value: Any
     lives = "number"
-    is_in_place = False
 
     @property
     def spec(self) -> Spec:
@@ -245,9 +228,6 @@ class NumberLeaf(Leaf):
         value = saved.item() if hasattr(saved, "item") else json_values.decode(saved)
         return type(self.value)(value)
 
-    def kept(self) -> Any:
-        return self.value
-
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf(Leaf):
@@ -256,7 +236,6 @@ class StateLeaf(Leaf):
     key: str
     value: Any
     lives = "iterator"
-    is_in_place = True
     spec = Spec("state")
 
     def snapshot(self) -> Any:
@@ -278,9 +257,6 @@ class StateLeaf(Leaf):
 
     def restored(self, saved: Any) -> Any:
         self.value.set_state(json_values.decode(saved))
-        return self.value
-
-    def kept(self) -> Any:
         return self.value
 
 

@@ -46,7 +46,7 @@ class Saved:
             now = {
                 key: leaf.restored(values[key])
                 if key in values and not isinstance(leaf, StateLeaf)
-                else leaf.kept()
+                else leaf.value
                 for key, leaf in wanted.leaves.items()
             }
             return wanted.rebuilt(now)

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.variables.conversion import dtype_rank
 
 #: Python numbers by how much they can hold; text converts to nothing else.
 NUMBER_TYPES: dict[str, type] = {t.__name__: t for t in (bool, int, float, complex, str)}
-
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +98,12 @@ def fits(saved: Spec, wanted: Spec) -> bool:
         return False
     if saved.dtype == wanted.dtype:
         return True
-    before, after = _kind(saved), _kind(wanted)
+    before, after = _rank(saved), _rank(wanted)
     return before is not None and after is not None and before <= after
 
 
-def _kind(spec: Spec) -> int | None:
-    """Returns the place of a dtype among bool, int, float, complex; None: none of them."""
+def _rank(spec: Spec) -> int | None:
     if spec.is_key or spec.dtype == "str":
         return None
     dtype = NUMBER_TYPES[spec.dtype] if spec.form == "number" else jnp.dtype(spec.dtype)
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+    return dtype_rank(jax.dtypes.canonicalize_dtype(dtype))

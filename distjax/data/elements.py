@@ -117,10 +117,8 @@ def require_leading_size(tree: HostTree, name: str) -> int:
 def leaf_path(treedef: Any, index: int) -> str:
     """Returns the user's name of a leaf, e.g. "['x'][0]"."""
     numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    for path, number in jax.tree_util.tree_leaves_with_path(numbered):
-        if number == index:
-            return jax.tree_util.keystr(path) or "(the element itself)"
-    raise AssertionError
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    return jax.tree_util.keystr(paths[index]) or "(the element itself)"
 
 
 def pad_rows(array: np.ndarray, size: int) -> np.ndarray:

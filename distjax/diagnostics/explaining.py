@@ -22,11 +22,11 @@ from distjax.replica.arguments import (
     Template,
     function_name,
     is_array,
-    is_number,
     positional_names,
     user_path,
 )
 from distjax.replica.jit import CompiledFunction, jit
+from distjax.variables.conversion import is_number
 from distjax.variables.describing import placement_text
 
 _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}

@@ -12,7 +12,7 @@ from flax import nnx
 
 from distjax.context import frames
 from distjax.errors import describe_value, explain
-from distjax.flax import owners, rules
+from distjax.flax import owners
 from distjax.flax.homes import Home, HostShards, home_of, placed
 from distjax.flax.plans import raw_value, take_apart
 
@@ -74,7 +74,7 @@ def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
         graphdef, flat = nnx.graph.flatten((built,), graph=True)
         arrays, treedef = jax.tree.flatten([raw_value(v) for v in flat.leaves])
         homes = [
-            home_of(strategy, rules.rule_of(v), v, jnp.shape(x), jnp.result_type(x))
+            home_of(strategy, v, jnp.shape(x), jnp.result_type(x))
             for v in flat.leaves
             for x in jax.tree.leaves(raw_value(v))
         ]

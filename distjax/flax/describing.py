@@ -43,7 +43,7 @@ def _described(name: str, variable: Any, leaf: Any, strategy: Any) -> VariableDe
         layout: Any = stacked_layout(leaf.topology)
         stored, shape = leaf.stacked, leaf.stacked.shape[1:]
     else:
-        layout = home_of(strategy, rule, variable, leaf.shape, leaf.dtype)
+        layout = home_of(strategy, variable, leaf.shape, leaf.dtype)
         stored, shape = leaf, leaf.shape
     return describe_stored(
         name,

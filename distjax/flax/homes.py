@@ -58,7 +58,7 @@ class HostShards:
 Home = DirectLayout | PartitionedLayout | HostShards
 
 
-def home_of(strategy: Any, rule: str, variable: Any, shape: Any, dtype: Any) -> Home | None:
+def home_of(strategy: Any, variable: Any, shape: Any, dtype: Any) -> Home | None:
     """Returns where an array of a variable lives under `strategy`.
 
     Parameters live where the strategy puts variables, optimizer state where it puts

@@ -223,7 +223,7 @@ def make_entry(
     """Returns what is static of one variable."""
     rule = rules.rule_of(variable)
     homes = tuple(
-        home_of(strategy, rule, variable, x.shape, x.dtype)
+        home_of(strategy, variable, x.shape, x.dtype)
         if hasattr(x, "dtype") and not isinstance(x, PerReplica)
         else None
         for x in leaves

@@ -44,7 +44,7 @@ class StandIns:
     """
 
     def __init__(self, plan: Plan, leaves: Sequence[Any], context: Any):
-        self._plan, self._leaves = plan, leaves
+        self._plan = plan
         self._in_replica = context is not None
         seen = [
             _seen(leaf, home, entry, context)

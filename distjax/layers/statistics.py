@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax.context import frames
-from distjax.errors import BatchError, explain
+from distjax.data.masks import broadcast_mask
 
 
 class Statistics(NamedTuple):
@@ -44,7 +44,8 @@ def batch_statistics(x: Any, mask: Any = None, *, synchronized: bool = True) -> 
     if mask is None:
         kept, count = None, jnp.asarray(x[..., 0].size, x.dtype)
     else:
-        kept = _kept(mask, x.shape)
+        fix = "batch_norm(batch.data, training=True, mask=batch.mask)"
+        kept = broadcast_mask(mask, x.shape[:-1], "batch_statistics: mask", fix)
         count = jnp.sum(kept, dtype=x.dtype)
     context = frames.current().replica_context
 
@@ -65,18 +66,3 @@ def batch_statistics(x: Any, mask: Any = None, *, synchronized: bool = True) -> 
     count = jnp.maximum(count, 1)
     mean = summed(x) / count
     return Statistics(mean, summed(jnp.square(x - mean)) / count)
-
-
-def _kept(mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_ or mask.ndim >= len(shape) or mask.shape != shape[: mask.ndim]:
-        raise BatchError(
-            explain(
-                f"batch_statistics: mask needs bool values of shape {shape[:1]} per replica",
-                got=f"{mask.dtype} of shape {mask.shape}",
-                why="it says for each example whether it counts",
-                fix="batch_norm(batch.data, training=True, mask=batch.mask)",
-            )
-        )
-    trailing = (1,) * (len(shape) - 1 - mask.ndim)
-    return jnp.broadcast_to(mask.reshape(mask.shape + trailing), shape[:-1])

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax.errors import BatchError, explain
+from distjax.data.masks import broadcast_mask
 
 
 def masked_sum(values: Any, mask: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -22,33 +22,18 @@ def masked_sum(values: Any, mask: Any, dtype: Any) -> tuple[jax.Array, jax.Array
 
     Returns:
       (sum, count as int32), both [].
+
+    Raises:
+      BatchError: a mask of another dtype or shape.
     """
     values = jnp.asarray(values)
     wide = jnp.promote_types(values.dtype, dtype)
     if mask is None:
         return jnp.sum(values, dtype=wide), jnp.int32(values.size)
-    kept = broadcast_mask(mask, values.shape)
+    fix = "metric.update(batch_values, mask=batch.mask)"
+    kept = broadcast_mask(mask, values.shape, "a metric's mask", fix)
     chosen = jnp.where(kept, values, jnp.zeros_like(values))
     return jnp.sum(chosen, dtype=wide), jnp.sum(kept, dtype=jnp.int32)
-
-
-def broadcast_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a bool mask of any leading part of `shape` as one of `shape`.
-
-    Raises:
-      BatchError: a mask of another dtype or shape.
-    """
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_ or mask.shape != shape[: mask.ndim]:
-        raise BatchError(
-            explain(
-                f"a metric's mask needs bool values of shape {shape[:1]} per replica",
-                got=f"{mask.dtype} of shape {mask.shape}",
-                why="it says for each example whether it counts",
-                fix="metric.update(batch_values, mask=batch.mask)",
-            )
-        )
-    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)
 
 
 def divide_or_zero(total: Any, count: Any) -> jax.Array:

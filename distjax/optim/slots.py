@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import optax
 
-from distjax.replica.arguments import is_array, is_number
+from distjax.replica.arguments import is_array
+from distjax.variables.conversion import is_number
 from distjax.variables.variable import Variable
 
 

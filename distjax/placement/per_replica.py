@@ -77,7 +77,7 @@ class PerReplica:
             return [f"{r} on {self._place(r)}: {v}" for r, v in enumerate(values)]
 
     def _host_values(self) -> list[Any]:
-        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
+        if jax_compat.is_key_dtype(self.dtype):
             return list(self.stacked)
         if getattr(self.stacked, "is_fully_addressable", True):
             return list(np.asarray(self.stacked))

@@ -67,6 +67,23 @@ class Topology:
         return self.devices[replica * size : (replica + 1) * size]
 
 
+@functools.cache
+def local_devices() -> tuple[jax.Device, ...]:
+    """Returns the local devices of the default backend."""
+    return tuple(jax.local_devices())
+
+
+def devices_or_all(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
+    """Returns `devices`; all local ones for None and for an empty sequence.
+
+    Raises:
+      ValueError: no sequence, such as one device.
+    """
+    if devices is not None and not hasattr(devices, "__len__"):
+        raise ValueError(_devices_text(devices))
+    return local_devices() if devices is None or not len(devices) else devices
+
+
 def mesh_topology(
     devices: Sequence[jax.Device], axis_name: str, model_axes: Mapping[str, int] | None = None
 ) -> Topology:
@@ -134,14 +151,7 @@ def _one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) 
 def _require_devices(devices: tuple[jax.Device, ...]) -> None:
     wrong = [d for d in devices if not isinstance(d, jax.Device)]
     if wrong:
-        raise ValueError(
-            explain(
-                "devices needs a sequence of jax.Device",
-                got=describe_value(wrong[0]),
-                why="replicas are laid on devices of the running backend",
-                fix="MirroredStrategy(jax.devices()[:2])",
-            )
-        )
+        raise ValueError(_devices_text(wrong[0]))
     if len(set(devices)) != len(devices) or not devices:
         repeated = sorted({str(d) for d in devices if devices.count(d) > 1})
         raise ValueError(
@@ -153,6 +163,15 @@ def _require_devices(devices: tuple[jax.Device, ...]) -> None:
                 "VirtualStrategy(num_replicas)",
             )
         )
+
+
+def _devices_text(got: object) -> str:
+    return explain(
+        "devices needs a sequence of jax.Device",
+        got=describe_value(got),
+        why="replicas are laid on devices of the running backend",
+        fix="MirroredStrategy(jax.devices()[:2])",
+    )
 
 
 def _require_axes(devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping[str, int]) -> None:

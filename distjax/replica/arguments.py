@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +11,12 @@ import numpy as np
 
 from distjax.errors import describe_value, explain
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.variables.conversion import is_number
 
 
 def is_array(value: object) -> bool:
     """Returns whether `value` is an array that a program can take as it is."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
-
-
-def is_number(value: object) -> bool:
-    """Returns whether `value` is a Python number."""
-    return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
 
 
 class Static:

@@ -184,8 +184,7 @@ def discover(
         with frames.entered(frame(state)) as entered:
             template = Template(call(jax.tree.unflatten(treedef, arrays)), _is_result)
         topology = entered.strategy.extended.topology
-        results = [laid_out(leaf, topology) for leaf in template.leaves]
-        template.leaves = []
+        results = [laid_out(leaf, topology) for leaf in template.release()]
         wrappers = tuple(r.topology if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)
         found.update(template=template, wrappers=wrappers, writes=writes)

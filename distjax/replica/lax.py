@@ -2,6 +2,26 @@
 
 The body is traced once to find what it writes; that is added to the carry. With
 no trace of ours under way the construct runs step by step, as Python would.
+
+Arguments, results and errors are those of `jax.lax`.
+
+Context: any.
+
+Raises:
+  TraceLeakError: `cond_fun` of a while loop writes a variable; or the call stands in
+    an inner trace (`jax.jit`, `grad`), where no variable can be written.
+  DivergenceError: a predicate that differs per replica, over an aggregated write.
+
+Example:
+  >>> count = dj.Variable(0)
+  >>> @dj.jit
+  ... def step(xs):
+  ...     def body(total, x):
+  ...         count.assign_add(1)
+  ...         return total + x, None
+  ...     return dj.lax.scan(body, 0.0, xs)[0]
+  >>> step(jnp.arange(4.0)), int(count.value)
+  (Array(6., dtype=float32), 4)
 """
 
 from __future__ import annotations

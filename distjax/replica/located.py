@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from distjax import jax_compat
 from distjax.collectives.mapping import map_replicas
+from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 
@@ -24,6 +26,14 @@ class Located(NamedTuple):
 
     array: Any
     differs: bool
+
+
+def replica_aval(value: Located) -> ShapedArray:
+    """Returns shape, dtype and weak type of what one replica sees of the value."""
+    aval = jax_compat.aval_of(value.array)
+    if value.differs:
+        return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
+    return aval
 
 
 def stacked(value: Located, topology: Topology) -> jax.Array:

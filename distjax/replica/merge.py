@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.errors import MergeError, explain
 from distjax.jax_compat import ShapedArray, Zero
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME
@@ -172,7 +173,14 @@ class CotangentMerge:
 
 def _merge_transpose(cotangents: Sequence[Any], *operands: Any, merge: Merge) -> list[Any]:
     if not isinstance(merge, TangentMerge):
-        raise TypeError("only the tangents of a merge_call can be transposed")
+        raise MergeError(
+            explain(
+                "jax.linear_transpose needs a function without a merge_call",
+                got="a merge_call in the function to transpose",
+                why="nothing says that a merge function is linear; its derivatives are",
+                fix="_, transpose = jax.vjp(fn, x), in place of jax.linear_transpose(fn, x)",
+            )
+        )
     linear = operands[merge.num_operands :]
     given = tuple(i for i, ct in enumerate(cotangents) if not isinstance(ct, Zero))
     avals = [t.aval if jax_compat.is_undefined_primal(t) else jax_compat.aval_of(t) for t in linear]

@@ -23,7 +23,7 @@ from distjax.replica.arguments import hide_objects
 from distjax.replica.discovery import Discovered, ResultForm, discover
 from distjax.replica.retraces import RetraceWatch
 from distjax.variables.creation import Creation, require_no_trace
-from distjax.variables.state import keep_lent_arrays, lent_variables, storage_lock
+from distjax.variables.lending import keep_lent_arrays, lent_variables, storage_lock
 
 
 class _NewVariables(Exception):

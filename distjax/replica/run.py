@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +20,14 @@ from distjax.replica.arguments import (
     argument_names,
     function_name,
     is_array,
-    is_number,
     user_path,
 )
 from distjax.replica.context import ReplicaContext
 from distjax.replica.cut import Cutter
-from distjax.replica.located import Located, as_user_value
+from distjax.replica.located import Located, as_user_value, replica_aval
 from distjax.replica.state_check import check_state
 from distjax.replica.views import global_view, replica_view
+from distjax.variables.conversion import is_number
 from distjax.variables.creation import Creation
 from distjax.variables.state import TraceState, variable_p
 
@@ -144,24 +145,17 @@ def trace_replica(
         inits = list(creation.values.values()) if creation is not None else []
         return [*leaves, *(state.read(v) for v in state.written), *inits]
 
-    avals = [_replica_aval(x) for x in located]
+    avals = [replica_aval(x) for x in located]
     axis_env = [(topology.axis_name, topology.num_replicas)]
     with _model_axes_in_scope(topology):
         jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
     return ReplicaTrace(jaxpr, consts, **found)
 
 
-def _replica_aval(value: Located) -> Any:
-    aval = jax_compat.aval_of(value.array)
-    if value.differs:
-        return jax_compat.ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
-    return aval
-
-
 def _model_axes_in_scope(topology: Any) -> Any:
     """Returns a context in which sharding constraints may name the model axes."""
     if not topology.model_axes:
-        return jax_compat.no_context()
+        return contextlib.nullcontext()
     return jax_compat.manual_axis(topology.mesh, topology.axis_name)
 
 

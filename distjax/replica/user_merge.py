@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import Template, function_name, is_array
-from distjax.replica.located import Located, as_user_value, from_user_value
+from distjax.replica.located import Located, as_user_value, from_user_value, replica_aval
 from distjax.replica.merge import merge_p
 from distjax.replica.views import global_view, replica_view
 from distjax.variables.creation import Creation
@@ -78,12 +79,12 @@ class UserMerge:
             self.read, self.written = state.read_order, list(state.written)
             self.created = creation.remembered
             self.result = result
-            self.out_avals = [_replica_aval(o) for o in outs]
+            self.out_avals = [replica_aval(o) for o in outs]
             self.out_avals += [ShapedArray(v.local_shape, v.dtype) for v in self.written]
             return [o.array for o in outs]
 
         # The replica function's mesh (its model axes) is not that of cross-replica code.
-        no_mesh = jax_compat.no_mesh() if topology.model_axes else jax_compat.no_context()
+        no_mesh = jax_compat.no_mesh() if topology.model_axes else contextlib.nullcontext()
         with no_mesh, frames.unobserved():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
@@ -130,13 +131,6 @@ class UserMerge:
                 fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",
             )
         )
-
-
-def _replica_aval(value: Located) -> ShapedArray:
-    aval = jax_compat.aval_of(value.array)
-    if value.differs:
-        return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
-    return aval
 
 
 def bind_merge(strategy: Any, state: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

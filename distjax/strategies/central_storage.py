@@ -10,8 +10,8 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import describe_value, explain
-from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
-from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.variables.layout import HostLayout, Layout, mirrored_layout
 
@@ -63,7 +63,7 @@ class CentralStorageStrategy(Strategy):
         parameter_memory: str = "pinned_host",
         axis_name: str = REPLICA_AXIS,
     ):
-        topology = mesh_topology(devices or default_devices("all"), axis_name)
+        topology = mesh_topology(devices_or_all(devices), axis_name)
         known = sorted(m.kind for m in topology.devices[0].addressable_memories())
         if parameter_memory not in known:
             raise ValueError(

@@ -12,10 +12,10 @@ from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext
 from distjax.data.options import ERROR, as_input_options
 from distjax.errors import UnsupportedError, explain
-from distjax.placement.topology import REPLICA_AXIS, Topology, one_device_topology
+from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
 from distjax.replica.arguments import require_args
 from distjax.replica.default_context import DefaultReplicaContext
-from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import require_pair
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import PlainPlacement
@@ -36,7 +36,7 @@ class DefaultExtended(StrategyExtended):
 
         Looked up when needed: importing distjax must not start a backend.
         """
-        return one_device_topology(default_devices("one")[0], 1, REPLICA_AXIS)
+        return one_device_topology(local_devices()[0], 1, REPLICA_AXIS)
 
     @property
     def num_replicas(self) -> int:

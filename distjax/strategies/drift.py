@@ -18,7 +18,7 @@ from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, explain
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
-from distjax.variables.state import storage_lock
+from distjax.variables.lending import storage_lock
 from distjax.variables.variable import Variable
 
 

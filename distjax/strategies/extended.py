@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -15,7 +14,7 @@ from distjax.collectives.launch import compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
 from distjax.data import dataset as datasets
-from distjax.errors import explain
+from distjax.errors import ContextError, explain
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_args
 from distjax.replica.function_cache import FunctionCache
@@ -23,7 +22,7 @@ from distjax.strategies import colocating, reducing, updating, values
 from distjax.strategies.containers import ContainerRegistry
 from distjax.strategies.running import ReplicaRunner
 from distjax.strategies.steps import MultiStepContext, run_steps
-from distjax.variables.creating import make_variable
+from distjax.variables.creating import copied_variable, make_variable
 from distjax.variables.placement import VariablePlacement
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
@@ -70,8 +69,22 @@ class StrategyExtended:
 
     @property
     def strategy(self) -> Any:
-        """The Strategy that this is the inside of."""
-        return self._strategy()
+        """The Strategy that this is the inside of; it is held by who uses it, not from here.
+
+        Raises:
+          ContextError: nobody has kept it.
+        """
+        strategy = self._strategy()
+        if strategy is not None:
+            return strategy
+        raise ContextError(
+            explain(
+                "extended needs its strategy, which nobody has kept",
+                got="methods of the inside of a strategy that is gone",
+                why="a strategy holds its extended, and not the other way round",
+                fix="strategy = dj.MirroredStrategy(); strategy.extended.reduce_to(...)",
+            )
+        )
 
     # -- where things are -----------------------------------------------------
 
@@ -144,7 +157,7 @@ class StrategyExtended:
         return self._runner.run(fn, args, kwargs)
 
     def place_arguments(self, tree: Any) -> Any:
-        """Returns the arguments of `run`, arrays from elsewhere on the strategy's devices."""
+        """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""
         return self._runner.placed(tree)
 
     # -- cross-replica operations ---------------------------------------------
@@ -165,18 +178,25 @@ class StrategyExtended:
 
         Locality: T in; V(destination) or M out. Context: cross-replica, default.
         Cost: one all-reduce per value.
+
+        Raises:
+          ValueError, LocalityError: as `Strategy.reduce`; ValueError: no destination.
         Source: seed 001, `reduce_to`.
         """
         frames.require_cross_replica(self.strategy, "reduce_to")
         return reducing.batch_reduce_to(self, op, [(value, destinations)])[0]
 
     def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
-        """Returns a list of `reduce_to` results, reduced together.
+        """Returns a list of `reduce_to` results, reduced together, as `communication` says.
 
         Args:
           op: a ReduceOp or its name.
           value_destination_pairs: a sequence of (value, destinations).
 
+        Locality, Context: as `reduce_to`. Cost: one all-reduce per pack.
+
+        Raises:
+          ValueError: an element that is no pair; and as `reduce_to`.
         Source: seed 001, `batch_reduce_to`.
         """
         frames.require_cross_replica(self.strategy, "batch_reduce_to")
@@ -185,8 +205,15 @@ class StrategyExtended:
     def broadcast_to(self, value: Any, destinations: Any = None) -> Any:
         """Returns a copy of `value` on `destinations` (None: all workers).
 
+        Args:
+          value: a tree of arrays, numbers or variables.
+          destinations: as in `reduce_to`.
+
         Locality: unplaced or M in; M or V(destination) out. Context:
           cross-replica or default. Source: seed 001, `broadcast_to`.
+
+        Raises:
+          LocalityError: a PerReplica.
         """
         frames.require_cross_replica(self.strategy, "broadcast_to")
         return reducing.broadcast_to(self, value, destinations)
@@ -258,17 +285,7 @@ class StrategyExtended:
 
     def copy_variable(self, variable: Variable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
-        made = Variable.declared(
-            strategy=variable.strategy,
-            shape=variable.shape,
-            dtype=variable.dtype,
-            name=variable.name,
-            trainable=variable.trainable,
-            modes=(variable.synchronization, variable.aggregation),
-            policy=variable.policy,
-            layout=variable.layout,
-        )
-        made.storage = jax.numpy.copy(variable.storage)
+        made = copied_variable(variable)
         self.variables.add(made)
         return made
 
@@ -295,6 +312,8 @@ class StrategyExtended:
 
         Raises:
           LocalityError: a per-replica argument for a mirrored variable.
+          StrategyMismatchError: a variable of another strategy.
+          TypeError: no variable.
         Source: seed 001, `update`.
         """
         frames.require_cross_replica(self.strategy, "update")
@@ -316,9 +335,13 @@ class StrategyExtended:
           fn: the function; per-replica arguments go copy by copy.
           args: positional arguments.
           kwargs: keyword arguments.
-          group: as in `update`.
+          group: as in `update`; one element per copy of a non-slot variable, or per
+            replica where results differ.
 
         Locality: N in and out. Context: cross-replica or default.
+
+        Raises:
+          ValueError: other devices than the non-slot ones.
         Source: seed 001, `update_non_slot`.
         """
         frames.require_cross_replica(self.strategy, "update_non_slot")
@@ -331,11 +354,6 @@ class StrategyExtended:
         Pass them to `colocate_vars_with` and `update_non_slot`. Source: seed 001.
         """
         return self.parameter_devices
-
-    @property
-    def num_non_slot_copies(self) -> int:
-        """How many copies a variable on the non-slot devices has."""
-        return self.num_replicas
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.
@@ -375,23 +393,3 @@ class StrategyExtended:
     def combine_components(self, rule: Combine, stored: jax.Array) -> jax.Array:
         """Returns components [R, ...] as one value."""
         return compiled(combine_components, stored, self.topology, rule.name)
-
-    # -- copying --------------------------------------------------------------
-
-    def refuse_copy(self) -> NoReturn:
-        """Raises: a strategy is the identity of its variables."""
-        raise RuntimeError(
-            explain(
-                f"{self.strategy!r} needs to stay one object",
-                got="copy.copy or copy.deepcopy of a strategy",
-                why="variables and compiled programs belong to this very object",
-                fix="pass the strategy itself around, or construct a second one",
-            )
-        )
-
-
-@functools.cache
-def default_devices(kind: str) -> Sequence[jax.Device]:
-    """Returns the local devices of the default backend ("all") or the first ("one")."""
-    devices = tuple(jax.local_devices())
-    return devices if kind == "all" else devices[:1]

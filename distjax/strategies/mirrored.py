@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from distjax.collectives.communication import CommunicationOptions
-from distjax.placement.topology import REPLICA_AXIS, mesh_topology
-from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.placement.topology import REPLICA_AXIS, devices_or_all, mesh_topology
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import MirroredPlacement
 
@@ -44,7 +44,6 @@ class MirroredStrategy(Strategy):
         model_axes: Mapping[str, int] | None = None,
         communication: CommunicationOptions | None = None,
     ):
-        devices = default_devices("all") if devices is None or not len(devices) else devices
-        topology = mesh_topology(devices, axis_name, model_axes)
+        topology = mesh_topology(devices_or_all(devices), axis_name, model_axes)
         placement = MirroredPlacement(topology)
         super().__init__(StrategyExtended(topology, placement, communication=communication))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.placement.topology import REPLICA_AXIS, local_devices, one_device_topology
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import PlainPlacement
 
@@ -29,6 +29,6 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: jax.Device | None = None, *, axis_name: str = REPLICA_AXIS):
-        device = default_devices("one")[0] if device is None else device
+        device = local_devices()[0] if device is None else device
         topology = one_device_topology(device, 1, axis_name)
         super().__init__(StrategyExtended(topology, PlainPlacement(device), wraps=False))

@@ -17,12 +17,13 @@ from distjax.collectives.launch import compiled
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
-from distjax.errors import BatchError, LocalityError, describe_value, explain
-from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.data.masks import require_mask
+from distjax.errors import LocalityError, describe_value, explain
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.replica.layout import laid_out
-from distjax.replica.located import Located
+from distjax.replica.located import Located, replica_aval
 from distjax.strategies.destinations import place_on, resolve
-from distjax.strategies.values import is_leaf, is_mirrored
+from distjax.strategies.values import is_mirrored
 from distjax.variables.access import stored_components
 from distjax.variables.layout import PartitionedLayout
 from distjax.variables.variable import Variable
@@ -32,7 +33,7 @@ def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
     """Returns `value` reduced over the replicas: see `Strategy.reduce`."""
     op = as_reduce_op(op)
     require_dense(value, "reduce")
-    leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     if (axis is not None or mask is not None) and not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(
             explain(
@@ -158,16 +159,8 @@ def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any
     located = _locate(extended, ReduceOp.MEAN, value) or Located(jnp.asarray(value), False)
     located_mask = _locate(extended, ReduceOp.MEAN, mask) or Located(jnp.asarray(mask), False)
     shape = located.array.shape[int(located.differs) :]
-    mask_shape = located_mask.array.shape[int(located_mask.differs) :]
-    if located_mask.array.dtype != jnp.bool_ or mask_shape != shape[: len(mask_shape)]:
-        raise BatchError(
-            explain(
-                f"reduce: mask needs bool values of shape {shape[:1]} per replica",
-                got=f"{located_mask.array.dtype} of shape {mask_shape}",
-                why="it says for each example whether it counts",
-                fix="strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)",
-            )
-        )
+    fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
+    require_mask(replica_aval(located_mask), shape, "reduce: mask", fix)
     axes = _axes(axis, jax.ShapeDtypeStruct(shape, located.array.dtype)) if axis is not None else ()
     return compiled(
         reduce_masked,
@@ -188,7 +181,7 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     pairs = [require_pair(pair) for pair in pairs]
     targets = [resolve(extended, destinations, "reduce_to") for _, destinations in pairs]
     require_dense([value for value, _ in pairs], "reduce_to")
-    flat = [jax.tree.flatten(value, is_leaf=is_leaf) for value, _ in pairs]
+    flat = [jax.tree.flatten(value, is_leaf=is_per_replica) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
     splits = [
         _split_of(extended, destinations)
@@ -247,7 +240,7 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
             return laid_out(x, extended.topology)
         return place_on(x, target)
 
-    return jax.tree.map(leaf, value, is_leaf=is_leaf)
+    return jax.tree.map(leaf, value, is_leaf=is_per_replica)
 
 
 # -- gather -------------------------------------------------------------------
@@ -256,7 +249,7 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
 def gather(extended: Any, value: Any, axis: int) -> Any:
     """Returns the replicas' values end to end: see `Strategy.gather`."""
     require_dense(value, "gather")
-    leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     located = [_locate(extended, ReduceOp.MEAN, leaf) for leaf in leaves]
     found = [x for x in located if x is not None]
     for x in found:

@@ -28,7 +28,7 @@ def scope(strategy: Any) -> Iterator[None]:
 def _scope_frame(strategy: Any) -> Frame:
     now = frames.current()
     if strategy.extended.is_default:
-        _require_nothing_to_nest(strategy, now)
+        _require_nothing_to_nest(now)
         if not frames.stack():
             return now
         return Frame(strategy, now.replica_context, state=now.state, is_default=True)
@@ -36,7 +36,7 @@ def _scope_frame(strategy: Any) -> Frame:
     return Frame(strategy, state=now.state, in_update=now.in_update)
 
 
-def _require_nothing_to_nest(strategy: Any, now: Frame) -> None:
+def _require_nothing_to_nest(now: Frame) -> None:
     if not has_strategy():
         return
     raise StrategyMismatchError(

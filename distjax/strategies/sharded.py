@@ -11,8 +11,8 @@ import jax
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions
 from distjax.errors import describe_value, explain
-from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
-from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.variables.layout import Layout, PartitionedLayout, mirrored_layout
 
@@ -120,6 +120,6 @@ class ShardedStrategy(Strategy):
                     fix="dj.ShardedStrategy(partition='parameters')",
                 )
             )
-        topology = mesh_topology(devices or default_devices("all"), axis_name)
+        topology = mesh_topology(devices_or_all(devices), axis_name)
         placement = ShardedPlacement(topology, partition, partitioner)
         super().__init__(StrategyExtended(topology, placement, communication=communication))

@@ -81,6 +81,12 @@ class MultiStepContext:
 
         In a replica context a tuple of the replicas' objects is kept; one trace
         stands for all of them, so it has one element.
+
+        Args:
+          name: its key in `non_tensor_outputs`.
+          output: any Python object.
+
+        Context: cross-replica, or replica.
         """
         replica = frames.current().replica_context
         is_own = replica is not None and not frames.current().strategy.extended.is_default

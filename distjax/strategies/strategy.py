@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from distjax.context import frames
+from distjax.errors import explain
 from distjax.strategies import scoping
 from distjax.strategies.describing import StrategyDescription, describe
 from distjax.strategies.drift import require_equal_copies
@@ -52,9 +53,20 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Enters cross-replica context; variables made inside belong to this strategy.
 
+        Context: cross-replica of this strategy, or none in force.
+
         Raises:
           StrategyMismatchError: another strategy is in force.
           ContextError: in a replica context, or when left out of order.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> with strategy.scope():
+          ...     v = dj.Variable(1.0)
+          ...     print(dj.in_cross_replica_context(), v.strategy is strategy)
+          True True
+
+        Source: tf.distribute.Strategy.scope; seed 001.
         """
         with scoping.scope(self):
             yield self
@@ -73,10 +85,18 @@ class Strategy:
 
         Returns:
           The results: an array where proved equal on every replica, a PerReplica
-          where not; Python objects and variables as they are.
+          where not; Python objects and variables as they are. What ``fn`` raises comes
+          out unchanged.
 
         Locality: T, M and variables in; M or T out. Context: cross-replica or
           default.
+        Cost: a compilation per signature; collectives where ``fn`` asks for them.
+
+        Raises:
+          ValueError: args or kwargs of another type, an object that is not hashable.
+          LocalityError: a PerReplica of other replicas.
+          ContextError, StrategyMismatchError: in a replica, or under another strategy.
+          DivergenceError: a collective under a predicate that differs per replica.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -106,8 +126,19 @@ class Strategy:
         Cost: one all-reduce per value.
 
         Raises:
-          ValueError: SUM of a value that is not on the replicas.
-          LocalityError: SUM of a mirrored variable.
+          ValueError: SUM of a value that is not on the replicas, an unknown `op`, an
+            axis that the value does not have.
+          TypeError: an axis, or a mask, for a tree.
+          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas.
+          BatchError: a mask of another dtype or shape.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> x = strategy.run(lambda x: x + dj.get_replica_context().replica_id_in_sync_group,
+          ...                  args=(jnp.array([1.0, 3.0]),))
+          >>> strategy.reduce("sum", x), strategy.reduce("mean", x, axis=0)
+          (Array([3., 7.], dtype=float32), Array(2.5, dtype=float32))
+
         Source: tf.distribute.Strategy.reduce.
         """
         return self._extended.reduce(op, value, axis, mask)
@@ -115,8 +146,20 @@ class Strategy:
     def gather(self, value: Any, axis: int) -> Any:
         """Returns the replicas' values end to end along `axis`.
 
+        Args:
+          value: a tree of PerReplica (or Mirrored, as R copies) of [..., B, ...].
+          axis: an axis of one replica's value, 0 or more.
+
+        Returns:
+          [..., R * B, ...]; what is not on the replicas as it is.
+
         Locality: T or M in, M out. Context: cross-replica or default.
         Cost: an all-gather per value.
+
+        Raises:
+          ValueError: a scalar, or an axis that the value does not have.
+
+        Source: tf.distribute.Strategy.gather.
         """
         return self._extended.gather(value, axis)
 
@@ -125,6 +168,13 @@ class Strategy:
 
         R arrays for a PerReplica or a Mirrored array, the components of a
         variable, a 1-tuple for anything else; a tuple of trees for a tree.
+
+        Context: any. Cost: none.
+
+        Raises:
+          LocalityError: a PerReplica of other replicas.
+
+        Source: tf.distribute `experimental_local_results`; `unwrap` of seed 001.
         """
         return self._extended.local_results(value)
 
@@ -272,7 +322,14 @@ class Strategy:
         return f"{type(self).__name__}({self._extended.topology!r})"
 
     def __copy__(self) -> NoReturn:
-        self._extended.refuse_copy()
+        raise RuntimeError(
+            explain(
+                f"{self!r} needs to stay one object",
+                got="copy.copy or copy.deepcopy of a strategy",
+                why="variables and compiled programs belong to this very object",
+                fix="pass the strategy itself around, or construct a second one",
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._extended.refuse_copy()
+        self.__copy__()

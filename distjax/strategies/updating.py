@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from distjax.collectives.mapping import map_replicas
 from distjax.context import frames
@@ -156,7 +157,12 @@ def update_non_slot(
     else:
         with frames.entered(_update_frame(extended)):
             result = fn(*args, **kwargs)
-    return result if group else _as_lists(extended, extended.num_non_slot_copies, result)
+    return result if group else _as_lists(extended, _num_counter_copies(extended), result)
+
+
+def _num_counter_copies(extended: Any) -> int:
+    """Returns how many copies a non-slot variable, such as a step counter, has."""
+    return extended.placement.layout((), jnp.dtype("int32")).num_copies
 
 
 def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:

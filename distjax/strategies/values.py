@@ -87,11 +87,6 @@ def is_mirrored(topology: Topology, value: Any) -> bool:
     return topology.mesh is None or bool(topology.model_axes) or value.is_fully_replicated
 
 
-def is_leaf(value: Any) -> bool:
-    """Returns whether distjax's own functions treat `value` as one value."""
-    return is_per_replica(value)
-
-
 # -- taking apart -------------------------------------------------------------
 
 
@@ -99,7 +94,7 @@ def local_results(extended: Any, value: Any) -> tuple[Any, ...]:
     """Returns the values of the replicas: see `Strategy.local_results`."""
     if not extended.wraps:
         return (value,)
-    leaves, treedef = jax.tree.flatten(value, is_leaf=is_leaf)
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     if not leaves and value is None:
         return (None,)
     parts = [_leaf_results(extended, leaf) for leaf in leaves]

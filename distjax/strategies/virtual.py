@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from distjax.placement.topology import REPLICA_AXIS, one_device_topology
-from distjax.strategies.extended import StrategyExtended, default_devices
+from distjax.placement.topology import REPLICA_AXIS, local_devices, one_device_topology
+from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import MirroredPlacement
 
@@ -36,6 +36,6 @@ class VirtualStrategy(Strategy):
         *,
         axis_name: str = REPLICA_AXIS,
     ):
-        device = default_devices("one")[0] if device is None else device
+        device = local_devices()[0] if device is None else device
         topology = one_device_topology(device, num_replicas, axis_name)
         super().__init__(StrategyExtended(topology, MirroredPlacement(topology)))

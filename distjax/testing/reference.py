@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -323,14 +323,3 @@ class ReferenceExtended:
     def colocate_vars_with(self, var: Any) -> Iterator[None]:
         """Changes nothing: there is one device."""
         yield
-
-    def refuse_copy(self) -> NoReturn:
-        """Raises: variables belong to this very strategy."""
-        raise RuntimeError(
-            explain(
-                f"{self.strategy!r} needs to stay one object",
-                got="copy.copy or copy.deepcopy of a strategy",
-                why="variables belong to this very object",
-                fix="construct a second strategy",
-            )
-        )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from distjax import jax_compat
 from distjax.collectives import ops
 from distjax.collectives.ops import ReduceOp
 from distjax.context import frames
@@ -19,13 +16,14 @@ from distjax.errors import (
     ContextError,
     LocalityError,
     StrategyMismatchError,
-    describe_value,
     explain,
 )
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
+from distjax.variables.conversion import converted, is_number
 from distjax.variables.layout import PartitionedLayout
+from distjax.variables.lending import lend, storage_lock
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -36,10 +34,10 @@ def read(variable: Any) -> jax.Array:
     if state is not states.STORAGE:
         return _seen(variable, state, frame)
     if variable.policy.stacked:
-        with states.storage_lock:  # else another thread may donate it before it is combined
+        with storage_lock:  # else another thread may donate it before it is combined
             return _seen(variable, state, frame)
     value = state.read(variable)
-    return value if variable.layout.kind is kinds.HOST else states.lend(variable)
+    return value if variable.layout.kind is kinds.HOST else lend(variable)
 
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
@@ -49,7 +47,7 @@ def write(variable: Any, value: Any, method: str) -> jax.Array:
     state.require_writable(variable)
     value = value.value if hasattr(value, "require_initialized") else value
     _require_one_value(variable, value, method, frame)
-    array = _converted(variable, value, method)
+    array = converted(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
         _write_component(variable, state, array, method)
     elif _is_local(variable, frame):
@@ -67,7 +65,7 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
         return (state.read(variable),)
     state.read(variable)
     lends = state is states.STORAGE and variable.layout.kind is not kinds.HOST
-    stored = states.lend(variable) if lends else state.read(variable)
+    stored = lend(variable) if lends else state.read(variable)
     return variable.strategy.extended.split_components(variable, stored)
 
 
@@ -163,8 +161,8 @@ def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
 def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
     if state is states.STORAGE:
         array = variable.beside(array)
-    with states.storage_lock:
-        new = _applied(variable, state.read(variable), array, method)
+    with storage_lock:
+        new = _applied(state.read(variable), array, method)
         is_users = state is states.STORAGE and method == "assign"
         state.write(variable, variable.copied(new) if is_users else new)
 
@@ -173,7 +171,7 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
     rule = variable.policy.replica_write
     if rule is Combine.REFUSE:
         raise AggregationError(_no_aggregation_text(variable, method))
-    if rule is Combine.SUM and _is_python_number(value):
+    if rule is Combine.SUM and is_number(value):
         raise ValueError(
             explain(
                 f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
@@ -184,7 +182,7 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
                 fix=f"{method}(jnp.asarray({value!r})), which sums over the replicas",
             )
         )
-    is_equal = rule is Combine.MEAN and _is_python_number(value)
+    is_equal = rule is Combine.MEAN and is_number(value)
     if rule is Combine.EACH or is_equal:
         array = own_part(variable, array)
     else:
@@ -225,17 +223,13 @@ def _split(total: jax.Array, num_components: int) -> jax.Array:
     )
 
 
-def _applied(variable: Any, old: jax.Array, array: jax.Array, method: str) -> jax.Array:
+def _applied(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
     if method == "assign":
         return array if array.shape == old.shape else jnp.broadcast_to(array, old.shape)
     return old + array if method == "assign_add" else old - array
 
 
 # -- checks -------------------------------------------------------------------
-
-
-def _is_python_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
 
 
 def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> None:
@@ -249,50 +243,6 @@ def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> 
             fix=f"reduce it first: v.{method}(strategy.reduce('sum', x)); components are written "
             "in a replica function or by strategy.extended.update",
         )
-    )
-
-
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-
-
-def _kind(dtype: Any) -> int:
-    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
-
-
-def _converted(variable: Any, value: Any, method: str) -> Any:
-    if not hasattr(value, "dtype") and not isinstance(value, (numbers.Number, list, tuple)):
-        raise TypeError(_conversion_text(variable, method, describe_value(value)))
-    if isinstance(value, jax.Array):
-        array = value
-    elif jax_compat.is_key_dtype(variable.dtype):
-        raise TypeError(_conversion_text(variable, method, describe_value(value)))
-    else:
-        array = np.asarray(value)
-    same_keys = jax_compat.is_key_dtype(array.dtype) or jax_compat.is_key_dtype(variable.dtype)
-    if same_keys and array.dtype != variable.dtype:
-        raise TypeError(_conversion_text(variable, method, f"dtype {array.dtype}"))
-    if not same_keys and _kind(array.dtype) > _kind(variable.dtype):
-        raise TypeError(_conversion_text(variable, method, f"dtype {array.dtype}"))
-    if array.shape != variable.shape:
-        raise ValueError(
-            explain(
-                f"{method} of variable {variable.name!r} needs shape {variable.shape}",
-                got=f"shape {array.shape}",
-                why="a variable keeps its shape",
-                fix="reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
-            )
-        )
-    if same_keys or (isinstance(array, jax.Array) and array.dtype == variable.dtype):
-        return array
-    return jnp.asarray(array, variable.dtype)
-
-
-def _conversion_text(variable: Any, method: str, got: str) -> str:
-    return explain(
-        f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
-        got=got,
-        why="a conversion that loses information is not made in silence",
-        fix=f"v.{method}(x.astype(v.dtype))",
     )
 
 

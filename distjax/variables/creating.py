@@ -77,6 +77,22 @@ def make_variable(
     return variable
 
 
+def copied_variable(variable: Variable) -> Variable:
+    """Returns a new variable like `variable`, with a copy of what it stores."""
+    made = Variable.declared(
+        strategy=variable.strategy,
+        shape=variable.shape,
+        dtype=variable.dtype,
+        name=variable.name,
+        trainable=variable.trainable,
+        modes=(variable.synchronization, variable.aggregation),
+        policy=variable.policy,
+        layout=variable.layout,
+    )
+    made.storage = jnp.copy(variable.storage)
+    return made
+
+
 def _rehearsal_text(name: str) -> str:
     return explain(
         "dj.explain needs a function whose variables exist",

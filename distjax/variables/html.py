@@ -10,7 +10,7 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.tables import Table, as_html, format_bytes
 from distjax.variables.describing import describe_variable
-from distjax.variables.state import storage_lock
+from distjax.variables.lending import storage_lock
 
 
 def variable_html(variable: Any) -> str:

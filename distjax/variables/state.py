@@ -8,16 +8,15 @@ into inputs, and the written values into outputs.
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
 from typing import Any
 
 import jax
 
 from distjax import jax_compat
-from distjax.errors import TraceLeakError, explain
+from distjax.errors import TraceLeakError
 from distjax.jax_compat import ShapedArray
+from distjax.variables.leaks import leak_text
 
 variable_p = jax_compat.Primitive("distjax_variable")
 
@@ -59,7 +58,7 @@ class StorageState:
     def read(self, variable: Any) -> Any:
         """Returns the value of `variable` in global form."""
         if jax_compat.staging():
-            raise TraceLeakError(_leak_text(variable, "read", "a trace that distjax does not own"))
+            raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
         variable.require_initialized()
         variable.require_present()
         return variable.stored_value
@@ -73,7 +72,7 @@ class StorageState:
     def require_writable(self, variable: Any) -> None:
         """Raises a TraceLeakError inside any JAX trace."""
         if jax_compat.tracing():
-            raise TraceLeakError(_leak_text(variable, "write", "a trace that distjax does not own"))
+            raise TraceLeakError(leak_text(variable, "write", "a trace that distjax does not own"))
         variable.require_present()
 
 
@@ -160,7 +159,7 @@ class TraceState:
     def require_writable(self, variable: Any) -> None:
         """Raises a TraceLeakError inside an inner trace."""
         if jax_compat.current_trace() is not self.trace:
-            raise TraceLeakError(_leak_text(variable, "write", "an inner trace"))
+            raise TraceLeakError(leak_text(variable, "write", "an inner trace"))
 
 
 class ShapeState(TraceState):
@@ -180,98 +179,3 @@ def _placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
     if jax_compat.is_key_dtype(dtype):
         return jax.random.split(jax.random.key(0), shape)
     return jax.lax.full(shape, 0, dtype)
-
-
-# -- arrays that were handed out ----------------------------------------------
-
-#: Held while stored arrays are handed out, and while they are donated and replaced.
-storage_lock = threading.RLock()
-
-#: Variables whose stored array a user may hold, by serial number.
-lent_variables: dict[int, weakref.ref[Any]] = {}
-
-
-def lend(variable: Any) -> jax.Array:
-    """Returns a handle on the stored array and remembers it by weak reference."""
-    with storage_lock:
-        handle = jax_compat.another_handle(variable.storage)
-        held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
-        variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
-        lent_variables[variable.serial_number] = weakref.ref(variable)
-    return handle
-
-
-def keep_lent_arrays(to_donate: frozenset[Any]) -> None:
-    """Copies, on the device, stored arrays that a user still holds.
-
-    Called before the storage of the variables `to_donate` is donated; copies
-    nothing that nobody holds.
-    """
-    for serial_number, reference in list(lent_variables.items()):
-        variable = reference()
-        if variable is not None and variable not in to_donate:
-            continue
-        if variable is not None and any(r() is not None for r in variable.lent_handles):
-            variable.storage = jax.numpy.copy(variable.storage)
-            variable.lent_handles = []
-        lent_variables.pop(serial_number, None)
-
-
-# -- the text of a leak -------------------------------------------------------
-
-_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch", "map", "associative_scan"}
-_TRANSFORMS = {
-    "value_and_grad_f": "grad",
-    "grad_f": "grad",
-    "vjp": "vjp",
-    "jvp": "jvp",
-    "linearize": "linearize",
-    "vmap_f": "vmap",
-    "cache_miss": "jit",
-    "make_jaxpr_f": "make_jaxpr",
-    "eval_shape": "eval_shape",
-    "fun_remat": "checkpoint",
-}
-
-
-def _enclosing_construct() -> str | None:
-    """Returns the innermost JAX construct on the call stack (for error texts).
-
-    JAX builds one on another (`fori_loop` on `scan`, `grad` on `linearize`): of
-    calls with none of the user's between them the outermost is the user's word.
-    Loops that `dj.lax` called are left out: they carry variables.
-    """
-    frame, found = sys._getframe(1), None
-    while frame is not None:
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith("jax."):
-            is_loop = name in _LOOPS and ".lax." in module
-            found = name if is_loop else _TRANSFORMS.get(name, found)
-        elif module == "distjax.replica.lax":
-            found = None
-        elif module not in ("contextlib", "functools"):
-            if found or module == "distjax.replica.program":
-                return found
-        frame = frame.f_back
-    return found
-
-
-def _leak_text(variable: Any, action: str, place: str) -> str:
-    construct = _enclosing_construct()
-    inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"
-    inside = inside if construct else place
-    if construct in _LOOPS and construct in ("scan", "while_loop", "fori_loop", "cond", "switch"):
-        fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
-    elif place.startswith("an inner") or construct not in (None, "jit"):
-        fix = "return the new value from the inner function and assign it outside"
-    else:
-        fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"
-    return explain(
-        f"a {action} of variable {variable.name!r} needs to happen in the function that "
-        "distjax traces",
-        got=f"a {action} inside {inside}",
-        why="the value would be baked into the inner program"
-        if action == "read"
-        else "the new value belongs to the inner trace and would leak out of it",
-        fix=fix,
-    )

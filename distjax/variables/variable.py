@@ -193,23 +193,64 @@ class Variable:
 
     @property
     def value(self) -> jax.Array:
-        """The array [...] that the current context sees."""
+        """The array [...] that the current context sees.
+
+        In a replica its own component, or its copy of the one value; in cross-replica
+        context components brought together by the aggregation.
+
+        Locality: V(variable); M where components are brought together. Context: any; in
+          loops, branches and derivatives of a traced function too.
+        Cost: in cross-replica context an all-reduce for ON_READ; in a replica a gather
+          where the strategy splits the variable.
+
+        Raises:
+          AggregationError: cross-replica, ON_READ with aggregation NONE.
+          StrategyMismatchError: under another strategy than the variable's.
+          TraceLeakError: in a user's own `jax.jit`, outside of `run` and `dj.jit`.
+        """
         return access.read(self)
 
     def assign(self, value: Any) -> jax.Array:
-        """Sets the variable to `value` and returns the new value."""
+        """Sets the variable to `value` and returns the new value as the context sees it.
+
+        Args:
+          value: an array [...] or number, or lists of these, of the variable's shape and
+            of a dtype that it can hold.
+
+        Locality: T or M in a replica, where ON_WRITE combines the replicas' values by
+          the aggregation; M in cross-replica context. Context: any.
+        Cost: an all-reduce in a replica, for ON_WRITE with an aggregation.
+
+        Raises:
+          AggregationError: ON_WRITE with NONE in a replica; ON_READ with NONE across.
+          LocalityError: a PerReplica.
+          TypeError, ValueError: another dtype or shape; a Python number to be summed.
+          StrategyMismatchError: under another strategy than the variable's.
+          TraceLeakError: in an inner trace (`jax.jit`, a `jax.lax` loop, `grad`); in
+            loops and branches use `dj.lax`.
+        """
         return access.write(self, value, "assign")
 
     def assign_add(self, value: Any) -> jax.Array:
-        """Adds `value` and returns the new value."""
+        """Adds `value` and returns the new value; otherwise as `assign`.
+
+        Raises:
+          AggregationError: in cross-replica context ON_READ with SUM, too.
+        """
         return access.write(self, value, "assign_add")
 
     def assign_sub(self, value: Any) -> jax.Array:
-        """Subtracts `value` and returns the new value."""
+        """Subtracts `value` and returns the new value; otherwise as `assign_add`."""
         return access.write(self, value, "assign_sub")
 
     def local_results(self) -> tuple[jax.Array, ...]:
-        """Returns the components [...], in replica order."""
+        """Returns the components [...], in replica order.
+
+        R arrays for a mirrored and a sync-on-read variable, one for a partitioned one and
+        one in host memory; in a replica function its own.
+
+        Context: any. Source: seed 001, `unwrap`.
+        """
         return access.components(self)
 
     # -- looks ----------------------------------------------------------------

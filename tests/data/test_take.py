@@ -83,7 +83,6 @@ def test_one_transfer_for_all_steps_and_leaves(mirrored, monkeypatch):
 
 
 def test_a_compiled_loop_over_steps(placed):
-    v = None
     with placed.scope():
         v = dj.Variable(0.0)
     data = batches(placed, 6)

@@ -3,6 +3,7 @@
 import cases
 import numpy as np
 import pytest
+import variable_cases  # noqa: F401 - adds its cases to the table
 from outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 import distjax as dj

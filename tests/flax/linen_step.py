@@ -6,7 +6,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training import dynamic_scale, train_state
 from jax import lax
@@ -70,14 +69,3 @@ def train_step(state, batch, axis_name="batch"):
         params=keep(changed.params, state.params),
         opt_state=keep(changed.opt_state, state.opt_state),
     ), metrics
-
-
-def make_batches(count, size=16):
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "image": rng.normal(size=(size, 6, 6, 1)).astype(np.float32),
-            "label": rng.integers(0, 10, size).astype(np.int32),
-        }
-        for _ in range(count)
-    ]

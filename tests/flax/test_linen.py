@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import jax_utils
+from image_loop import make_batches
 from jax import lax
-from linen_step import make_batches, make_state, train_step
+from linen_step import make_state, train_step
 
 import distjax as dj
 from distjax.errors import LocalityError, LocalityWarning

@@ -36,7 +36,7 @@ def ask(strategy, context, call):
         v = dj.Variable(1.0)
     found = []
     act = lambda: found.append(outcome_of(lambda: globals()[f"call_{call}"](strategy, v)))
-    enter(context, strategy, v, act)
+    enter(context, strategy, v, act, dj.get_replica_context)
     return found[0]
 
 

@@ -20,6 +20,21 @@ def test_default_devices_are_all_local_ones(devices):
     assert strategy.num_replicas_in_sync == 8
 
 
+STRATEGIES = (dj.MirroredStrategy, dj.ShardedStrategy, dj.CentralStorageStrategy)
+
+
+@pytest.mark.parametrize("make", STRATEGIES)
+def test_devices_may_be_an_array_of_them(make):
+    devices = np.array(jax.devices()[:2], dtype=object)
+    assert make(devices).extended.worker_devices == tuple(devices)
+
+
+@pytest.mark.parametrize("make", STRATEGIES)
+def test_one_device_is_no_sequence(make):
+    with pytest.raises(ValueError, match="^devices needs a sequence of jax.Device"):
+        make(jax.devices()[0])
+
+
 def test_mesh_of_a_mirrored_strategy():
     devices = jax.devices()[3:1:-1]  # the order is the user's
     strategy = dj.MirroredStrategy(devices)

@@ -2,10 +2,7 @@
 
 import functools
 import gc
-import sys
-import threading
 import types
-import warnings
 import weakref
 
 import jax
@@ -13,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import everywhere, ids, local, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
-from distjax.errors import RecompilationWarning
 from distjax.replica.function_cache import FunctionCache
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
@@ -25,18 +21,6 @@ SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 def make(strategy, initial_value, **options):
     with strategy.scope():
         return dj.Variable(initial_value, **options)
-
-
-def counted(fn):
-    """Returns a function that counts how often Python runs it."""
-
-    @functools.wraps(fn)
-    def wrapper(*args, **kwargs):
-        wrapper.calls += 1
-        return fn(*args, **kwargs)
-
-    wrapper.calls = 0
-    return wrapper
 
 
 # -- strategies ---------------------------------------------------------------
@@ -128,106 +112,6 @@ def test_a_jitted_function_inside_and_outside_of_run():
     assert int(strategy.run(lambda: number(0))) == 2
     assert int(number(0)) == 1
     assert int(dj.VirtualStrategy(3).run(lambda: number(0))) == 3
-
-
-# -- threads ------------------------------------------------------------------
-
-
-@pytest.fixture
-def switch_often():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def in_threads(*works):
-    """Runs functions at once, each in a thread; raises what they raise."""
-    start, errors = threading.Barrier(len(works)), []
-
-    def run(work):
-        start.wait()
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-@pytest.mark.parametrize("first", ["cold", "warm"])
-def test_two_threads_call_one_program(pair, first, switch_often):
-    v = make(pair, jnp.zeros(4), aggregation=AGG.SUM)
-
-    def fn(x):
-        v.assign_add(x)
-        return dj.get_replica_context().all_reduce("sum", x)
-
-    x = jnp.ones(4)
-    if first == "warm":
-        pair.run(fn, args=(x,))
-    results = []
-
-    def work():
-        for _ in range(50):
-            results.append(pair.run(fn, args=(x,)))
-
-    in_threads(work, work)
-    assert [r.tolist() for r in results] == [[2] * 4] * 100
-    assert v.value.tolist() == [200 + 2 * (first == "warm")] * 4
-
-
-@pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
-def test_one_thread_reads_while_another_writes(pair, sync, switch_often):
-    """What is read is never an array that is being donated."""
-    v = make(pair, jnp.zeros(4), synchronization=sync, aggregation=AGG.MEAN)
-    fn = lambda: (v.assign_add(jnp.ones(4)), None)[1]
-    read = lambda: v.value + 0
-    done = threading.Event()
-
-    def write():
-        try:
-            for _ in range(200):
-                pair.run(fn)
-        finally:
-            done.set()
-
-    seen = []
-
-    def watch():
-        while not done.is_set():
-            seen.append(np.asarray(v.value)[0])
-            local(pair, pair.run(read))
-
-    in_threads(write, watch)
-    assert seen == sorted(seen) and v.value.tolist() == [200] * 4
-
-
-def test_two_threads_with_two_strategies(switch_often):
-    """Each thread has contexts of its own; programs and variables do not mix."""
-    works = []
-    for count in (2, 3):
-        strategy = dj.VirtualStrategy(count)
-        v = make(strategy, 0.0, aggregation=AGG.SUM)
-
-        def work(strategy=strategy, v=v):
-            with strategy.scope():
-                for i in range(20):
-                    strategy.run(shared_step, args=(v, jnp.ones(i % 3)))
-            assert float(v.value) == 20 * strategy.num_replicas_in_sync
-
-        works.append(work)
-    in_threads(*works)
-
-
-def shared_step(v, x):
-    v.assign_add(jnp.float32(1) + 0 * jnp.sum(x))
 
 
 # -- functions that come and go -----------------------------------------------
@@ -341,210 +225,3 @@ def test_other_callables(pair, kind):
     fn = (lambda x: jnp.sum(x) + 1) if kind == "builtin" else fn
     for _ in range(2):
         assert local(pair, pair.run(fn, args=(x,))) == [3, 3]
-
-
-# -- signatures ---------------------------------------------------------------
-
-
-def test_shapes_a_b_a_with_python_results(pair, how):
-    """A Python result belongs to its signature, also at a hit that runs no Python."""
-
-    @counted
-    def fn(x):
-        return {"size": x.shape[0], "total": jnp.sum(x), "name": f"n{x.shape[0]}", "none": None}
-
-    step = how(lambda x: pair.run(fn, args=(x,)))
-    for n in (2, 3, 2, 3, 2):
-        got = step(jnp.ones(n))
-        assert (got["size"], got["name"], got["none"]) == (n, f"n{n}", None)
-        assert float(got["total"]) == n
-    assert fn.calls == 2
-
-
-def test_dj_jit_traces_once_per_signature(pair):
-    @counted
-    def step(x):
-        return pair.run(replica, args=(x,))
-
-    @counted
-    def replica(x):
-        return x + 1
-
-    compiled = dj.jit(step)
-    for n in (1, 2, 1, 2):
-        compiled(jnp.ones(n))
-    assert step.calls == replica.calls == 2
-
-
-def test_an_unknown_variable_costs_one_trace(pair):
-    known, late = make(pair, 1.0), make(pair, 2.0)
-
-    @counted
-    def fn(x, which):
-        return x * (known if which == "known" else late).value
-
-    for which, expected in [("known", 1), ("late", 2), ("known", 1), ("late", 2)]:
-        assert local(pair, pair.run(fn, args=(jnp.float32(1), which))) == [expected] * 2
-    assert fn.calls <= 4
-
-
-def test_static_arguments_are_part_of_the_signature(pair):
-    @counted
-    def fn(x, mode, *, scale="one"):
-        x = x + 1 if mode == "train" else x - 1
-        return (x * 10 if scale == "ten" else x), mode
-
-    for _ in range(2):
-        for mode, scale, expected in [
-            ("train", "one", 3),
-            ("eval", "one", 1),
-            ("train", "ten", 30),
-        ]:
-            y, seen = pair.run(fn, args=(jnp.float32(2), mode), kwargs={"scale": scale})
-            assert local(pair, y) == [expected] * 2 and seen == mode
-    assert fn.calls == 3
-
-
-def test_a_bool_is_static_by_name(pair):
-    @counted
-    def step(x, training):
-        return pair.run(lambda x: x + 1 if training else x - 1, args=(x,))
-
-    compiled = dj.jit(step, static_argnames="training")
-    for _ in range(2):
-        assert float(compiled(jnp.float32(1), True)) == 2
-        assert float(compiled(jnp.float32(1), training=False)) == 0
-    assert step.calls == 2
-    assert float(compiled(jnp.float32(1), training=1)) == 2  # 1 == True, another program
-    assert step.calls == 3
-
-
-class Flag:
-    def __init__(self, on):
-        self.on = on
-
-    def __eq__(self, other):
-        return isinstance(other, Flag) and self.on == other.on
-
-    def __hash__(self):
-        return hash(self.on)
-
-
-def test_equal_objects_share_a_program(pair):
-    fn = counted(lambda x, flag: x + flag.on)
-    for on in (1, 2, 1, 2):
-        assert float(pair.run(fn, args=(jnp.float32(1), Flag(on)))) == 1 + on
-    assert fn.calls == 2
-
-
-def test_keys_and_none(pair, how):
-    def fn(key, nothing, tree):
-        assert nothing is None and tree["b"] is None
-        drawn = jax.random.uniform(dj.get_replica_context().fold_in(key))
-        return drawn, key, nothing, {"b": None}
-
-    step = how(lambda *args: pair.run(fn, args=args))
-    key = jax.random.key(1)
-    for _ in range(2):
-        drawn, same, nothing, tree = step(key, None, {"a": jnp.ones(2), "b": None})
-        expected = [float(jax.random.uniform(jax.random.fold_in(key, r))) for r in range(2)]
-        np.testing.assert_allclose(local(pair, drawn), expected, rtol=1e-6)
-        assert nothing is None and tree == {"b": None}
-        np.testing.assert_array_equal(jax.random.key_data(same), jax.random.key_data(key))
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
-def test_an_argument_that_cannot_be_hashed(pair, first):
-    def fn(x, options, *, more=None):
-        return x
-
-    if not first:
-        pair.run(fn, args=(jnp.float32(1), jnp.float32(1)))
-    for args, kwargs, name in [
-        ((jnp.float32(1), set()), {}, "options"),
-        ((jnp.float32(1), {"a": [set()]}), {}, "options['a'][0]"),
-        ((jnp.float32(1), 1.0), {"more": set()}, "more"),
-    ]:
-        with pytest.raises(ValueError) as caught:
-            pair.run(fn, args=args, kwargs=kwargs)
-        assert str(caught.value).splitlines()[0] == (
-            f"argument {name} needs an array, a number or a hashable object."
-        )
-
-
-def test_a_static_argument_that_cannot_be_hashed():
-    """It could change, and a program made for what it was would be found."""
-    step = dj.jit(lambda x, options: x + len(options), static_argnames="options")
-    assert float(step(jnp.float32(1), (1, 2))) == 3
-    for call in (lambda: step(jnp.float32(1), [1]), lambda: step(jnp.float32(1), options=[1])):
-        with pytest.raises(ValueError) as caught:
-            call()
-        assert str(caught.value).splitlines()[0] == (
-            "argument options needs an array, a number or a hashable object."
-        )
-
-
-def test_a_static_name_that_is_no_parameter():
-    with pytest.raises(ValueError) as caught:
-        dj.jit(lambda x: x, static_argnames=("training",))
-    assert "static_argnames needs names of parameters of" in str(caught.value).splitlines()[0]
-
-
-# -- the warning --------------------------------------------------------------
-
-
-def test_a_warning_names_function_and_argument(pair):
-    def train_step(images, labels):
-        return images, labels
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for n in range(1, 9):
-            pair.run(train_step, args=({"x": jnp.ones(n)}, jnp.float32(1)))
-    (warning,) = caught
-    assert warning.category is RecompilationWarning and warning.filename == __file__
-    text = str(warning.message).splitlines()
-    assert text[0].endswith(
-        "train_step is compiled for the 8th time and needs arguments of steady shape."
-    )
-    assert text[1].strip() == "Got: a change of argument images['x']: float32[7] -> float32[8]."
-
-
-def test_a_warning_about_a_python_value(pair):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fn = lambda x, epoch: x
-        for n in range(17):
-            pair.run(fn, args=(ids(pair), f"epoch {n}"))
-    assert [w.category for w in caught] == [RecompilationWarning] * 2  # at 8, and at 16
-    assert "a change of argument epoch: 'epoch 6' -> 'epoch 7'" in str(caught[0].message)
-
-
-def test_steady_calls_do_not_warn(pair):
-    fn = lambda x, i: x + i
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for i in range(20):
-            pair.run(fn, args=(ids(pair), i))
-            pair.run(lambda x: x, args=(ids(pair),))  # a new function each time
-
-
-ARGUMENTS = {
-    "numpy scalar": (np.float32(2), 4),
-    "numpy float64": (np.float64(2), 4),
-    "numpy int64": (np.int64(2), 4),
-    "numpy bool": (np.bool_(True), 2),
-    "python int": (2, 4),
-    "python float": (2.0, 4),
-    "numpy array": (np.full((), 2, np.int32), 4),
-    "jax array": (jnp.int32(2), 4),
-}
-
-
-def test_numbers_of_every_kind(strategy):
-    """Each alone, since what one call is given decides how the next is compiled."""
-    for kind, (value, expected) in ARGUMENTS.items():
-        fn = lambda x, kind=kind: x + x * 1 if kind != "numpy bool" else x * 2
-        for _ in range(2):
-            out = strategy.run(fn, args=(value,))
-            assert local(strategy, out) == everywhere(strategy, expected), kind

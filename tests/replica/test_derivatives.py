@@ -14,6 +14,7 @@ from jax import lax
 from replicas import ids, local
 
 import distjax as dj
+from distjax.errors import MergeError
 
 W = 3.0
 
@@ -198,6 +199,21 @@ def test_vmap_of_a_merge_over_axes_other_than_the_first(pair):
     total, same = pair.run(step, args=(xs,))
     np.testing.assert_allclose(total, np.full((2, 3), 3.0))
     np.testing.assert_allclose(results(pair, same), [np.full((2, 3), 1.0), np.full((2, 3), 2.0)])
+
+
+def test_a_merge_is_transposed_by_its_derivative_only(pair):
+    """`jax.vjp` transposes it; `jax.linear_transpose`, which takes it for linear, is refused."""
+
+    def step(x, transpose):
+        ctx = dj.get_replica_context()
+        meet = lambda x: ctx.merge_call(lambda s, x: s.reduce("sum", 3 * x), args=(x,))
+        return transpose(meet, x)
+
+    x = jnp.float32(2)
+    # each of two replicas sends 1 back, and each gave its x to the sum of both
+    assert float(pair.run(lambda x: step(x, lambda f, x: jax.vjp(f, x)[1](x / 2)), (x,))[0]) == 6
+    with pytest.raises(MergeError, match="^jax.linear_transpose needs a function without a merge"):
+        pair.run(lambda x: step(x, lambda f, x: jax.linear_transpose(f, x)(x)), (x,))
 
 
 def test_custom_vjp_around_a_merge_keeps_its_rule_inside_run(pair):

@@ -135,6 +135,18 @@ def test_update_without_group_has_one_element(kind):
     np.testing.assert_allclose(results[0], W0 + 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("parameters", 2), ("central", 1)])
+def test_update_non_slot_without_group_has_an_element_per_copy_of_a_counter(kind, count):
+    """A counter in host memory is there once; one that nothing can split, on each replica."""
+    strategy = make_strategy(kind, 2)
+    extended = strategy.extended
+    devices = extended.non_slot_devices([])
+    with strategy.scope(), extended.colocate_vars_with(devices):
+        counter = dj.Variable(0)
+    results = extended.update_non_slot(devices, lambda: counter.assign_add(1), group=False)
+    assert [int(x) for x in results] == [1] * count == [1] * len(counter.local_results())
+
+
 @pytest.mark.parametrize("kind", ["parameters", "central"])
 def test_values_and_initial_values_stay_valid(kind):
     strategy = make_strategy(kind, 2)

@@ -107,7 +107,7 @@ def test_result_of_a_component_update_is_per_replica(pair, how):
 
 @pytest.mark.seed("update context")
 def test_writes_in_an_update_are_raw(pair):
-    """Semantics 8.3: no aggregation, no division."""
+    """The component itself is written: no aggregation, no division."""
     v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
     pair.extended.update(v, lambda v, x: v.assign(x), (4.0,))
     assert local(pair, v) == [4.0, 4.0] and float(v.value) == 8.0
@@ -179,6 +179,12 @@ def test_an_exception_in_an_update_changes_nothing_else(pair):
         pair.extended.update(v, fails)
     assert local(pair, v) == [1.0, 1.0]
     assert not dj.in_cross_replica_context()
+
+
+def test_extended_without_its_strategy():
+    extended = dj.VirtualStrategy(2).extended
+    with pytest.raises(ContextError, match="^extended needs its strategy, which nobody has kept"):
+        extended.reduce_to("sum", 1.0, None)
 
 
 # -- update_non_slot ------------------------------------------------------------

@@ -11,17 +11,14 @@ from jax import lax
 
 import distjax as dj
 from distjax.errors import (
-    AggregationError,
     ContextError,
     LocalityError,
     MergeError,
-    StrategyMismatchError,
     TraceLeakError,
     UnsupportedError,
 )
 
 SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
-FIRST, NONE = dj.VariableAggregation.ONLY_FIRST_REPLICA, dj.VariableAggregation.NONE
 ON_READ, ON_WRITE = dj.VariableSynchronization.ON_READ, dj.VariableSynchronization.ON_WRITE
 
 
@@ -46,10 +43,6 @@ def variable(strategy, initial=10.0, name="v", **modes):
 
 def local(strategy, value):
     return [np.asarray(x).tolist() for x in strategy.local_results(value)]
-
-
-def parts(v):
-    return [np.asarray(x).tolist() for x in v.local_results()]
 
 
 # -- threads ------------------------------------------------------------------
@@ -360,163 +353,3 @@ def test_other_meetings_need_concrete_values(strategy):
 
     with pytest.raises(MergeError, match="merge_call in the reference interpreter needs concrete"):
         strategy.run(fn, args=(1.0,))
-
-
-# -- variables: the table of the semantics, start value 10 --------------------
-
-WRITES = {  # (array r + 1, Python 4.0) in replicas, 4.0 across; assign and assign_add
-    (ON_WRITE, NONE): [
-        AggregationError,
-        AggregationError,
-        [4, 4],
-        *[AggregationError] * 2,
-        [14, 14],
-    ],
-    (ON_WRITE, SUM): [[3, 3], ValueError, [4, 4], [13, 13], ValueError, [14, 14]],
-    (ON_WRITE, MEAN): [[1.5, 1.5], [4, 4], [4, 4], [11.5, 11.5], [14, 14], [14, 14]],
-    (ON_WRITE, FIRST): [[1, 1], [4, 4], [4, 4], [11, 11], [14, 14], [14, 14]],
-    (ON_READ, NONE): [[1, 2], [4, 4], AggregationError, [11, 12], [14, 14], AggregationError],
-    (ON_READ, SUM): [[1, 2], [4, 4], [2, 2], [11, 12], [14, 14], AggregationError],
-    (ON_READ, MEAN): [[1, 2], [4, 4], [4, 4], [11, 12], [14, 14], [14, 14]],
-    (ON_READ, FIRST): [[1, 2], [4, 4], [4, 4], [11, 12], [14, 14], [14, 14]],
-}
-CALLS = [
-    lambda s, write: s.run(lambda: write(jnp.float32(1 + context().number))),
-    lambda s, write: s.run(lambda: write(4.0)),
-    lambda s, write: write(4.0),
-]
-
-
-@pytest.mark.parametrize("column", range(6))
-@pytest.mark.parametrize("modes", list(WRITES), ids=lambda m: f"{m[0].name}-{m[1].name}")
-def test_writes(strategy, modes, column):
-    v = variable(strategy, synchronization=modes[0], aggregation=modes[1])
-    write = v.assign if column < 3 else v.assign_add
-    expected = WRITES[modes][column]
-    if isinstance(expected, list):
-        CALLS[column % 3](strategy, write)
-        assert parts(v) == expected
-    else:
-        with pytest.raises(expected):
-            CALLS[column % 3](strategy, write)
-        assert parts(v) == [10, 10]
-
-
-def test_the_texts_of_refused_writes_and_reads(strategy):
-    modes = {"synchronization": ON_READ}
-    bare, each = variable(strategy), variable(strategy, **modes)
-    total = variable(strategy, aggregation=SUM)
-    with pytest.raises(AggregationError, match="You must specify an aggregation method to update"):
-        strategy.run(lambda: bare.assign(jnp.float32(1)))
-    with pytest.raises(ValueError, match="aggregation SUM needs an array"):
-        strategy.run(lambda: total.assign(1.0))
-    with pytest.raises(AggregationError, match="a read of sync-on-read variable 'v'"):
-        _ = each.value
-    with pytest.raises(LocalityError, match="assign of variable 'v' needs one value"):
-        bare.assign(strategy.distribute_values_from_function(lambda ctx: 1.0))
-    with pytest.raises(TypeError, match="needs a value of dtype float32"):
-        bare.assign("1")
-    with pytest.raises(TypeError, match="needs a value of dtype int32"):
-        variable(strategy, 1).assign(1.5)
-    with pytest.raises(ValueError, match=r"needs shape \(\)"):
-        bare.assign(np.ones(2))
-    with pytest.raises(StrategyMismatchError, match="read of ReferenceStrategy"):
-        dj.VirtualStrategy(2).run(lambda: bare.value)
-
-
-def test_the_texts_of_refused_variables(strategy):
-    with pytest.raises(ValueError, match="`NONE` variable synchronization mode is not supported"):
-        variable(strategy, synchronization=dj.VariableSynchronization.NONE)
-    with pytest.raises(ValueError, match="needs a floating dtype for aggregation MEAN"):
-        variable(strategy, 1, aggregation=MEAN)
-    own = strategy.distribute_values_from_function(lambda ctx: 1.0)
-    with pytest.raises(LocalityError, match="needs one initial value"):
-        variable(strategy, own)
-
-
-@pytest.mark.parametrize("total", [7, -7, 6])
-def test_an_assigned_sum_of_ints_reads_back_exactly(total):
-    strategy = dj.testing.ReferenceStrategy(3)
-    v = variable(strategy, 0, synchronization=ON_READ, aggregation=SUM)
-    assert int(v.assign(total)) == total == sum(parts(v))
-    assert max(parts(v)) - min(parts(v)) <= 1
-
-
-def test_a_variable_is_a_variable(strategy):
-    v = variable(strategy, np.float32([1, 2]), name="w")
-    assert isinstance(v, dj.Variable) and v.strategy is strategy
-    assert (v.name, v.shape, v.dtype, v.trainable) == ("w", (2,), np.float32, True)
-    assert (v + 1).tolist() == [2, 3] and v[1] == 2 and np.asarray(v).tolist() == [1, 2]
-    assert strategy.extended.variable_created_in_scope(v)
-    assert strategy.extended.value_container(v.local_results()[1]) is v
-    assert strategy.extended.value_container("no component") == "no component"
-    assert strategy.extended.read_var(v).tolist() == [1, 2]
-    assert not variable(strategy, synchronization=ON_READ).trainable
-
-
-def test_a_deep_copy_has_components_of_its_own(strategy):
-    v = variable(strategy, synchronization=ON_READ)
-    strategy.run(lambda: v.assign(rid() + 1.0))
-    w = copy.deepcopy(v)
-    strategy.run(lambda: v.assign(0.0))
-    assert parts(w) == [1, 2] and parts(v) == [0, 0]
-
-
-def test_replica_0_gives_the_initial_value(strategy):
-    made = []
-
-    def fn():
-        v = dj.Variable(lambda: 1.0 + rid(), name="v")
-        made.append(v)
-        return v
-
-    v = strategy.run(fn)
-    assert made == [v, v] and parts(v) == [1, 1]
-
-
-# -- update -------------------------------------------------------------------
-
-
-def test_update_runs_once_per_component(strategy):
-    v = variable(strategy, synchronization=ON_READ, aggregation=SUM)
-    own = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
-    seen = []
-
-    def change(v, g, scale):
-        seen.append(float(v.value))
-        with strategy.scope():
-            return v.assign_sub(scale * g)
-
-    out = strategy.extended.update(v, change, args=(own,), kwargs={"scale": 2.0})
-    assert seen == [10, 10] and local(strategy, out) == [8, 6] and parts(v) == [8, 6]
-    lists = strategy.extended.update(v, lambda v: {"v": v.value}, group=False)
-    assert [float(x) for x in lists["v"]] == [8, 6]
-
-
-def test_a_mirrored_variable_is_updated_equally(strategy):
-    v = variable(strategy)
-    own = strategy.distribute_values_from_function(lambda ctx: 1.0)
-    assert float(strategy.extended.update(v, lambda v, g: v.assign_add(g), args=(1.0,))) == 11
-    with pytest.raises(LocalityError, match="update of variable 'v' needs arguments equal"):
-        strategy.extended.update(v, lambda v, g: v.assign_add(g), args=(own,))
-    with pytest.raises(ContextError, match="cross-replica context"):
-        strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign_add(1.0)))
-
-
-def test_an_update_leaves_mirrored_components_equal(strategy):
-    v, s = variable(strategy), variable(strategy, synchronization=ON_READ)
-    strategy.run(lambda: s.assign(rid() + 1.0))
-    with pytest.raises(LocalityError, match="update of variable 'v' needs to leave its components"):
-        strategy.extended.update(v, lambda v: v.assign_add(s.value))
-
-
-def test_non_slot_updates(strategy):
-    extended = strategy.extended
-    own = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
-    devices = extended.non_slot_devices([])
-    assert local(strategy, extended.update_non_slot(devices, lambda x: x + 1, args=(own,))) == [
-        1,
-        2,
-    ]
-    with strategy.scope(), extended.colocate_vars_with(devices):
-        assert dj.Variable(1.0).strategy is strategy

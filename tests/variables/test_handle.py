@@ -147,6 +147,20 @@ def test_values_that_are_no_arrays(pair):
         assert first_line(caught) == "assign of variable 'v' needs a value of dtype float32."
 
 
+def test_lists_of_traced_values(pair):
+    v = make(pair, np.zeros(2, np.float32), name="v", aggregation=AGG.MEAN)
+    pair.run(lambda x: v.assign([x, x + 1]), args=(jnp.float32(3),))
+    assert v.value.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("value", [["1", "2"], [[1], [1, 2]], np.array(["1", "2"])])
+def test_lists_that_are_no_array_of_numbers(pair, value):
+    v = make(pair, np.zeros(2, np.float32), name="v")
+    with pytest.raises(TypeError) as caught:
+        v.assign(value)
+    assert first_line(caught) == "assign of variable 'v' needs a value of dtype float32."
+
+
 def test_a_number_for_a_key(pair):
     v = make(pair, jax.random.key(0), name="k")
     with pytest.raises(TypeError) as caught:

@@ -3,9 +3,9 @@
 import itertools
 
 import tensorflow as tf
+from ambient_contexts import CONTEXTS, enter
 
 from recording import tensorflow_side as side
-from recording.ambient import CONTEXTS, enter
 
 CALLS = ("facts", "run", "reduce", "scope", "gather", "merge_call", "all_reduce", "update")
 CALLS += ("reduce_to", "broadcast_to", "local_results", "another_run", "another_scope")
@@ -27,7 +27,7 @@ def ask(strategy, context, call):
         v = tf.Variable(1.0)
     found = []
     act = lambda: found.append(side.outcome_of(lambda: globals()[f"call_{call}"](strategy, v)))
-    enter(context, strategy, v, act)
+    enter(context, strategy, v, act, tf.distribute.get_replica_context)
     return found[0]  # of replica 0, where every replica makes the call
 
 

@@ -1,0 +1,41 @@
+"""Masks: which examples of a batch count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax.errors import BatchError, explain
+
+
+def require_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> None:
+    """Raises a BatchError unless `mask` is bool, with any leading part of `shape`.
+
+    Args:
+      mask: shape and dtype of one replica's mask, or the mask.
+      shape: that of the values.
+      where: the user's name of the mask.
+      fix: the call as it should be.
+    """
+    if mask.dtype == jnp.bool_ and mask.shape == shape[: len(mask.shape)]:
+        return
+    raise BatchError(
+        explain(
+            f"{where} needs bool values of shape {shape[:1]} per replica",
+            got=f"{mask.dtype} of shape {mask.shape}",
+            why="it says for each example whether it counts",
+            fix=fix,
+        )
+    )
+
+
+def broadcast_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> jax.Array:
+    """Returns a bool mask of any leading part of `shape` as one of `shape`.
+
+    Args, Raises: as `require_mask`.
+    """
+    mask = jnp.asarray(mask)
+    require_mask(mask, shape, where, fix)
+    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)

@@ -1,0 +1,85 @@
+"""What a user writes to a variable, as an array of its shape and dtype, without loss."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.errors import describe_value, explain
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def is_number(value: object) -> bool:
+    """Returns whether `value` is a Python number."""
+    return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
+
+
+def dtype_rank(dtype: Any) -> int | None:
+    """Returns the place of a dtype among bool, int, float, complex; None: none of them.
+
+    A conversion to a dtype of lower rank loses information.
+    """
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+
+
+def converted(variable: Any, value: Any, method: str) -> Any:
+    """Returns `value` as an array with the shape and dtype of `variable`.
+
+    Args:
+      variable: what is written.
+      value: an array, a number, or lists of these.
+      method: the user's name of the call.
+
+    Raises:
+      TypeError: no array of numbers, or a dtype that the variable's cannot hold.
+      ValueError: another shape.
+    """
+    array = _as_array(variable, value, method)
+    is_key = jax_compat.is_key_dtype(variable.dtype)
+    if array.dtype != variable.dtype and (is_key or not _can_hold(variable.dtype, array.dtype)):
+        raise TypeError(_dtype_text(variable, method, f"dtype {array.dtype}"))
+    if array.shape != variable.shape:
+        raise ValueError(
+            explain(
+                f"{method} of variable {variable.name!r} needs shape {variable.shape}",
+                got=f"shape {array.shape}",
+                why="a variable keeps its shape",
+                fix="reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
+            )
+        )
+    if isinstance(array, jax.Array) and array.dtype == variable.dtype:
+        return array
+    return jnp.asarray(array, variable.dtype)
+
+
+def _as_array(variable: Any, value: Any, method: str) -> Any:
+    if isinstance(value, jax.Array):
+        return value
+    is_known = hasattr(value, "dtype") or isinstance(value, (numbers.Number, list, tuple))
+    if not is_known or jax_compat.is_key_dtype(variable.dtype):
+        raise TypeError(_dtype_text(variable, method, describe_value(value)))
+    try:
+        is_traced = any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value))
+        return jnp.asarray(value) if is_traced else np.asarray(value)
+    except (TypeError, ValueError) as error:  # lists of unequal lengths, of other objects
+        raise TypeError(_dtype_text(variable, method, describe_value(value))) from error
+
+
+def _can_hold(wanted: Any, given: Any) -> bool:
+    rank, limit = dtype_rank(given), dtype_rank(wanted)
+    return rank is not None and limit is not None and rank <= limit
+
+
+def _dtype_text(variable: Any, method: str, got: str) -> str:
+    return explain(
+        f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
+        got=got,
+        why="a conversion that loses information is not made in silence",
+        fix=f"v.{method}(x.astype(v.dtype))",
+    )

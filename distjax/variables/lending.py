@@ -1,0 +1,43 @@
+"""Arrays of variables that were handed out, and are copied before their buffers are donated."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+
+#: Held while stored arrays are handed out, and while they are donated and replaced.
+storage_lock = threading.RLock()
+
+#: Variables whose stored array a user may hold, by serial number.
+lent_variables: dict[int, weakref.ref[Any]] = {}
+
+
+def lend(variable: Any) -> jax.Array:
+    """Returns a handle on the stored array and remembers it by weak reference."""
+    with storage_lock:
+        handle = jax_compat.another_handle(variable.storage)
+        held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
+        variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
+        lent_variables[variable.serial_number] = weakref.ref(variable)
+    return handle
+
+
+def keep_lent_arrays(to_donate: frozenset[Any]) -> None:
+    """Copies, on the device, stored arrays that a user still holds.
+
+    Called before the storage of the variables `to_donate` is donated; copies
+    nothing that nobody holds.
+    """
+    for serial_number, reference in list(lent_variables.items()):
+        variable = reference()
+        if variable is not None and variable not in to_donate:
+            continue
+        if variable is not None and any(r() is not None for r in variable.lent_handles):
+            variable.storage = jax.numpy.copy(variable.storage)
+            variable.lent_handles = []
+        lent_variables.pop(serial_number, None)

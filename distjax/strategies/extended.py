@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.launch import compiled
@@ -334,8 +335,8 @@ class StrategyExtended:
 
     @property
     def num_non_slot_copies(self) -> int:
-        """How many copies a variable on the non-slot devices has."""
-        return self.num_replicas
+        """How many copies a variable on the non-slot devices has: one in central storage."""
+        return self.placement.layout((), jnp.float32).num_copies
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.

@@ -145,7 +145,7 @@ def _as_lists(extended: Any, count: int, result: Any) -> Any:
             return list(split(extended.topology, x, False))
         return [x] * count
 
-    return jax.tree.map(leaf, result, is_leaf=is_per_replica)
+    return jax.tree.map(leaf, result, is_leaf=lambda x: x is None or is_per_replica(x))
 
 
 def update_non_slot(

@@ -23,7 +23,8 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "me
       losses: a loss per example, [B, ...].
       mask: which examples count, [B] or the shape of `losses`: bool, or weights;
         None: all. An empty batch gives zero.
-      op: how the gradients are reduced: "mean" or "sum".
+      op: how the gradients are reduced: "mean", as `dj.flax.apply_gradients` does, or
+        "sum", as `dj.optim.Optimizer` does; with the other op they are R times off.
 
     Locality: T in, T out. Context: replica or default; in cross-replica context the
       arrays are the whole batch. Cost: one all-reduce of a number.

@@ -15,6 +15,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import Template, function_name, is_array
+from distjax.replica.closures import ClosureValues
 from distjax.replica.located import Located, as_user_value, from_user_value, replica_aval
 from distjax.replica.merge import merge_p
 from distjax.replica.views import global_view, replica_view
@@ -31,6 +32,7 @@ class UserMerge:
 
     def __init__(self, strategy: Any, fn: Callable[..., Any], args: Template):
         self.strategy, self.fn, self.args = strategy, fn, args
+        self.closure = ClosureValues(fn)
         self.read: list[Any] = []
         self.written: list[Any] = []
         self.created: list[Any] = []
@@ -91,7 +93,7 @@ class UserMerge:
 
     def _call(self, values: Sequence[Any], state: TraceState) -> Template:
         args, kwargs = self.args.fill(values)
-        with frames.entered(Frame(self.strategy, state=state)):
+        with frames.entered(Frame(self.strategy, state=state)), self.closure.in_force():
             return Template(self.fn(self.strategy, *args, **kwargs), is_array)
 
     def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:

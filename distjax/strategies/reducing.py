@@ -34,7 +34,8 @@ def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
     op = as_reduce_op(op)
     require_dense(value, "reduce")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    if (axis is not None or mask is not None) and not jax.tree_util.treedef_is_leaf(treedef):
+    is_one = bool(leaves) and jax.tree_util.treedef_is_leaf(treedef)  # [] counts as a leaf too
+    if (axis is not None or mask is not None) and not is_one:
         raise TypeError(
             explain(
                 "reduce with an axis or a mask needs one value",
@@ -152,7 +153,17 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
                     fix="strategy.reduce('mean', x, axis=None) to reduce over replicas only",
                 )
             )
-    return tuple(int(a) % ndim for a in axes)
+    axes = tuple(int(a) % ndim for a in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            explain(
+                "reduce: axis needs to name each axis once",
+                got=f"{axis} of a value with {ndim} axes per replica",
+                why="an axis can be summed over once; a negative number counts from the end",
+                fix=f"axis={tuple(sorted(set(axes)))}",
+            )
+        )
+    return axes
 
 
 def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any) -> Any:

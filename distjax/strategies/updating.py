@@ -21,6 +21,7 @@ from distjax.errors import (
 )
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.replica.arguments import Template, argument_names, function_name, is_array
+from distjax.replica.located import Located, as_user_value
 from distjax.replica.program import Program
 from distjax.strategies.values import is_mirrored, split
 from distjax.variables.state import TraceState
@@ -56,7 +57,7 @@ def update(
     if variable.policy.stacked:
         result = _on_each_copy(extended, variable, fn, args, kwargs)
     else:
-        result = _on_the_value(extended, variable, fn, args, kwargs)
+        result = _on_the_value(extended, variable, fn, *_one_value_each(extended, args, kwargs))
     return result if group else _as_lists(extended, variable.layout.num_copies, result)
 
 
@@ -109,7 +110,7 @@ def _require_args(
                 continue
             where = f"argument {name}{jax.tree_util.keystr(path)}"
             require_same_topology(leaf, extended.topology, where)
-            if not variable.policy.stacked:
+            if not variable.policy.stacked and extended.num_replicas > 1:
                 raise LocalityError(_per_replica_text(variable, fn, where, leaf))
 
 
@@ -125,6 +126,16 @@ def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica)
     )
 
 
+def _one_value_each(extended: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the arguments with the PerReplica values of a lone replica as arrays."""
+    leaf = lambda x: (
+        as_user_value(Located(x.stacked, True), extended.topology)
+        if isinstance(x, PerReplica)
+        else x
+    )
+    return jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica)
+
+
 def _as_lists(extended: Any, count: int, result: Any) -> Any:
     """Returns the result with each leaf a list of `count` elements, one per copy."""
 
@@ -135,7 +146,7 @@ def _as_lists(extended: Any, count: int, result: Any) -> Any:
             return list(split(extended.topology, x, False))
         return [x] * count
 
-    return jax.tree.map(leaf, result, is_leaf=is_per_replica)
+    return jax.tree.map(leaf, result, is_leaf=lambda x: x is None or is_per_replica(x))
 
 
 def update_non_slot(

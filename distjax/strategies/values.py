@@ -95,12 +95,12 @@ def local_results(extended: Any, value: Any) -> tuple[Any, ...]:
     if not extended.wraps:
         return (value,)
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    if not leaves and value is None:
-        return (None,)
+    if not leaves:  # None, [], {}
+        return (value,)
     parts = [_leaf_results(extended, leaf) for leaf in leaves]
     if jax.tree_util.treedef_is_leaf(treedef):
         return parts[0]
-    count = max((len(p) for p in parts), default=1)
+    count = max(len(p) for p in parts)
     if not any(_is_distributed(extended, leaf) for leaf in leaves):
         count = extended.num_replicas
     rows = [p if len(p) == count else p[:1] * count for p in parts]

@@ -47,6 +47,7 @@ def write(variable: Any, value: Any, method: str) -> jax.Array:
     state.require_writable(variable)
     value = value.value if hasattr(value, "require_initialized") else value
     _require_one_value(variable, value, method, frame)
+    _require_arithmetic(variable, method)
     array = converted(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
         _write_component(variable, state, array, method)
@@ -242,6 +243,19 @@ def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> 
             why="in one assignment every copy of the variable gets the same value",
             fix=f"reduce it first: v.{method}(strategy.reduce('sum', x)); components are written "
             "in a replica function or by strategy.extended.update",
+        )
+    )
+
+
+def _require_arithmetic(variable: Any, method: str) -> None:
+    if method == "assign" or jnp.issubdtype(variable.dtype, jnp.number):
+        return
+    raise TypeError(
+        explain(
+            f"{method} of variable {variable.name!r} needs a dtype that has sums",
+            got=f"dtype {variable.dtype}",
+            why="neither truth values nor PRNG keys can be added",
+            fix="assign a new value: v.assign(v.value | x)",
         )
     )
 

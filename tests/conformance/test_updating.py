@@ -47,6 +47,24 @@ def test_r239_group_false_gives_an_element_per_copy(strategy, how):
         np.testing.assert_array_equal(out["new"], np.full((copies, *v.shape), 5.0))
 
 
+def test_group_false_where_nothing_is_returned(strategy):
+    """As in TF: `ops.extend(update(..., group=False))` has an element per copy."""
+    v = make(strategy)
+    none = [None] * num_copies(strategy, v)
+    assert strategy.extended.update(v, lambda v: None, group=False) == none
+    pair = strategy.extended.update(v, lambda v: (None, {"a": None}), group=False)
+    assert pair == (none, {"a": none})
+
+
+def test_update_non_slot_group_false_gives_an_element_per_copy(strategy):
+    """Decision 14: as many as a variable there has."""
+    devices = strategy.extended.non_slot_devices([])
+    with strategy.scope(), strategy.extended.colocate_vars_with(devices):
+        count = dj.Variable(0, name="count")
+    step = lambda: strategy.extended.update_non_slot(devices, lambda: "n", group=False)
+    assert step() == ["n"] * len(count.local_results())
+
+
 @pytest.mark.seed("experimental_run_steps_on_iterator")
 def test_variables_are_carried_and_traced_once(strategy):
     traces = []

@@ -167,9 +167,22 @@ def test_axis_out_of_range(pair, axis):
         pair.reduce("sum", per_replica(pair, [np.ones(2)] * 2), axis=axis)
 
 
+@pytest.mark.parametrize("axis", [(0, 0), (1, -1), [0, -2]])
+def test_axis_named_twice(pair, axis):
+    with pytest.raises(ValueError, match="^reduce: axis needs to name each axis once"):
+        pair.reduce("mean", per_replica(pair, [np.ones((2, 3))] * 2), axis=axis)
+
+
 def test_axis_with_a_tree(pair):
-    with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
-        pair.reduce("sum", {"a": ids(pair), "b": ids(pair)}, axis=0)
+    for tree in ({"a": ids(pair), "b": ids(pair)}, [], {}, None):
+        with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
+            pair.reduce("sum", tree, axis=0)
+
+
+def test_trees_without_values(pair):
+    for tree in ([], {}, None, {"a": ()}):
+        assert pair.reduce("sum", tree) == tree
+        assert pair.local_results(tree) == (tree,)
 
 
 def test_r119_plain_values_with_an_axis(pair):

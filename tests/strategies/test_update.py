@@ -64,6 +64,16 @@ def test_a_per_replica_argument_for_a_mirrored_variable(pair, how):
     assert float(v.value) == 1.0
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "virtual"])
+def test_a_per_replica_argument_of_the_only_replica(kind, how):
+    """Decision 3: one value has nothing to differ from."""
+    alone = dj.VirtualStrategy(1) if kind == "virtual" else dj.MirroredStrategy(jax.devices()[:1])
+    v = make(alone)
+    step = how(lambda x: alone.extended.update(v, lambda v, x: v.assign_add(x["g"]), (x,)))
+    step({"g": per_replica(alone, [np.float32(2)])})
+    assert float(v.value) == 3.0
+
+
 def test_unreduced_gradients_in_a_merge_are_refused_at_trace_time(pair):
     v = make(pair, name="kernel")
 

@@ -161,6 +161,15 @@ def test_lists_that_are_no_array_of_numbers(pair, value):
     assert first_line(caught) == "assign of variable 'v' needs a value of dtype float32."
 
 
+@pytest.mark.parametrize("method", ["assign_add", "assign_sub"])
+@pytest.mark.parametrize("initial", [True, jax.random.key(0)], ids=["bool", "key"])
+def test_sums_of_what_has_none(pair, method, initial):
+    v = make(pair, initial, name="v")
+    with pytest.raises(TypeError) as caught:
+        getattr(v, method)(initial)
+    assert first_line(caught) == f"{method} of variable 'v' needs a dtype that has sums."
+
+
 def test_a_number_for_a_key(pair):
     v = make(pair, jax.random.key(0), name="k")
     with pytest.raises(TypeError) as caught:

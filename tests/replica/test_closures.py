@@ -1,0 +1,98 @@
+"""A merge function sees what its names stood for when merge_call was called."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from replicas import ids, local
+
+import distjax as dj
+from distjax.replica.closures import ClosureValues
+
+
+def merge(fn, *args):
+    return dj.get_replica_context().merge_call(fn, args=args)
+
+
+def test_merge_functions_over_the_variables_of_a_loop(pair, how):
+    with pair.scope():
+        variables = [dj.Variable(10.0, name=f"v{i}") for i in range(3)]
+
+    def step(x):
+        for factor, v in enumerate(variables, start=1):
+
+            def apply(strategy, gradient):
+                total = strategy.extended.reduce_to("sum", gradient, v)  # noqa: B023
+                strategy.extended.update(v, lambda v, g: v.assign_sub(g), args=(total,))  # noqa: B023
+
+            merge(apply, factor * x)
+
+    how(lambda x: pair.run(step, args=(x,)))(ids(pair))
+    assert [float(v.value) for v in variables] == [9.0, 8.0, 7.0]
+
+
+def scaled(strategy, x, by):
+    return strategy.reduce("sum", x) * by()
+
+
+#: From a function that closes over a name to a merge function.
+FORMS = {
+    "lambda": lambda by: lambda strategy, x: strategy.reduce("sum", x) * by(),
+    "partial of a lambda": lambda by: functools.partial(lambda s, x, n: scaled(s, x, by) * n, n=1),
+    "function in a function": lambda by: lambda s, x: (lambda: scaled(s, x, by))(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_name_that_goes_on(pair, how, form):
+    def step(x):
+        results = []
+        for factor in (1.0, 10.0, 100.0):
+            results.append(merge(FORMS[form](lambda: factor), x))  # noqa: B023
+        return results
+
+    results = how(lambda x: pair.run(step, args=(x,)))(ids(pair))
+    np.testing.assert_array_equal(jax.tree.map(float, results), [1.0, 10.0, 100.0])
+
+
+def test_in_a_loop_and_under_a_gradient(pair):
+    def step(x):
+        total = 0.0
+        for power in (2, 3):
+            merged = lambda x: merge(lambda strategy, x: strategy.reduce("sum", x**power), x)  # noqa: B023
+            total += jax.lax.fori_loop(0, 2, lambda i, t: t + merged(x), 0.0)  # noqa: B023
+        return total
+
+    assert float(pair.run(step, args=(2.0,))) == 2 * 2 * (4 + 8)
+    gradient = pair.run(jax.grad(step), args=(2.0,))
+    assert local(pair, gradient) == [2 * 2 * (4 + 12)] * 2
+
+
+def test_names_without_a_value_and_names_set_inside():
+    count = 0
+
+    def fn():
+        nonlocal count
+        count += 1
+        return later
+
+    values = ClosureValues(fn)
+    count, later = 5, "now"
+    with values.in_force():
+        assert count == 0
+        assert fn() == "now"
+    assert count == 1  # set inside: it stays
+    with values.in_force():
+        assert count == 0
+    assert count == 1  # not set inside: as before
+
+
+def test_names_come_back_after_an_error():
+    name = "then"
+    values = ClosureValues(lambda: name)
+    name = "now"
+    with pytest.raises(KeyError), values.in_force():
+        assert name == "then"
+        raise KeyError
+    assert name == "now"

@@ -35,6 +35,7 @@ class Checkpointer:
 
     Raises:
       CheckpointError: `directory` is a file, or a directory of something else.
+      TypeError: `directory` is no path.
       ValueError: other arguments that are none of these.
 
     Example:
@@ -118,7 +119,7 @@ class Checkpointer:
         """Removes a step.
 
         Raises:
-          CheckpointError: there is no such step.
+          CheckpointError: there is no such step, or it cannot be removed.
         """
         self._storage.delete(self._existing(step))
 

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
-from distjax.errors import CheckpointError, explain
+from distjax.errors import CheckpointError, describe_value, explain
 
 _VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -39,6 +39,7 @@ class Storage:
 
     Raises:
       CheckpointError: `directory` is a file, or a folder of something else.
+      TypeError: it is no path.
     """
 
     def __init__(
@@ -98,9 +99,23 @@ class Storage:
             self._clear_removed()
 
     def delete(self, step: int) -> None:
-        """Removes a step."""
-        with self._managed() as manager:
-            manager.delete(step)
+        """Removes a step.
+
+        Raises:
+          CheckpointError: it cannot be removed.
+        """
+        try:
+            with self._managed() as manager:
+                manager.delete(step)
+        except OSError as error:
+            raise CheckpointError(
+                explain(
+                    f"{self.place(step)} needs to be removed from the disk",
+                    got=f"{type(error).__name__}: {_first_line(error)}",
+                    why="the directory may be closed to this user, or the disk read-only",
+                    fix="open it for writing, and call checkpointer.delete(step) again",
+                )
+            ) from error
         self._clear_removed()
 
     def _clear_removed(self) -> None:
@@ -129,8 +144,9 @@ class Storage:
                 explain(
                     f"{self.place(step)} needs to be written to the disk",
                     got=f"{type(error).__name__}: {_first_line(error)}",
-                    why="the disk may be full, or the directory closed to this user; the step is "
-                    "not complete, those before it are as they were",
+                    why="the disk may be full, the directory closed to this user, or another "
+                    "checkpointer writing to it; the step is not complete, those before it are as "
+                    "they were",
                     fix="make room, or give another directory, and call checkpointer.save(step, "
                     "tree) again",
                 )
@@ -249,6 +265,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def _require_checkpoint_directory(directory: Any) -> None:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            explain(
+                "Checkpointer needs the path of a directory",
+                got=describe_value(directory),
+                why="a folder is made in it for each step",
+                fix="dj.checkpoint.Checkpointer('runs/first')",
+            )
+        )
     text = os.fspath(directory)
     path = Path(text)
     fix = "dj.checkpoint.Checkpointer('runs/first')"

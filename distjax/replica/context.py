@@ -23,7 +23,7 @@ from distjax.errors import (
 )
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import require_args
-from distjax.replica.user_merge import bind_merge
+from distjax.replica.user_merge import UserMerge, bind_merge
 
 
 class ReplicaContext:
@@ -38,6 +38,7 @@ class ReplicaContext:
     def __init__(self, strategy: Any):
         self._strategy = strategy
         self.merge_error: Exception | None = None
+        self.merges: list[UserMerge] = []
 
     @property
     def strategy(self) -> Any:
@@ -91,7 +92,8 @@ class ReplicaContext:
         args, kwargs = require_args(args, kwargs, "merge_call")
         frame = self._require_current("merge_call")
         try:
-            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs)
+            keep = self.merges.append
+            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs, keep)
         except Exception as error:
             # A merge that failed has failed for all replicas: none can go on without it.
             self.merge_error = error

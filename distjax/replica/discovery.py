@@ -24,7 +24,7 @@ from distjax.variables.state import TraceState, variable_p
 class ResultForm:
     """How the array results of a program become the user's results.
 
-    It travels through `jit` as a tree node without children.
+    It travels through `jit` in the tree of results: see `boxed`.
 
     Attributes:
       template: the user's tree of results.
@@ -46,7 +46,19 @@ class ResultForm:
         return self.template.fill(arrays)
 
 
-jax.tree_util.register_pytree_node(ResultForm, lambda form: ((), form), lambda form, _: form)
+def boxed(form: ResultForm) -> dict[ResultForm, None]:
+    """Returns the form as a tree without leaves, for a result of `jit`.
+
+    As a key, and no node of its own class: `jit` makes a dict without running Python, where a
+    signal could raise and drop all results.
+    """
+    return {form: None}
+
+
+def unboxed(box: dict[ResultForm, None]) -> ResultForm:
+    """Returns the form that was `boxed`."""
+    (form,) = box
+    return form
 
 
 class Discovered:

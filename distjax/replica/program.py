@@ -20,7 +20,7 @@ from distjax.collectives.launch import launched, make_ticket
 from distjax.context import frames
 from distjax.errors import ContextError, TraceLeakError, explain
 from distjax.replica.arguments import hide_objects
-from distjax.replica.discovery import Discovered, ResultForm, discover
+from distjax.replica.discovery import Discovered, ResultForm, boxed, discover, unboxed
 from distjax.replica.retraces import RetraceWatch
 from distjax.variables.creation import Creation, require_no_trace
 from distjax.variables.lending import keep_lent_arrays, lent_variables, storage_lock
@@ -93,10 +93,10 @@ class Program:
 
     def _run(self, donated: Any, tree: Any) -> tuple[Any, ResultForm]:
         if not self._threads:
-            _, arrays, form, ticket = self._jitted((), donated, (), tree)
+            _, arrays, box, ticket = self._jitted((), donated, (), tree)
             if ticket is not None:
                 launched(ticket)
-            return arrays, form
+            return arrays, unboxed(box)
         if self._writes and jax_compat.tracing():
             raise TraceLeakError(self._leak_text())
         with storage_lock:
@@ -104,14 +104,34 @@ class Program:
                 keep_lent_arrays(self._written)
             written = [v.storage for v in self._writes]
             read = [v.storage for v in self._reads]
-            new, arrays, form, ticket = self._jitted(written, donated, read, tree)
-            if arrays and isinstance(arrays[0], jax_compat.Tracer):
-                self._require_eager()
-            for variable, array in zip(self._writes, new, strict=True):
-                variable.storage = array
+            returned: list[Any] = []
+            try:
+                # In C from the call to the list: a signal that raises (KeyboardInterrupt) as the
+                # call returns would else drop the new values, and the former ones are donated.
+                returned.extend(map(self._jitted, (written,), (donated,), (read,), (tree,)))
+                new, arrays, box, ticket = returned[0]
+                if arrays and isinstance(arrays[0], jax_compat.Tracer):
+                    self._require_eager()
+                self._store(new)
+            except BaseException:
+                self._settle_interrupted(returned, written)
+                raise
         if ticket is not None:
             launched(ticket)
-        return arrays, form
+        return arrays, unboxed(box)
+
+    def _store(self, new: Sequence[Any]) -> None:
+        for variable, array in zip(self._writes, new, strict=True):
+            variable.storage = array
+
+    def _settle_interrupted(self, returned: Sequence[Any], written: Sequence[Any]) -> None:
+        """Stores what an interrupted call has returned; else marks what it took with it."""
+        if returned:
+            self._store(returned[0][0])
+            return
+        for variable, former in zip(self._writes, written, strict=True):
+            if isinstance(former, jax.Array) and former.is_deleted():
+                variable.lose_value()
 
     def _repaired(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns arguments that `jit` takes in place of those it refused, or re-raises."""
@@ -213,7 +233,7 @@ class Program:
             ticket = make_ticket() if discovered.spans_devices else None
             # The new values come first: jit pairs donated inputs with the first outputs of their
             # shape, and on one device it does not ask in which memory (JAX 0.12 too).
-            return [new.get(v, values[v]) for v in writes], arrays, form, ticket
+            return [new.get(v, values[v]) for v in writes], arrays, boxed(form), ticket
 
         body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
         return body

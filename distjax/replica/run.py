@@ -26,6 +26,7 @@ from distjax.replica.context import ReplicaContext
 from distjax.replica.cut import Cutter
 from distjax.replica.located import Located, as_user_value, replica_aval
 from distjax.replica.state_check import check_state
+from distjax.replica.user_merge import UserMerge
 from distjax.replica.views import global_view, replica_view
 from distjax.variables.conversion import is_number
 from distjax.variables.creation import Creation
@@ -42,6 +43,7 @@ class ReplicaTrace:
       result: the tree of results.
       written: variables that the function wrote.
       created: variables that it created.
+      merges: those that the jaxpr's equations hold weakly.
     """
 
     jaxpr: Any
@@ -49,6 +51,7 @@ class ReplicaTrace:
     result: Template
     written: list[Any]
     created: list[Any]
+    merges: list[UserMerge]
 
 
 def run_in_trace(
@@ -142,6 +145,7 @@ def trace_replica(
         leaves = [_refuse_per_replica(leaf, fn) for leaf in result.release()]
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=list(state.written), created=created)
+        found["merges"], context.merges = context.merges, []
         inits = list(creation.values.values()) if creation is not None else []
         return [*leaves, *(state.read(v) for v in state.written), *inits]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,14 +136,42 @@ class UserMerge:
         )
 
 
-def bind_merge(strategy: Any, state: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Binds a merge equation in the current trace and returns each replica's result."""
+class WeakMerge:
+    """A user's merge as a parameter of an equation.
+
+    By weak reference: JAX's cache of abstract evaluations keeps parameters alive, and
+    with a merge its arguments, such as all variables of a model.
+    """
+
+    def __init__(self, merge: UserMerge):
+        self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
+
+    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+        """Emits the merge, which the trace of the replica function keeps alive."""
+        merge = self._reference()
+        assert merge is not None
+        return merge.emit(values, topology)
+
+
+def bind_merge(
+    strategy: Any,
+    state: Any,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    keep: Callable[[UserMerge], None],
+) -> Any:
+    """Binds a merge equation in the current trace and returns each replica's result.
+
+    The equation holds the merge weakly: ``keep`` is given it to keep it alive.
+    """
     merge = UserMerge(strategy, fn, Template((args, kwargs), is_array))
     merge.find_shapes()
     for variable in merge.written:
         state.require_writable(variable)
     operands = [*merge.args.release(), *(state.read(v) for v in merge.read)]
-    outs = merge_p.bind(*operands, merge=merge)
+    keep(merge)
+    outs = merge_p.bind(*operands, merge=WeakMerge(merge))
     num_results = len(merge.result.leaves)
     for variable, value in zip(merge.written, outs[num_results:], strict=True):
         state.write(variable, value)

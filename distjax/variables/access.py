@@ -163,7 +163,11 @@ def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -
     if state is states.STORAGE:
         array = variable.beside(array)
     with storage_lock:
-        new = _applied(state.read(variable), array, method)
+        if state is states.STORAGE and variable.is_lost and method == "assign":
+            variable.is_lost = False  # there is no former value to look at
+            new = jnp.broadcast_to(array, variable.global_shape)
+        else:
+            new = _applied(state.read(variable), array, method)
         is_users = state is states.STORAGE and method == "assign"
         state.write(variable, variable.copied(new) if is_users else new)
 

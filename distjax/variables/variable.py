@@ -74,6 +74,7 @@ class Variable:
     storage: Any
     serial_number: int
     is_being_made: bool
+    is_lost: bool
     lent_handles: list[weakref.ref[Any]]
 
     def __new__(
@@ -119,7 +120,7 @@ class Variable:
         self.layout = layout
         self.serial_number = next(_serial_numbers)
         self.storage = None
-        self.is_being_made = False
+        self.is_being_made = self.is_lost = False
         self.lent_handles = []
         return self
 
@@ -164,18 +165,14 @@ class Variable:
         """Returns a copy of a global value, shared with nobody."""
         return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
+    def lose_value(self) -> None:
+        """Says that a program took the stored array and did not return a new one."""
+        self.storage, self.lent_handles, self.is_lost = None, [], True
+
     def require_initialized(self) -> None:
-        """Raises a ContextError if the function that made the variable failed."""
+        """Raises a ContextError if there is no value: never made, or lost."""
         if self.storage is None and not self.is_being_made:
-            raise ContextError(
-                explain(
-                    f"variable {self.name!r} needs an initial value",
-                    got="a variable whose creating function did not finish",
-                    why="the values of a traced function exist only when its trace ends",
-                    fix="create the variable again, outside the function or guarded by "
-                    "`if self.v is None`",
-                )
-            )
+            raise ContextError(_lost_text(self) if self.is_lost else _unmade_text(self))
 
     def require_present(self) -> None:
         """Raises an UnsupportedError if the devices of the variable are only described."""
@@ -304,6 +301,24 @@ class Variable:
         made = self.strategy.extended.copy_variable(self)
         memo[id(self)] = made
         return made
+
+
+def _unmade_text(variable: Variable) -> str:
+    return explain(
+        f"variable {variable.name!r} needs an initial value",
+        got="a variable whose creating function did not finish",
+        why="the values of a traced function exist only when its trace ends",
+        fix="create the variable again, outside the function or guarded by `if self.v is None`",
+    )
+
+
+def _lost_text(variable: Variable) -> str:
+    return explain(
+        f"variable {variable.name!r} needs a value",
+        got="none since a program that writes it was interrupted, or failed, while it was started",
+        why="such a program reuses the memory of the former value, and returned no new one",
+        fix="checkpointer.restore(tree), or v.assign(...), for each variable that the step writes",
+    )
 
 
 def _operator(name: str) -> Callable[..., Any]:

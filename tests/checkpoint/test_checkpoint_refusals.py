@@ -146,6 +146,34 @@ def test_a_directory_that_is_not_one(content, tmp_path):
     assert content in str(error.value)
 
 
+@pytest.mark.parametrize("path", [None, 3, b"run"])
+def test_a_directory_that_is_no_path(path):
+    with pytest.raises(TypeError) as error:
+        dj.checkpoint.Checkpointer(path)
+    text = str(error.value).splitlines()
+    assert text[0] == "Checkpointer needs the path of a directory."
+    assert text[1].startswith(f"  Got: {type(path).__name__}")
+    assert text[3] == "  Fix: dj.checkpoint.Checkpointer('runs/first')"
+
+
+def test_a_step_that_cannot_be_removed(checkpointer):
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    removed = os.path.join(checkpointer.directory, ".removed")
+    with open(removed, "w"):  # where steps go first: no folder can be made of it, even by root
+        pass
+    with pytest.raises(CheckpointError) as error:
+        checkpointer.delete(1)
+    assert first_line(error) == (
+        f"the checkpoint of step 1 in {checkpointer.directory!r} needs to be removed from the disk."
+    )
+    assert "call checkpointer.delete(step) again" in str(error.value)
+    os.remove(removed)
+    assert checkpointer.restore({"x": 0}) == {"x": 1}
+    checkpointer.delete(1)
+    assert checkpointer.all_steps() == []
+
+
 def test_a_checkpoint_of_another_program(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave({"x": np.ones(3)}))

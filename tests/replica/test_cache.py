@@ -131,13 +131,16 @@ def test_a_collected_function_is_forgotten(pair):
     assert alive() is None and len(cache) == before
 
 
-@pytest.mark.parametrize("context", ["run", "jit"])
+@pytest.mark.parametrize("context", ["run", "jit", "merge"])
 def test_a_collected_variable_is_forgotten(pair, context):
     """Its arrays are freed: no program and no cache of JAX keeps them."""
 
     def use():
         v = make(pair, jnp.zeros(4), aggregation=AGG.SUM)
-        fn = lambda x: (v.assign_add(x), None)[1]
+        add = lambda strategy, v, x: (v.assign_add(x), None)[1]
+        fn = lambda x: add(None, v, x)
+        if context == "merge":
+            fn = lambda x: dj.get_replica_context().merge_call(add, args=(v, x))
         step = dj.jit(fn) if context == "jit" else lambda x: pair.run(fn, args=(x,))
         step(jnp.ones(4))
         step(jnp.ones(4))

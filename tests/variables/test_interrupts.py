@@ -1,0 +1,112 @@
+"""A signal that raises in the middle of a step: each variable has its value of before or after."""
+
+import random
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replicas import ids
+
+import distjax as dj
+from distjax.errors import ContextError
+
+MEAN = dj.VariableAggregation.MEAN
+LOST = (
+    "variable 'w' needs a value.\n"
+    "  Got: none since a program that writes it was interrupted, or failed, while it was started.\n"
+    "  Why: such a program reuses the memory of the former value, and returned no new one.\n"
+    "  Fix: checkpointer.restore(tree), or v.assign(...), for each variable that the step writes"
+)
+
+
+def make(strategy, name):
+    with strategy.scope():
+        return dj.Variable(jnp.zeros(8), name=name, aggregation=MEAN)
+
+
+class Alarm(BaseException):
+    """Raised where the program stands when the alarm goes off, as KeyboardInterrupt is."""
+
+
+@pytest.fixture
+def alarm():
+    """Sets an alarm: ``alarm(seconds)`` raises `Alarm` so much later, ``alarm(0)`` stops it."""
+
+    def ring(*_):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_alarms_at_any_moment_lose_no_value(pair, alarm):
+    variables = [make(pair, f"w{i}") for i in range(12)]
+
+    def fn(x):
+        for v in variables:
+            v.assign_add(jnp.full(8, x))
+
+    step = lambda: pair.run(fn, args=(ids(pair),))
+    for _ in range(3):
+        step()
+    chance, least = random.Random(0), 0.0
+    for _ in range(25):
+        with pytest.raises(Alarm):
+            alarm(chance.uniform(0.0001, 0.004))
+            while True:
+                step()
+        (held,) = {tuple(np.asarray(v.value)) for v in variables}  # all written, or none
+        assert held[0] >= least
+        least = held[0]
+        assert not dj.has_strategy()
+
+
+@pytest.fixture
+def lost(pair, monkeypatch):
+    """A variable whose program ran and was interrupted before it returned, and its step."""
+    w = make(pair, "w")
+    compile_it = jax.jit
+
+    def interrupted(*args, **kwargs):
+        program = compile_it(*args, **kwargs)
+
+        def call(*args):
+            program(*args)
+            raise Alarm
+
+        return call
+
+    step = lambda: pair.run(lambda x: (w.assign_add(jnp.full(8, x)), None)[1], args=(ids(pair),))
+    with monkeypatch.context() as patch, pytest.raises(Alarm):
+        patch.setattr(jax, "jit", interrupted)
+        step()
+    return w, lambda: pair.run(lambda x: (w.assign_add(jnp.full(8, x)), None)[1], args=(ids(pair),))
+
+
+def test_a_value_that_is_lost_is_an_error_that_says_so(lost):
+    w, step = lost
+    add = lambda: w.assign_add(jnp.ones(8))
+    for use in (lambda: w.value, w.local_results, add, step):
+        with pytest.raises(ContextError) as caught:
+            use()
+        assert str(caught.value) == LOST
+
+
+def test_a_lost_value_can_be_assigned(lost):
+    w, step = lost
+    w.assign(jnp.ones(8))
+    step()
+    np.testing.assert_array_equal(w.value, np.full(8, 1.5))
+
+
+def test_a_lost_value_can_be_restored(lost, tmp_path):
+    w, step = lost
+    with dj.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(8)})
+        checkpointer.restore({"w": w})
+    step()
+    np.testing.assert_array_equal(w.value, np.full(8, 1.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,10 +50,11 @@ class Template:
     Attributes:
       leaves: the data leaves, in order.
       paths: their paths, in the same order.
+      treedef: the structure of the whole tree.
     """
 
     def __init__(self, tree: Any, takes: Callable[[Any], bool]):
-        pairs, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+        pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
         self._all = [leaf.value if isinstance(leaf, Static) else leaf for _, leaf in pairs]
         taken = [isinstance(leaf, PerReplica) or takes(leaf) for _, leaf in pairs]
         self._where = [i for i, t in enumerate(taken) if t]
@@ -68,12 +70,16 @@ class Template:
 
     def fill(self, leaves: Sequence[Any]) -> Any:
         """Returns the tree with `leaves` in the places of the data leaves."""
+        return jax.tree_util.tree_unflatten(self.treedef, self.spread(leaves))
+
+    def spread(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Returns all leaves of the tree, with `leaves` in the places of the data leaves."""
         if len(self._where) == len(self._all):
-            return jax.tree_util.tree_unflatten(self._treedef, leaves)
-        filled = list(self._all)
+            return leaves
+        spread = list(self._all)
         for i, leaf in zip(self._where, leaves, strict=True):
-            filled[i] = leaf
-        return jax.tree_util.tree_unflatten(self._treedef, filled)
+            spread[i] = leaf
+        return spread
 
 
 def _is_leaf(value: Any) -> bool:
@@ -143,7 +149,9 @@ def require_args(args: Any, kwargs: Any, method: str) -> tuple[tuple[Any, ...], 
 
 
 def function_name(fn: Any) -> str:
-    """Returns the user's name of a function."""
+    """Returns the user's name of a function, or of the one that a `functools.partial` calls."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
 

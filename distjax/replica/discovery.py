@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, explain
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import Template, is_array
 from distjax.replica.layout import Settled, as_stored, laid_out
 from distjax.replica.stateful import active_bridge
@@ -104,10 +104,7 @@ class Discovered:
     def spans_devices(self) -> bool:
         """Whether the program runs on several devices, as far as the trace tells."""
         treedef, _ = self._signature
-        args = jax.tree.unflatten(treedef, [None] * treedef.num_leaves)
-        wrapped = jax.tree.leaves(args, is_leaf=is_per_replica)
-        topologies = [x.topology for x in wrapped if is_per_replica(x)]
-        if any(t.mesh is not None and t.mesh.size > 1 for t in topologies):
+        if any(t.mesh is not None and t.mesh.size > 1 for t in _topologies(treedef)):
             return True
         return jax_compat.spans_devices(self._jaxpr)
 
@@ -213,6 +210,17 @@ def discover(
     if observer is not None:
         observer.saw_program(discovered.reads, discovered.writes, discovered.results)
     return discovered
+
+
+def _topologies(treedef: Any) -> Iterator[Any]:
+    """Yields the topology of each PerReplica, without building a tree of the user's classes."""
+    node = treedef.node_data()
+    if node is None:
+        return
+    if node[0] is PerReplica:
+        yield node[1]
+    for child in treedef.children():
+        yield from _topologies(child)
 
 
 def _is_result(value: Any) -> bool:

@@ -1,18 +1,52 @@
-"""State that goes into a replica function equal and comes out different: a forgotten reduction."""
+"""State that goes into a replica function equal and comes out different: a forgotten reduction.
+
+Trees are compared by structure and leaves, and never built: the class of a user's node may refuse
+leaves that are no arrays.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 from distjax import jax_compat
 from distjax.errors import LocalityError, LocalityWarning, explain
-from distjax.replica.arguments import Template, function_name
+from distjax.replica.arguments import Template, function_name, user_path
 from distjax.replica.located import Located
+
+
+class _Leaf(NamedTuple):
+    """A leaf that is data, with its path."""
+
+    path: str
+    value: Located
+
+
+class _Tree(NamedTuple):
+    """A tree taken apart.
+
+    Attributes:
+      treedef: its structure.
+      leaves: a _Leaf for data, else the Python object.
+    """
+
+    treedef: Any
+    leaves: Sequence[Any]
+
+    def children(self) -> list[_Tree]:
+        leaves = iter(self.leaves)
+        return [
+            _Tree(child, list(itertools.islice(leaves, child.num_leaves)))
+            for child in self.treedef.children()
+        ]
+
+    def kind(self) -> type:
+        """Returns the class of the outermost node."""
+        node = self.treedef.node_data()
+        return object if node is None else node[0]
 
 
 def check_state(
@@ -24,55 +58,46 @@ def check_state(
     results: Sequence[Located],
 ) -> None:
     """Warns (for Flax parameters: raises) where state went in M and came out T."""
-    args, _ = template.fill(located)
-    outs = result.fill(results)
-    for name, arg in zip(names, args, strict=True):
-        structure = _structure(arg)
-        if jax.tree_util.treedef_is_leaf(structure):  # a lone value is no state
+    args, _ = _taken_apart(template, located).children()
+    candidates = _subtrees(_taken_apart(result, results))
+    for arg in args.children():
+        if arg.treedef.node_data() is None:  # a lone value is no state
             continue
-        for candidate in _subtrees(outs):
-            if _structure(candidate) != structure:
+        for candidate in candidates:
+            if candidate.treedef != arg.treedef:
                 continue
-            changed = _changed_paths(name, arg, candidate)
+            changed = _changed_paths(arg, candidate)
             if changed:
-                _report(fn, arg, changed)
+                _report(fn, arg, [user_path(path, names) for path in changed])
                 break
 
 
-def _is_located(value: Any) -> bool:
-    return isinstance(value, Located)
+def _taken_apart(template: Template, values: Sequence[Located]) -> _Tree:
+    leaves = [_Leaf(path, value) for path, value in zip(template.paths, values, strict=True)]
+    return _Tree(template.treedef, template.spread(leaves))
 
 
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree, is_leaf=_is_located)
+def _subtrees(tree: _Tree) -> list[_Tree]:
+    if not issubclass(tree.kind(), (tuple, list, dict)):
+        return [tree]
+    return [tree, *(inner for child in tree.children() for inner in _subtrees(child))]
 
 
-def _subtrees(tree: Any) -> list[Any]:
-    inner = []
-    if isinstance(tree, (tuple, list)) and not _is_located(tree):
-        inner = [s for child in tree for s in _subtrees(child)]
-    elif isinstance(tree, dict):
-        inner = [s for child in tree.values() for s in _subtrees(child)]
-    return [tree, *inner]
-
-
-def _changed_paths(name: str, arg: Any, out: Any) -> list[str]:
-    befores = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_is_located)
-    afters = jax.tree.leaves(out, is_leaf=_is_located)
+def _changed_paths(arg: _Tree, out: _Tree) -> list[str]:
     return [
-        name + jax.tree_util.keystr(path)
-        for (path, before), after in zip(befores, afters, strict=True)
-        if _is_located(before)
-        and _is_located(after)
-        and not before.differs
-        and after.differs
-        and before.array.shape == after.array.shape[1:]
+        before.path
+        for before, after in zip(arg.leaves, out.leaves, strict=True)
+        if isinstance(before, _Leaf)
+        and isinstance(after, _Leaf)
+        and not before.value.differs
+        and after.value.differs
+        and before.value.array.shape == after.value.array.shape[1:]
     ]
 
 
-def _report(fn: Any, arg: Any, paths: list[str]) -> None:
+def _report(fn: Any, arg: _Tree, paths: list[str]) -> None:
     train_state = sys.modules.get("flax.training.train_state")
-    is_train_state = train_state is not None and isinstance(arg, train_state.TrainState)
+    is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
     text = explain(
         f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",

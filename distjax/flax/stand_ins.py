@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
-from distjax.flax import metric_rules, owners, rules, static_attributes
+from distjax.flax import host_reads, metric_rules, owners, rules, static_attributes
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.variables.layout import PartitionedLayout
@@ -58,6 +58,7 @@ class StandIns:
             owners.claim(self.objects, plan.strategy())  # so that `run` inside can tell
         _, flat = nnx.graph.flatten(self.objects, graph=True)
         self._variables = list(flat.leaves)
+        self._host_variables = host_reads.take_hooks(self._variables)
         if context is not None and context.num_replicas_in_sync > 1:
             _empty_other_parts(plan, self.objects, context.replica_id_in_sync_group)
         self._entry = [
@@ -70,6 +71,7 @@ class StandIns:
         Leaves of a changed graph are numbered in the order of that graph.
         """
         static_attributes.require_no_traced_values(self.objects)
+        host_reads.add_hooks(self._host_variables)
         outer = nnx.graph.RefMap.from_indexmap(self._index)
         graphdef, flat = nnx.graph.flatten(self.objects, ref_outer_index=outer, graph=True)
         if graphdef.with_no_outer_index() == self._plan.graphdef:

@@ -65,6 +65,12 @@ class StandIns:
             jax.tree.leaves(raw_value(v), is_leaf=is_per_replica) for v in self._variables
         ]
 
+    def members_left(self) -> dict[int, Any]:
+        """Returns the variables that the objects had at the start and still have, by number."""
+        left = {id(node) for _, node in nnx.iter_graph(tuple(self.objects))}
+        variables = enumerate(self._variables)
+        return {i: v for i, v in variables if isinstance(v, nnx.Variable) and id(v) in left}
+
     def leave(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
         """Returns what is static of the end, and the leaves that changed, by number.
 

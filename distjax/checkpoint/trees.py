@@ -95,7 +95,8 @@ def _visit_nnx(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
     """Visits the state of a module, optimizer, metric or Rngs, which is updated in place."""
     nnx = sys.modules["flax.nnx"]
     state = node if isinstance(node, nnx.State) else nnx.state(node)
-    inside = _visit(key, nnx.to_pure_dict(state), leaves)
+    held = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x  # past its hooks
+    inside = _visit(key, nnx.to_pure_dict(state, held), leaves)
 
     def rebuilt(values: Mapping[str, Any]) -> Any:
         nnx.replace_by_pure_dict(state, inside(values))

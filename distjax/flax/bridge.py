@@ -22,12 +22,13 @@ class NNXSplit:
     """NNX objects taken apart, outside of a program.
 
     Attributes:
-      plan, leaves, owners: as in `distjax.replica.stateful.Split`.
+      plan, leaves, owners, members: as in `distjax.replica.stateful.Split`.
     """
 
     def __init__(self, objects: Objects):
         self._objects = objects
         self.plan, self.leaves, self.owners = objects.plan, objects.leaves, objects.owners
+        self.members = objects.variables
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
         """Gives the objects their new values, and their new graph where it changed."""

@@ -12,7 +12,6 @@ from flax import nnx
 
 from distjax.context import frames
 from distjax.errors import describe_value, explain
-from distjax.flax import owners
 from distjax.flax.homes import Home, HostShards, home_of, placed
 from distjax.flax.plans import raw_value, take_apart
 
@@ -50,7 +49,7 @@ def create(fn: Callable[[], T]) -> T:
     initial, found = initialiser(fn, strategy)
     arrays = [placed(x, home) for x, home in zip(initial(), found.homes, strict=True)]
     (built,) = nnx.graph.unflatten(found.graphdef, found.treedef.unflatten(arrays))
-    owners.claim(_objects(built), strategy)
+    take_apart(_objects(built), strategy)
     return built
 
 

@@ -115,7 +115,8 @@ def refuse(path: str, metric: str | None) -> NoReturn:
                 f"{path} needs to be state of a metric that was made before the step",
                 got="values that differ per replica, in an nnx.metrics.MetricState",
                 why="the class of the metric says how the replicas' parts become one",
-                fix="metrics = nnx.MultiMetric(...) before the step, as an argument of it",
+                fix="metrics = nnx.MultiMetric(...) before the step, and the metrics themselves, "
+                "not their nnx.state, as an argument of it",
             )
         )
     raise LocalityError(

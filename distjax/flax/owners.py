@@ -21,9 +21,9 @@ def owner_of(node: Any) -> Any:
 
 
 def common_owner(objects: Sequence[Any]) -> Any:
-    """Returns the one strategy that all modules in `objects` were placed for, or None."""
-    owners = [owner_of(node) for node in objects if isinstance(node, nnx.Pytree)]
-    return owners[0] if owners and all(o is owners[0] for o in owners) else None
+    """Returns the one strategy that those modules in `objects` that have one were placed for."""
+    owners = {owner_of(node) for node in objects if isinstance(node, nnx.Pytree)} - {None}
+    return owners.pop() if len(owners) == 1 else None
 
 
 def placed_for(strategy: Any) -> list[Any]:

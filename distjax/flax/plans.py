@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,11 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.errors import UnsupportedError, explain
-from distjax.flax import metric_rules, owners, rules, static_attributes
-from distjax.flax.homes import Home, home_of, placed
+from distjax.flax import host_reads, metric_rules, owners, rules, static_attributes
+from distjax.flax.homes import Home, HostShards, home_of, placed
 from distjax.placement.per_replica import PerReplica, is_per_replica
+
+BARE = "array"  #: the kind of an array that is an attribute itself, in no variable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +62,15 @@ class Plan:
         """Where each leaf lives."""
         return [home for entry in self.entries for home in entry.homes]
 
+    @functools.cached_property
+    def in_host_memory(self) -> list[int]:
+        """The numbers of the variables that live in host memory."""
+        return [
+            i
+            for i, entry in enumerate(self.entries)
+            if entry.kind != BARE and any(isinstance(home, HostShards) for home in entry.homes)
+        ]
+
     def __repr__(self) -> str:
         return f"state of {len(self.entries)} variables"
 
@@ -91,7 +103,7 @@ def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
-      TypeError: a static attribute that is not hashable.
+      TypeError: a static attribute, or metadata, that is not hashable.
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
     if strategy is not None:
@@ -113,6 +125,8 @@ def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
     stored = [placed(x, home) for x, home in zip(leaves, plan.homes, strict=True)]
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
         write_entries(variables, _grouped(plan.entries, stored))
+    if host_reads.add_hooks(variables[i] for i in plan.in_host_memory):
+        return take_apart(objects, strategy)  # metadata is part of the graph
     return Objects(plan, variables, references, stored, places)
 
 
@@ -185,7 +199,7 @@ def _plan(
     key = (graphdef, treedefs, shapes, tables)
     try:
         is_known = key in known
-    except TypeError:  # as a rule the graph's
+    except TypeError:  # the graph's
         static_attributes.require_hashable(objects)
         raise
     if not is_known:
@@ -228,5 +242,5 @@ def make_entry(
         else None
         for x in leaves
     )
-    kind = type(variable).__name__ if isinstance(variable, nnx.Variable) else "array"
+    kind = type(variable).__name__ if isinstance(variable, nnx.Variable) else BARE
     return Entry(path, kind, rule, homes, treedef, metric)

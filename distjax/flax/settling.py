@@ -15,7 +15,7 @@ from distjax.collectives.packing import sum_over_replicas
 from distjax.errors import LocalityError, explain
 from distjax.flax import metric_rules, rules
 from distjax.flax.homes import as_settled
-from distjax.flax.plans import Entry, Plan
+from distjax.flax.plans import BARE, Entry, Plan
 from distjax.flax.stand_ins import Outcome
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
@@ -157,7 +157,7 @@ def _require_origin(outcome: Outcome, entry: Entry) -> None:
 
 
 def _refuse(entry: Entry) -> NoReturn:
-    if entry.kind == "array":
+    if entry.kind == BARE:
         raise LocalityError(
             explain(
                 f"{entry.path} needs to be a variable, whose type has a rule",

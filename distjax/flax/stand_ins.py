@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
-from distjax.flax import metric_rules, owners, rules, static_attributes
+from distjax.flax import host_reads, metric_rules, owners, rules, static_attributes
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.variables.layout import PartitionedLayout
@@ -58,11 +58,18 @@ class StandIns:
             owners.claim(self.objects, plan.strategy())  # so that `run` inside can tell
         _, flat = nnx.graph.flatten(self.objects, graph=True)
         self._variables = list(flat.leaves)
+        self._host_variables = host_reads.take_hooks(self._variables)
         if context is not None and context.num_replicas_in_sync > 1:
             _empty_other_parts(plan, self.objects, context.replica_id_in_sync_group)
         self._entry = [
             jax.tree.leaves(raw_value(v), is_leaf=is_per_replica) for v in self._variables
         ]
+
+    def members_left(self) -> dict[int, Any]:
+        """Returns the variables that the objects had at the start and still have, by number."""
+        left = {id(node) for _, node in nnx.iter_graph(tuple(self.objects))}
+        variables = enumerate(self._variables)
+        return {i: v for i, v in variables if isinstance(v, nnx.Variable) and id(v) in left}
 
     def leave(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
         """Returns what is static of the end, and the leaves that changed, by number.
@@ -70,6 +77,7 @@ class StandIns:
         Leaves of a changed graph are numbered in the order of that graph.
         """
         static_attributes.require_no_traced_values(self.objects)
+        host_reads.add_hooks(self._host_variables)
         outer = nnx.graph.RefMap.from_indexmap(self._index)
         graphdef, flat = nnx.graph.flatten(self.objects, ref_outer_index=outer, graph=True)
         if graphdef.with_no_outer_index() == self._plan.graphdef:

@@ -19,7 +19,7 @@ class _Attribute(NamedTuple):
 
 
 def require_hashable(objects: Sequence[Any]) -> None:
-    """Raises for a static attribute that no program can be looked up by.
+    """Raises for a static attribute, or metadata, that no program can be looked up by.
 
     Raises:
       TypeError: such as a list, a dict or a set.
@@ -36,6 +36,19 @@ def require_hashable(objects: Sequence[Any]) -> None:
                     "looked up by them",
                     fix=f"self.{attribute.name} = tuple(...), or nnx.List([...]) where it holds "
                     "modules",
+                )
+            ) from error
+    for metadata in _metadata(objects):
+        try:
+            hash(metadata.value)
+        except TypeError as error:
+            raise TypeError(
+                explain(
+                    f"{metadata.owner} needs metadata that is hashable",
+                    got=f"{metadata.name}={describe_value(metadata.value)}",
+                    why="a program is compiled for the metadata of a variable, and looked up by it",
+                    fix=f"variable.set_metadata({metadata.name}=tuple(...)), or a tuple where the "
+                    "variable is made",
                 )
             ) from error
 
@@ -59,6 +72,15 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
                     f"model.{attribute.name}[...] = ... in the step",
                 )
             )
+
+
+def _metadata(objects: Sequence[Any]) -> Iterator[_Attribute]:
+    for path, node in nnx.iter_graph(tuple(objects)):
+        if isinstance(node, nnx.Variable):
+            root = type(objects[int(str(path[0]))]).__name__
+            owner = ".".join([root, *map(str, path[1:])])
+            for name, value in node.get_metadata().items():
+                yield _Attribute(owner, name, value)
 
 
 def _static_attributes(objects: Sequence[Any]) -> Iterator[_Attribute]:

@@ -101,7 +101,7 @@ class Carrier:
         self._split.write_back(
             outcome, {i: x.array if isinstance(x, Settled) else x for i, x in stored.items()}
         )
-        return _restored(result, self._objects)
+        return _restored(result, [*self._objects, *self._split.members])
 
 
 def carry(
@@ -244,7 +244,9 @@ def _call(
     args, kwargs = _restored((args, kwargs), held.objects)
     with captures.replaced(stand_ins):
         result = substituted(fn, stand_ins)(*args, **kwargs)
-    indices = {id(o): i for i, o in enumerate(held.objects)}
+    members = held.members_left().items()
+    indices = {id(member): len(held.objects) + i for i, member in members}
+    indices.update((id(o), i) for i, o in enumerate(held.objects))
 
     def slot(value: Any) -> Any:
         return Slot(indices[id(value)], ()) if id(value) in indices else value

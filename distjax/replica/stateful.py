@@ -74,11 +74,13 @@ class Split(Protocol):
       plan: what is static of them; hashable.
       leaves: their arrays and PerReplica, as stored.
       owners: per leaf the number of the object that it was first found in.
+      members: what of the objects a function may return by itself: their variables.
     """
 
     plan: Any
     leaves: list[Any]
     owners: Sequence[int]
+    members: Sequence[Any]
 
     def write_back(self, outcome: Any, stored: Mapping[int, Any]) -> None:
         """Gives the objects their new values."""
@@ -93,6 +95,10 @@ class Held(Protocol):
     """
 
     objects: Sequence[Any]
+
+    def members_left(self) -> Mapping[int, Any]:
+        """Returns the stand-ins for `Split.members` that the objects still have, by number."""
+        ...
 
     def leave(self, keep_all: frozenset[int]) -> tuple[Any, dict[int, Any]]:
         """Returns what is static of the end, and the leaves that changed, by number.

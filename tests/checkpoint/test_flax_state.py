@@ -74,6 +74,47 @@ def test_a_state_of_nnx_is_interchangeable_with_its_module(checkpointer):
     np.testing.assert_array_equal(other.linear.kernel[...], model.linear.kernel[...])
 
 
+def test_created_state_goes_round_the_strategies(tmp_path):
+    """Values are those that were saved, each where its own strategy keeps it."""
+    strategies = [
+        dj.VirtualStrategy(3),
+        dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
+        dj.CentralStorageStrategy(jax.devices()[:2]),
+        dj.MirroredStrategy(jax.devices()[:2]),
+    ]
+    saved = None
+    for seed, strategy in enumerate(strategies):
+        with strategy.scope():
+            state = dj.flax.create(lambda seed=seed: training(seed))
+        places = [x.sharding for x in jax.tree.leaves(nnx.state(state))]
+        with dj.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+            if saved is not None:
+                checkpointer.restore(state)
+                assert same_values(state, saved)
+            assert [x.sharding for x in jax.tree.leaves(nnx.state(state))] == places
+            count = lambda state: state["metrics"].loss.update(values=jnp.float32(1))
+            strategy.run(count, args=(state,))
+            checkpointer.save(seed, state)
+        saved = state
+    assert float(saved["metrics"].loss.compute()) == 1
+
+
+def same_values(state, other):
+    ours, theirs = (jax.tree.leaves(nnx.state(tree)) for tree in (state, other))
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return all(np.array_equal(data(a), data(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_what_is_saved_is_what_a_variable_holds(checkpointer):
+    """A hook of the user's on reads is not run: what it returns would be read by it again."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    model.kernel.set_metadata(on_get_value=lambda variable, value: 2 * value)
+    held = model.kernel.get_raw_value()
+    checkpointer.save(1, model)
+    checkpointer.restore(model)
+    np.testing.assert_array_equal(model.kernel.get_raw_value(), held)
+
+
 def test_a_per_replica_value_in_an_nnx_variable(checkpointer, pair):
     """Statistics that nobody synchronised stay one per replica."""
     values = pair.distribute_values_from_function(

@@ -53,6 +53,39 @@ def test_several_runs_in_one_program(pair, how):
     assert np.asarray(out).tolist() == np.asarray(model.bias[...]).tolist() == [3, 3]
 
 
+def test_returned_variables_of_an_object_are_its_own(pair, how):
+    """So an update by the returned state, which a loop in pure JAX makes, changes nothing."""
+    metric, rngs = nnx.metrics.Average(), nnx.Rngs(0)
+    key = jax.random.key_data(rngs.default.key[...])
+
+    def step(metric, rngs, x):
+        metric.update(values=x)
+        rngs()
+        return nnx.state((metric, rngs)), metric.count
+
+    step = how(lambda *args, step=step: pair.run(step, args=args))
+    for number in (1, 2):
+        state, count = step(metric, rngs, ids(pair))
+        assert count is metric.count and int(count[...]) == 2 * number
+        nnx.update((metric, rngs), state)
+    assert float(metric.compute()) == 0.5
+    np.testing.assert_array_equal(jax.random.key_data(rngs.default.key[...]), key)
+    assert int(rngs.default.count[...]) == 2
+
+
+def test_a_variable_that_a_step_takes_out_is_returned_by_value(pair, how):
+    box = nnx.Dict(kept=nnx.Param(jnp.zeros(2)), seen=nnx.Intermediate(jnp.zeros(())))
+
+    def step(box, x):
+        box["seen"][...] = x
+        return nnx.pop(box, nnx.Intermediate)
+
+    out = how(lambda box, x: pair.run(step, args=(box, x)))(box, ids(pair))
+    values = pair.local_results(out["seen"].get_raw_value())
+    assert [float(value) for value in values] == [0, 1]
+    assert list(nnx.state(box)) == ["kept"]
+
+
 def test_a_result_that_is_an_object_is_the_users_own(pair, how):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     step = how(lambda m: pair.run(lambda m: {"model": m, "sum": m.bias[...].sum()}, args=(m,)))

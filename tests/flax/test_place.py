@@ -56,7 +56,8 @@ def test_each_type_lives_where_the_strategy_puts_it():
         with strategy.scope():
             model, optimizer, metric = dj.flax.create(build)
         moments = optimizer.opt_state[0].mu["linear"]["kernel"]
-        arrays = [v[...] for v in (model.linear.kernel, moments, model.norm.mean, metric.total)]
+        variables = (model.linear.kernel, moments, model.norm.mean, metric.total)
+        arrays = [v.get_raw_value() for v in variables]
         kinds[name] = [(a.sharding.shard_shape(a.shape), a.sharding.memory_kind) for a in arrays]
     small = [((3,), "device"), ((), "device")]
     whole = [((16, 8), "device"), ((16, 8), "device"), *small]

@@ -25,6 +25,17 @@ def test_a_static_attribute_that_is_not_hashable(mirrored, value):
         dj.jit(lambda box: box.weight[...])(Box(value))
 
 
+def test_metadata_that_is_not_hashable(mirrored):
+    box = Box(0)
+    box.weight.set_metadata(tags=["a"])
+    for argument, owner in ((box, "Box.weight"), (nnx.state(box), "Param")):
+        text = rf"^{owner} needs metadata that is hashable\.\n  Got: tags=list"
+        with pytest.raises(TypeError, match=text):
+            mirrored.run(lambda box: 0, args=(argument,))
+    box.weight.set_metadata(tags=("a",))
+    assert mirrored.run(lambda box: box.weight[...], args=(box,)).shape == (2,)
+
+
 def test_an_array_of_a_step_as_a_static_attribute(mirrored, how):
     box = Box(0)
 

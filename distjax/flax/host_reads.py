@@ -1,0 +1,54 @@
+"""Variables in host memory as code outside of `run` and `dj.jit` reads them: on the devices.
+
+Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX refuses to
+compute with one operand in each memory. A hook in the variable's metadata, which Flax
+calls for what is read, copies it. In a program distjax does the copying: stand-ins are
+without the hook, so that what a step makes of them has the user's metadata only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+_HOOKS = "on_get_value"  # Flax's name in the metadata: a function, or a tuple of them
+
+
+def on_devices(variable: Any, value: Any) -> Any:
+    """Returns what was read of a variable, host arrays as copies on their devices."""
+    del variable
+    return jax.tree.map(_on_devices, value)
+
+
+def _on_devices(x: Any) -> Any:
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space is jax.memory.Space.Host:
+        return jax.device_put(x, jax.memory.Space.Device)
+    return x
+
+
+def add_hooks(variables: Iterable[Any]) -> bool:
+    """Gives the hook to those of `variables` without it; returns whether there were any."""
+    bare = [v for v in variables if on_devices not in _hooks(v)]
+    for variable in bare:
+        variable.set_metadata(_HOOKS, (on_devices, *_hooks(variable)))
+    return bool(bare)
+
+
+def take_hooks(variables: Iterable[Any]) -> list[Any]:
+    """Takes the hook away; returns the variables that had it."""
+    found = [v for v in variables if isinstance(v, nnx.Variable) and on_devices in _hooks(v)]
+    for variable in found:
+        others = tuple(hook for hook in _hooks(variable) if hook is not on_devices)
+        if others:
+            variable.set_metadata(_HOOKS, others)
+        else:
+            variable.del_metadata(_HOOKS)
+    return found
+
+
+def _hooks(variable: Any) -> tuple[Any, ...]:
+    hooks = variable.get_metadata().get(_HOOKS, ())
+    return hooks if isinstance(hooks, tuple) else (hooks,)

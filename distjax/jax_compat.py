@@ -144,7 +144,10 @@ def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
 
 def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
     """Yields the jaxprs that an equation holds in its parameters."""
-    for sub in jec.jaxprs_in_params(eqn.params):
+    # A `call_hi_primitive` has them in an object (`custom_root` is one from JAX 0.12 on).
+    hidden = getattr(eqn.params.get("_prim"), "params", {})
+    inner = {key: getattr(value, "jaxpr", value) for key, value in hidden.items()}
+    for sub in jec.jaxprs_in_params({**eqn.params, **inner}):
         yield open_jaxpr(sub)[0]
 
 
@@ -239,8 +242,13 @@ def live_equations(
     return live[::-1]
 
 
-def no_mesh() -> AbstractContextManager[Any]:
-    """Returns a context in which no mesh is set: what is inside chooses its own."""
+def outside_manual_axes() -> AbstractContextManager[Any]:
+    """Returns a context for code that is not part of the `shard_map` around it.
+
+    What is inside chooses its own mesh; a mesh that the user has set stays.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return no_context()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 

@@ -83,8 +83,7 @@ class UserMerge:
             return [o.array for o in outs]
 
         # The replica function's mesh (its model axes) is not that of cross-replica code.
-        no_mesh = jax_compat.no_mesh() if topology.model_axes else jax_compat.no_context()
-        with no_mesh, frames.unobserved():
+        with jax_compat.outside_manual_axes(), frames.unobserved():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
 

@@ -52,6 +52,16 @@ def parts(v):
     return [np.asarray(x).tolist() for x in v.local_results()]
 
 
+def test_a_sum_is_never_of_weak_type(strategy, pair):
+    """So that what is computed with it has the same dtype under every strategy."""
+
+    def fn(x):
+        return context().all_reduce("sum", jnp.asarray(2.0)) * x
+
+    for each in (strategy, pair):
+        assert each.run(fn, args=(jnp.ones(2, jnp.bfloat16),)).dtype == jnp.float32
+
+
 # -- threads ------------------------------------------------------------------
 
 

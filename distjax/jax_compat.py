@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -162,7 +162,10 @@ def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
 
 def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
     """Yields the jaxprs that an equation holds in its parameters."""
-    for sub in jec.jaxprs_in_params(eqn.params):
+    # A `call_hi_primitive` has them in an object (`custom_root` is one from JAX 0.12 on).
+    hidden = getattr(eqn.params.get("_prim"), "params", {})
+    inner = {key: getattr(value, "jaxpr", value) for key, value in hidden.items()}
+    for sub in jec.jaxprs_in_params({**eqn.params, **inner}):
         yield open_jaxpr(sub)[0]
 
 
@@ -239,6 +242,11 @@ def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManag
     return jax.sharding.use_abstract_mesh(abstract)
 
 
-def no_mesh() -> AbstractContextManager[Any]:
-    """Returns a context in which no mesh is set: what is inside chooses its own."""
+def outside_manual_axes() -> AbstractContextManager[Any]:
+    """Returns a context for code that is not part of the `shard_map` around it.
+
+    What is inside chooses its own mesh; a mesh that the user has set stays.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -36,7 +36,8 @@ class CommunicationOptions:
       implementation: a CommunicationImplementation or its name; kept, not used.
 
     Raises:
-      ValueError: a negative size or an unknown name.
+      ValueError: a negative size or an unknown name; from the strategy, if
+        `devices_per_host` does not divide its replicas.
 
     Source: tf.distribute.experimental.CommunicationOptions.
     """
@@ -59,6 +60,22 @@ class CommunicationOptions:
             known = ", ".join(CommunicationImplementation.__members__)
             raise ValueError(_text("implementation", f"one of {known}", self.implementation))
         object.__setattr__(self, "implementation", CommunicationImplementation[name])
+
+    def require_equal_hosts(self, num_replicas: int) -> None:
+        """Raises a ValueError if hosts of `devices_per_host` leave some replicas over."""
+        inside = self.devices_per_host
+        if not 1 < inside < num_replicas or num_replicas % inside == 0:
+            return
+        raise ValueError(
+            explain(
+                f"CommunicationOptions: devices_per_host needs to divide the {num_replicas} "
+                "replicas",
+                got=f"{inside}, which leaves {num_replicas % inside} over",
+                why="a reduction in two levels has as many replicas on each host",
+                fix="dj.CommunicationOptions(devices_per_host=0), one level; or the number of "
+                "devices of one host",
+            )
+        )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Returns these options with the non-default fields of `options` in place."""

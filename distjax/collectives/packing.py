@@ -64,11 +64,13 @@ def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax
         return lax.psum(x, axis)
 
     def compressed(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize <= 2:
+        if not x.size or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize <= 2:
             return plain(x)
         return _compressed_sum(x, axis, topology.num_replicas)
 
     def two_levels(x: jax.Array) -> jax.Array:
+        if not x.size:
+            return plain(x)
         return _two_level_sum(x, axis, topology.num_replicas, options.devices_per_host)
 
     if options.compress is not None:

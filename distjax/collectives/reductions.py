@@ -102,12 +102,14 @@ def reduce_masked(
     def on_replica(value: Any, mask: Any) -> list[Any]:
         mask = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
         mask = jnp.broadcast_to(mask, value.shape)
-        dtype = ops.mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
-        kept = jnp.where(mask, value, jnp.zeros_like(value)).astype(dtype)
-        total = lax.psum(jnp.sum(kept, axis=axes, dtype=dtype), topology.axis_name)
+        kept = _as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)))
+        # The sums of a mean of float16 would overflow where the mean does not.
+        wide = kept.dtype if op is ReduceOp.SUM else jnp.promote_types(kept.dtype, jnp.float32)
+        total = lax.psum(jnp.sum(kept, axis=axes, dtype=wide), topology.axis_name)
         if op is ReduceOp.SUM:
             return [total]
-        return [total / lax.psum(jnp.sum(mask, axis=axes, dtype=dtype), topology.axis_name)]
+        count = lax.psum(jnp.sum(mask, axis=axes, dtype=wide), topology.axis_name)
+        return [(total / count).astype(kept.dtype)]
 
     values = [jnp.asarray(a) for a in arrays]
     return map_replicas(topology, on_replica, values, differs, [False])[0]

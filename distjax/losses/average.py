@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import ReduceOp, as_reduce_op, mean_dtype
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, explain
 
@@ -46,15 +46,19 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "me
     """
     op = as_reduce_op(op)
     losses = jnp.asarray(losses)
+    dtype = mean_dtype(losses.dtype)
+    # Counted in float32 at least: float16 ends at 65504, and integers have no half weights.
+    losses = losses.astype(jnp.promote_types(dtype, jnp.float32))
     weights = _weights(losses, mask)
     total = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
     count = jnp.sum(weights)
     context = frames.current().replica_context
-    if context is None:
-        return total / jnp.where(count == 0, 1, count)
-    count = context.all_reduce("sum", count)
+    if context is not None:
+        count = context.all_reduce("sum", count)
     share = total / jnp.where(count == 0, 1, count)
-    return share * context.num_replicas_in_sync if op is ReduceOp.MEAN else share
+    if context is not None and op is ReduceOp.MEAN:
+        share = share * context.num_replicas_in_sync
+    return share.astype(dtype)
 
 
 def _weights(losses: jax.Array, mask: Any) -> jax.Array:

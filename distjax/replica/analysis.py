@@ -19,12 +19,12 @@ from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 #: Collectives whose result is the same on every member of the whole axis.
 _EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their own operands.
-_CALLS = frozenset(
+CALLS = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr custom_lin".split()
 )
 #: Primitives that may give another value each time they run.
-_IMPURE = frozenset("rng_uniform infeed pure_callback io_callback ffi_call".split())
+_IMPURE = frozenset("rng_uniform infeed pure_callback io_callback buffer_callback ffi_call".split())
 
 MERGE_NAME = "distjax_merge_call"
 
@@ -77,7 +77,7 @@ class Analysis:
             return self._while(eqn, ins)
         if name == "cond":
             return self._cond(eqn, ins)
-        if name in _CALLS:
+        if name in CALLS:
             return self.outputs(next(sub_jaxprs(eqn)), ins)
         return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
 

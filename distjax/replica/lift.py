@@ -17,11 +17,15 @@ from jax import lax
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.replica.analysis import MERGE_NAME, join
+from distjax.errors import MergeError, explain
+from distjax.replica.analysis import CALLS, MERGE_NAME, join
 from distjax.replica.located import Located, stacked
 
 if TYPE_CHECKING:
     from distjax.replica.cut import Cutter
+
+#: What gives the same when its jaxpr is evaluated in its place.
+_INLINED = CALLS | {"composite", "compute_on"}
 
 
 def emit_equation(cutter: Cutter, eqn: Any, ins: list[Located]) -> list[Located]:
@@ -43,9 +47,25 @@ def emit_equation(cutter: Cutter, eqn: Any, ins: list[Located]) -> list[Located]
 
 
 def _emit_inlined(cutter: Cutter, eqn: Any, ins: list[Located]) -> list[Located]:
+    if eqn.primitive.name not in _INLINED:
+        raise MergeError(_refused_text(cutter, eqn))
     key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
     jaxpr, consts = jax_compat.open_jaxpr(eqn.params[key])
     return cutter.emit(jaxpr, consts, ins)
+
+
+def _refused_text(cutter: Cutter, eqn: Any) -> str:
+    # A `call_hi_primitive` is known to users by the class of what it calls.
+    name = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+    merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in cutter.analysis.collectives(sub))
+    return explain(
+        f"merge_call needs to stand outside of {name}",
+        got=f"a merge_call inside of it, at {jax_compat.source_line(merge)}",
+        why=f"replicas pause in functions, loops and branches, but {name} runs its function by "
+        "rules of its own",
+        fix="ctx.all_reduce('sum', x) in place of the merge_call, or the merge_call before or "
+        f"after {name}",
+    )
 
 
 def _emit_remat(cutter: Cutter, eqn: Any, ins: list[Located]) -> list[Located]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,8 +86,7 @@ class UserMerge:
             return [o.array for o in outs]
 
         # The replica function's mesh (its model axes) is not that of cross-replica code.
-        no_mesh = jax_compat.no_mesh() if topology.model_axes else contextlib.nullcontext()
-        with no_mesh, frames.unobserved():
+        with jax_compat.outside_manual_axes(), frames.unobserved():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
 

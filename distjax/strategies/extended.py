@@ -58,6 +58,8 @@ class StrategyExtended:
         self._topology = topology
         self.placement = placement
         self.communication = communication or CommunicationOptions()
+        if topology is not None:
+            self.communication.require_equal_hosts(topology.num_replicas)
         self.wraps = wraps
         self._runner = ReplicaRunner(self)
         self.step_programs = FunctionCache()

@@ -105,7 +105,8 @@ def summable(op: ReduceOp, value: Any) -> jax.Array:
     array = jnp.asarray(value)
     if op is ReduceOp.MEAN and not jnp.issubdtype(array.dtype, jnp.inexact):
         return array.astype(jnp.result_type(float))
-    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+    # As a psum, a sum is never of weak type.
+    return array.astype(jnp.int32 if array.dtype == jnp.bool_ else array.dtype)
 
 
 def combined(op: ReduceOp, values: Sequence[Any]) -> jax.Array:

@@ -158,6 +158,8 @@ class PartitionedLayout:
 
     def scattered_sum(self, value: jax.Array) -> jax.Array:
         """Returns one's own shard of the sum of the replicas' values [...]."""
+        if value.dtype == jnp.bool_:  # a psum counts them as int32, this would refuse them
+            value = value.astype(jnp.int32)
         return lax.psum_scatter(
             value, self.topology.axis_name, scatter_dimension=self.axis, tiled=True
         )

@@ -48,6 +48,36 @@ def test_the_way_does_not_change_the_result(op, options):
         assert got.sharding == want.sharding
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dj.CommunicationOptions(compress="bfloat16"),
+        dj.CommunicationOptions(devices_per_host=2),
+        dj.CommunicationOptions(devices_per_host=2, bytes_per_pack=8),
+    ],
+    ids=str,
+)
+def test_empty_gradients_among_others(options):
+    strategy = dj.MirroredStrategy(jax.devices()[:4], communication=options)
+    empty, one, also_empty = reduced(strategy, "sum", [(0,), (2,), (3, 0)])
+    assert empty.shape == (0,) and also_empty.shape == (3, 0)
+    np.testing.assert_allclose(one, [0.4, 10.4], rtol=1e-2)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_hosts_of_unequal_size(count):
+    options = dj.CommunicationOptions(devices_per_host=count - 1)
+    with pytest.raises(ValueError) as caught:
+        dj.MirroredStrategy(jax.devices()[:count], communication=options)
+    assert str(caught.value).splitlines() == [
+        f"CommunicationOptions: devices_per_host needs to divide the {count} replicas.",
+        f"  Got: {count - 1}, which leaves 1 over.",
+        "  Why: a reduction in two levels has as many replicas on each host.",
+        "  Fix: dj.CommunicationOptions(devices_per_host=0), one level; or the number of "
+        "devices of one host",
+    ]
+
+
 def count_in_program(strategy, what, shapes=SHAPES):
     values = gradients(strategy, shapes)
     step = dj.jit(lambda values: strategy.extended.batch_reduce_to("sum", [(v, v) for v in values]))

@@ -42,6 +42,16 @@ def test_weights_and_further_axes(pair):
     assert float(pair.run(step, args=(batch,))) == pytest.approx(np.average(losses, None, weights))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.int32])
+def test_weights_are_counted_in_a_dtype_that_holds_them(pair, dtype):
+    losses = np.arange(4).repeat(3000).astype(dtype)  # their number times two is no float16
+    weights = np.array([0.5, 2, 1, 0.5], np.float32).repeat(3000)
+    (batch,) = pair.distribute_dataset([(losses, weights)])
+    step = lambda batch: dj.get_replica_context().all_reduce("mean", dj.losses.average_loss(*batch))
+    expected = (2 * 1 + 1 * 2 + 0.5 * 3) / 4
+    assert float(pair.run(step, args=(batch,))) == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_whole_batch_and_the_empty_one(pair):
     with pair.scope():
         assert float(dj.losses.average_loss(X, X > 5)) == X[6:].mean()

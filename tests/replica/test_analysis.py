@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import distjax as dj
 from distjax.errors import DivergenceError
@@ -29,6 +30,26 @@ def is_equal(strategy, fn, *args):
 
 W = np.float32(3)
 
+
+def exchanged(y):
+    return lax.ppermute(y, AXIS, [(0, 1), (1, 0)])
+
+
+def called_back(y):
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    return jax.pure_callback(lambda y: y, shape, y, vmap_method="sequential")
+
+
+def root(w, last):
+    """Returns ``last(w)``, as the root of ``v - w``."""
+    return lax.custom_root(lambda v: v - w, w, lambda f, guess: last(guess), lambda g, y: y)
+
+
+def solution(w, last):
+    """Returns ``last(w)``, as the solution of ``v = w``."""
+    return lax.custom_linear_solve(lambda v: v, w, lambda matvec, b: last(b))
+
+
 PROVED = {
     "argument": lambda w, x: w,
     "arithmetic": lambda w, x: w * 2 + 1,
@@ -52,6 +73,9 @@ PROVED = {
     ),
     "cond of an equal predicate": lambda w, x: lax.cond(w > 0, lambda: w, lambda: w + 1),
     "custom_jvp": lambda w, x: jax.nn.relu(w),
+    "custom_root": lambda w, x: root(w, lambda y: y),
+    "custom_linear_solve": lambda w, x: solution(w, lambda y: y),
+    "checkpoint_name": lambda w, x: checkpoint_name(w, "w"),
     "gradient of an equal function": lambda w, x: jax.grad(jnp.sin)(w),
 }
 
@@ -65,6 +89,9 @@ DIFFERENT = {
     "callback": lambda w, x: jax.pure_callback(
         lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
     ),
+    "callback in custom_root": lambda w, x: root(w, called_back),
+    "ppermute in custom_root": lambda w, x: root(w, exchanged),
+    "ppermute in custom_linear_solve": lambda w, x: solution(w, exchanged),
     "scan whose carry takes x": lambda w, x: lax.scan(
         lambda c, _: (c + x, None), w, None, length=3
     )[0],
@@ -161,6 +188,14 @@ def test_collective_under_a_predicate_that_differs(kind, count, construct, colle
         strategy.run(fn, args=(W,))
     assert "test_analysis.py" in str(caught.value)  # names the user's lines
     assert "all_reduce" in str(caught.value)  # and the way out
+
+
+def test_a_collective_in_a_function_that_jax_keeps_to_itself(pair, x):
+    def fn(w, x):
+        return lax.cond(x > 1, lambda: root(w, lambda y: lax.psum(y, AXIS)), lambda: w)
+
+    with pytest.raises(DivergenceError, match="a lax.cond that holds psum needs a predicate"):
+        pair.run(fn, args=(W, x))
 
 
 def test_blind_analysis_proves_nothing(pair, x):

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import distjax as dj
+from distjax.errors import MergeError
 
 
 def merge_sum(value):
@@ -131,6 +132,35 @@ def layers(w, x, merge, remat):
         return jnp.tanh(merge(x @ w)), None
 
     return lax.scan(jax.checkpoint(layer) if remat else layer, x, w)[0].sum()
+
+
+def merge_in_a_linear_solve(x):
+    return lax.custom_linear_solve(merge_sum, x, lambda matvec, b: b)
+
+
+def merge_in_a_shard_map(x):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[6:]), ("part",))
+    options = dict(mesh=mesh, in_specs=P("part"), out_specs=P("part"), check_vma=False)
+    return jax.shard_map(merge_sum, **options)(jnp.stack([x, x]))
+
+
+@pytest.mark.parametrize("construct", ["custom_linear_solve", "shard_map"])
+def test_a_merge_where_code_is_run_by_other_rules(pair, x, construct):
+    fn = merge_in_a_linear_solve if construct == "custom_linear_solve" else merge_in_a_shard_map
+    with pytest.raises(MergeError) as caught:
+        pair.run(fn, args=(x,))
+    first, got, why, fix = str(caught.value).splitlines()
+    assert first == f"merge_call needs to stand outside of {construct}."
+    assert got.startswith("  Got: a merge_call inside of it, at ")
+    assert "test_lifting.py" in got
+    assert why == (
+        f"  Why: replicas pause in functions, loops and branches, but {construct} runs its "
+        "function by rules of its own."
+    )
+    assert fix == (
+        "  Fix: ctx.all_reduce('sum', x) in place of the merge_call, or the merge_call before or "
+        f"after {construct}"
+    )
 
 
 def test_remat_keeps_its_saving_around_a_merge():

@@ -87,6 +87,20 @@ def test_mask_of_a_replica_without_examples(three):
     assert int(three.reduce("sum", x, axis=0, mask=mask)) == 9
 
 
+def test_mask_counts_what_is_true(pair):
+    hits, mask = pads(pair, [[True, True, False], [True]], np.bool_)
+    total = pair.reduce("sum", hits, axis=0, mask=mask)
+    assert int(total) == 3 and total.dtype == pair.reduce("sum", hits, axis=0).dtype
+    np.testing.assert_array_equal(pair.reduce("sum", hits, mask=mask), [2, 1, 0])
+    assert float(pair.reduce("mean", hits, axis=0, mask=mask)) == 0.75
+
+
+def test_a_masked_mean_of_float16_does_not_overflow(pair):
+    x, mask = pads(pair, [[20.0] * 4000, [20.0] * 3000], np.float16)
+    mean = pair.reduce("mean", x, axis=0, mask=mask)
+    assert float(mean) == 20 and mean.dtype == jnp.float16
+
+
 def test_mask_ignores_what_is_not_a_number(pair):
     x = per_replica(pair, [np.array([1, np.nan], np.float32), np.array([3, np.inf], np.float32)])
     mask = per_replica(pair, [np.array([True, False])] * 2)

@@ -253,6 +253,17 @@ def test_wrong_options(make, text):
         make()
 
 
+def test_a_split_variable_of_bools_is_summed_as_a_whole_one():
+    """A sum of bools in a bool is: is any True."""
+    strategy = make_strategy("parameters", 2)
+    with strategy.scope():
+        v = dj.Variable(np.zeros(4, bool), aggregation=dj.VariableAggregation.SUM)
+    rows = [np.array([True, False, False, True]), np.array([True, True, False, False])]
+    x = strategy.distribute_values_from_function(lambda c: rows[c.replica_id_in_sync_group])
+    strategy.run(lambda x: v.assign(x), args=(x,))
+    assert v.value.tolist() == [True, True, False, True]
+
+
 def test_r249_central_storage_needs_an_aggregation():
     strategy = make_strategy("central", 2)
     with strategy.scope():

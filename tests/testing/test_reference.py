@@ -45,6 +45,16 @@ def local(strategy, value):
     return [np.asarray(x).tolist() for x in strategy.local_results(value)]
 
 
+def test_a_sum_is_never_of_weak_type(strategy, pair):
+    """So that what is computed with it has the same dtype under every strategy."""
+
+    def fn(x):
+        return context().all_reduce("sum", jnp.asarray(2.0)) * x
+
+    for each in (strategy, pair):
+        assert each.run(fn, args=(jnp.ones(2, jnp.bfloat16),)).dtype == jnp.float32
+
+
 # -- threads ------------------------------------------------------------------
 
 

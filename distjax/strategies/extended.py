@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.launch import compiled
@@ -357,11 +356,6 @@ class StrategyExtended:
         Pass them to `colocate_vars_with` and `update_non_slot`. Source: seed 001.
         """
         return self.parameter_devices
-
-    @property
-    def num_non_slot_copies(self) -> int:
-        """How many copies a variable on the non-slot devices has: one in central storage."""
-        return self.placement.layout((), jnp.float32).num_copies
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.

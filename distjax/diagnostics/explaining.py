@@ -23,6 +23,7 @@ from distjax.replica.arguments import (
     function_name,
     is_array,
     positional_names,
+    require_callable,
     user_path,
 )
 from distjax.replica.jit import CompiledFunction, jit
@@ -68,6 +69,7 @@ def explain(
       ['psum']
     """
     _require_outside_traces()
+    require_callable(fn, "explain")
     notes = Notes()
     watched = dataclasses.replace(frames.current(), observer=notes)
     fn, args = _with_object(fn, args)

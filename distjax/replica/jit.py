@@ -12,7 +12,13 @@ import jax
 
 from distjax.context import frames
 from distjax.errors import explain
-from distjax.replica.arguments import Static, as_static, function_name, positional_names
+from distjax.replica.arguments import (
+    Static,
+    as_static,
+    function_name,
+    positional_names,
+    require_callable,
+)
 from distjax.replica.carrying import emit_call
 from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
@@ -112,6 +118,7 @@ def jit(
     Context: any; inside another `dj.jit` or `run` it is the function itself.
 
     Raises:
+      TypeError: ``fn`` is no function.
       ValueError: a static name that ``fn`` does not have.
 
     Example:
@@ -130,6 +137,7 @@ def jit(
         return functools.partial(
             jit, donate_argnums=donate_argnums, static_argnames=static_argnames
         )
+    require_callable(fn, "jit")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)

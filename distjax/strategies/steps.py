@@ -18,7 +18,7 @@ from distjax.data.iterator import DistributedIterator, Steps
 from distjax.data.layout import InputLayout
 from distjax.errors import describe_value, explain
 from distjax.replica import lax
-from distjax.replica.arguments import Static, function_name
+from distjax.replica.arguments import Static, function_name, require_callable
 from distjax.replica.program import Program
 
 
@@ -101,7 +101,10 @@ def run_steps(
     initial_loop_values: Mapping[str, Any] | None,
 ) -> MultiStepContext:
     """Runs up to K steps: see `StrategyExtended.run_steps_on_iterator`."""
+    require_callable(fn, "run_steps_on_iterator")
+    _require_iterator(iterator)
     _require_iterations(iterations)
+    _require_initial(initial_loop_values)
     context = MultiStepContext(initial_loop_values)
     while context.iterations < iterations:
         try:
@@ -118,6 +121,32 @@ def run_steps(
         context.non_tensor_outputs.update(others)
         context.iterations += steps.num_steps
     return context
+
+
+def _require_iterator(iterator: Any) -> None:
+    if hasattr(iterator, "__next__"):
+        return
+    raise TypeError(
+        explain(
+            "run_steps_on_iterator needs an iterator",
+            got=describe_value(iterator),
+            why="each call goes on where the last one ended, and a dataset has no such place",
+            fix="iterator = iter(dataset), once; run_steps_on_iterator(fn, iterator, 100)",
+        )
+    )
+
+
+def _require_initial(values: Any) -> None:
+    if values is None or isinstance(values, Mapping):
+        return
+    raise TypeError(
+        explain(
+            "run_steps_on_iterator: initial_loop_values needs a dict, or None",
+            got=describe_value(values),
+            why="each value is an output of the step before the first, by name",
+            fix="run_steps_on_iterator(fn, iterator, 100, {'loss': 0.0})",
+        )
+    )
 
 
 def _require_iterations(iterations: Any) -> None:

@@ -182,8 +182,8 @@ class Optimizer:
         Locality: T or M in; V(v) written. Context: cross-replica or default.
         Source: `_distributed_apply` of seeds 001 and 002.
         """
-        extended = getattr(strategy, "extended", None)
-        in_force = getattr(extended, "strategy", strategy)  # a face has the extended of its strategy
+        extended = getattr(strategy, "extended", None)  # a face has that of its strategy
+        in_force = getattr(extended, "strategy", strategy)
         self._apply_across(in_force, self._in_order(grads_and_vars), extra)
 
     def _in_order(self, grads_and_vars: Iterable[Any]) -> list[Any]:

@@ -48,6 +48,8 @@ class UserMerge:
         """
         try:
             self._find_shapes(as_per_replica=False)
+        except MergeError:  # of no locality would it be right
+            raise
         except Exception:
             if not self.args.leaves or self.topology.num_replicas == 1:
                 raise

@@ -57,9 +57,10 @@ class MultiStepContext:
         Raises:
           ValueError: no reduce_op in a replica context.
         """
-        replica = frames.current().replica_context
-        if replica is None or frames.current().strategy.extended.is_default:
-            self._set(frames.current().strategy, output, name, reduce_op)
+        strategy, replica = frames.current().strategy, frames.current().replica_context
+        is_kept = reduce_op is None and strategy.extended.is_default
+        if replica is None or is_kept:
+            self._set(strategy, output, name, reduce_op)
             return
         if reduce_op is None:
             raise ValueError(

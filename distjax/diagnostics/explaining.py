@@ -27,6 +27,7 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.jit import CompiledFunction, jit
+from distjax.strategies.scoping import require_strategy
 from distjax.variables.conversion import is_number
 from distjax.variables.describing import placement_text
 
@@ -70,6 +71,7 @@ def explain(
     """
     _require_outside_traces()
     require_callable(fn, "explain")
+    require_strategy(strategy, "explain")
     notes = Notes()
     watched = dataclasses.replace(frames.current(), observer=notes)
     fn, args = _with_object(fn, args)

@@ -119,7 +119,8 @@ def jit(
 
     Raises:
       TypeError: ``fn`` is no function.
-      ValueError: a static name that ``fn`` does not have.
+      ValueError: a static name that ``fn`` does not have; a donated argument that is
+        no number.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -140,8 +141,22 @@ def jit(
     require_callable(fn, "jit")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    _require_indices(donate)
     _require_names(fn, static)
     return CompiledFunction(fn, donate, static)
+
+
+def _require_indices(donate: tuple[Any, ...]) -> None:
+    if all(isinstance(i, int) and not isinstance(i, bool) for i in donate):
+        return
+    raise ValueError(
+        explain(
+            "jit: donate_argnums needs numbers of positional arguments",
+            got=f"{donate}",
+            why="an argument whose buffers may be reused is found by its position",
+            fix="dj.jit(fn, donate_argnums=(0,))",
+        )
+    )
 
 
 def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.communication import CommunicationOptions, as_communication_options
 from distjax.collectives.launch import compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
@@ -56,7 +56,7 @@ class StrategyExtended:
     ):
         self._topology = topology
         self.placement = placement
-        self.communication = communication or CommunicationOptions()
+        self.communication = as_communication_options(communication)
         if topology is not None:
             self.communication.require_equal_hosts(topology.num_replicas)
         self.wraps = wraps

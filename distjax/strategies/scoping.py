@@ -83,7 +83,7 @@ def set_strategy(strategy: Any) -> None:
       TypeError: no strategy.
       ContextError: inside a `with strategy.scope():` block.
     """
-    _require_strategy(strategy)
+    require_strategy(strategy, "set_strategy")
     stack = frames.stack()
     if len(stack) > 1 or (stack and not stack[0].from_set_strategy):
         raise ContextError(
@@ -100,15 +100,16 @@ def set_strategy(strategy: Any) -> None:
         frames.push(Frame(strategy, from_set_strategy=True))
 
 
-def _require_strategy(strategy: Any) -> None:
+def require_strategy(strategy: Any, method: str) -> None:
+    """Raises a TypeError for anything but a strategy of distjax, or None."""
     extended = getattr(strategy, "extended", None)
     if strategy is None or getattr(extended, "strategy", None) is strategy:
         return
     raise TypeError(
         explain(
-            "set_strategy needs a distjax strategy, or None",
+            f"{method} needs a distjax strategy, or None",
             got=describe_value(strategy),
-            why="it is what runs and variables are looked up by from here on",
-            fix="dj.set_strategy(dj.MirroredStrategy()); for a face of dj.compat its `.wrapped`",
+            why="programs and variables belong to the strategy itself",
+            fix="strategy = dj.MirroredStrategy(); for a face of dj.compat its `.wrapped`",
         )
     )

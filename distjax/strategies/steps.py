@@ -18,8 +18,10 @@ from distjax.data.iterator import DistributedIterator, Steps
 from distjax.data.layout import InputLayout
 from distjax.errors import describe_value, explain
 from distjax.replica import lax
-from distjax.replica.arguments import Static, function_name, require_callable
+from distjax.replica.arguments import Static, function_name, is_array, require_callable
 from distjax.replica.program import Program
+from distjax.variables.conversion import is_number
+from distjax.variables.variable import Variable
 
 
 class MultiStepContext:
@@ -56,6 +58,7 @@ class MultiStepContext:
 
         Raises:
           ValueError: no reduce_op in a replica context.
+          TypeError: a leaf that is neither array nor number.
         """
         strategy, replica = frames.current().strategy, frames.current().replica_context
         is_kept = reduce_op is None and strategy.extended.is_default
@@ -74,6 +77,7 @@ class MultiStepContext:
         replica.merge_call(self._set, args=(output, name, as_reduce_op(reduce_op)))
 
     def _set(self, strategy: Any, output: Any, name: str, reduce_op: Any) -> None:
+        _require_arrays(output, name)
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
         self.last_step_outputs[name] = reduced
 
@@ -122,6 +126,19 @@ def run_steps(
         context.non_tensor_outputs.update(others)
         context.iterations += steps.num_steps
     return context
+
+
+def _require_arrays(output: Any, name: str) -> None:
+    for leaf in jax.tree.leaves(output):
+        if not (is_array(leaf) or is_number(leaf) or isinstance(leaf, Variable)):
+            raise TypeError(
+                explain(
+                    f"set_last_step_output({name!r}) needs arrays and numbers",
+                    got=describe_value(leaf),
+                    why="it is carried through the compiled loop of steps",
+                    fix=f"context.set_non_tensor_output({name!r}, ...)",
+                )
+            )
 
 
 def _require_iterator(iterator: Any) -> None:

@@ -67,6 +67,49 @@ def test_initial_loop_values_are_named(pair):
     assert next(iterator) is not None  # nothing was taken
 
 
+@pytest.mark.parametrize("output", ["text", {"a": object()}])
+def test_an_output_of_steps_that_is_no_array(pair, output):
+    def step(context, x):
+        context.set_last_step_output("kind", output)
+
+    text = "set_last_step_output('kind') needs arrays and numbers."
+    run = lambda: pair.extended.run_steps_on_iterator(step, iter([np.ones(2)]))
+    refused(TypeError, text, run)
+
+
+@pytest.mark.parametrize("make", [dj.MirroredStrategy, lambda **o: dj.VirtualStrategy(2, **o)])
+@pytest.mark.parametrize("name", [3, "", None])
+def test_an_axis_name_that_is_no_string(make, name):
+    refused(ValueError, "axis_name needs a string.", lambda: make(axis_name=name))
+
+
+@pytest.mark.parametrize("axes", [["model"], {"model": "two"}, {1: 2}, 2])
+def test_model_axes_that_are_no_sizes(axes):
+    text = "model_axes needs a dict from names to sizes."
+    refused(ValueError, text, lambda: dj.MirroredStrategy(model_axes=axes))
+
+
+def test_communication_that_is_no_options():
+    text = "communication needs a dj.CommunicationOptions, or None."
+    refused(TypeError, text, lambda: dj.MirroredStrategy(communication={"bytes_per_pack": 4}))
+
+
+def test_a_partitioner_that_is_no_function():
+    text = "ShardedStrategy: partitioner needs a function of shape and dtype, or None."
+    refused(TypeError, text, lambda: dj.ShardedStrategy(partitioner=2))
+
+
+def test_explain_for_what_is_no_strategy():
+    text = "explain needs a distjax strategy, or None."
+    refused(TypeError, text, lambda: dj.explain(lambda: 1, strategy=3))
+
+
+@pytest.mark.parametrize("numbers", ["x", (0, "y"), (True,)])
+def test_donated_arguments_are_numbers(numbers):
+    text = "jit: donate_argnums needs numbers of positional arguments."
+    refused(ValueError, text, lambda: dj.jit(lambda x, y: x, donate_argnums=numbers))
+
+
 @pytest.mark.parametrize("pairs", [None, 3])
 def test_pairs_that_are_no_sequence(pair, pairs):
     text = "batch_reduce_to needs a sequence of (value, destinations) pairs."

@@ -81,4 +81,6 @@ def from_first_replica(x: Any, axis_name: str) -> jax.Array:
 
 def all_gather(x: Any, axis: int, axis_name: str) -> jax.Array:
     """Returns the replicas' `x`, concatenated along `axis`, on every replica."""
+    if x.shape[axis] == 0 and not jax_compat.is_key_dtype(x.dtype):
+        return jnp.zeros_like(x)  # nothing to gather, and JAX cannot lower it (0.10 to 0.12)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions
@@ -63,10 +64,25 @@ class ShardedPlacement:
             return None
         axes = range(len(shape))
         if self.partitioner is not None:
-            shards = list(self.partitioner(shape, dtype))
+            shards = _as_shards(self.partitioner(shape, dtype), shape)
             axes = [i for i, n in enumerate(shards) if n > 1]
         fitting = (i for i in axes if shape[i] > 0 and shape[i] % count == 0)
         return next(fitting, None)
+
+
+def _as_shards(given: Any, shape: tuple[int, ...]) -> list[int]:
+    shards = list(given) if isinstance(given, Iterable) else []
+    is_count = lambda n: isinstance(n, (int, np.integer)) and n >= 0
+    if len(shards) == len(shape) and all(map(is_count, shards)):
+        return shards
+    raise ValueError(
+        explain(
+            "ShardedStrategy: partitioner needs to return a number of shards for each axis",
+            got=f"{describe_value(given)} for shape {shape}",
+            why="the first axis with more than one shard is the one that is split",
+            fix="partitioner=lambda shape, dtype: [2] + [1] * (len(shape) - 1)",
+        )
+    )
 
 
 class ShardedStrategy(Strategy):

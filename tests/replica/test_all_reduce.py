@@ -142,3 +142,16 @@ def test_bare_collectives(pair, how):
     assert (float(summed), float(mean), float(largest)) == (5.0, 2.5, 4.0)
     assert local(pair, index) == [0, 1]
     assert local(pair, swapped) == [4.0, 1.0]
+
+
+def test_all_gather_of_nothing(pair, how):
+    """An axis of size 0, as of an empty batch; JAX has no lowering for it."""
+
+    def fn(x):
+        gather = lambda x: dj.get_replica_context().all_gather(x * x, axis=0)
+        return gather(x), jax.grad(lambda x: gather(x).sum())(x)
+
+    x = per_replica(pair, [np.zeros((0, 3), np.float32)] * 2)
+    total, gradient = how(lambda x: pair.run(fn, args=(x,)))(x)
+    assert total.shape == (0, 3) and isinstance(gradient, jax.Array | dj.PerReplica)
+    assert how(lambda x: pair.gather(x, axis=0))(x).shape == (0, 3)

@@ -1,5 +1,6 @@
 """Arguments of another kind than a method takes: what the errors say."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,6 +98,16 @@ def test_communication_that_is_no_options():
 def test_a_partitioner_that_is_no_function():
     text = "ShardedStrategy: partitioner needs a function of shape and dtype, or None."
     refused(TypeError, text, lambda: dj.ShardedStrategy(partitioner=2))
+
+
+@pytest.mark.parametrize("shards", [3, None, [2], [2, 1, 1], ["two", 1], [-1, 1]])
+def test_what_a_partitioner_returns(shards):
+    devices = jax.devices()[:2]
+    options = dict(partition="parameters", partitioner=lambda shape, dtype: shards)
+    strategy = dj.ShardedStrategy(devices, **options)
+    text = "ShardedStrategy: partitioner needs to return a number of shards for each axis."
+    with strategy.scope():
+        refused(ValueError, text, lambda: dj.Variable(np.ones((4, 2))))
 
 
 def test_explain_for_what_is_no_strategy():

@@ -56,12 +56,28 @@ def mean_dtype(dtype: Any) -> Any:
     return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
 
 
+def require_sums(dtype: Any, method: str) -> None:
+    """Raises a TypeError for PRNG keys."""
+    if not jax_compat.is_key_dtype(dtype):
+        return
+    raise TypeError(
+        explain(
+            f"{method} needs numbers, not PRNG keys",
+            got=f"dtype {dtype}",
+            why="keys have neither a sum nor a mean",
+            fix="ctx.fold_in(key) for a key per replica; ctx.all_gather(key[None], axis=0) to see "
+            "all of them",
+        )
+    )
+
+
 def all_reduce(op: ReduceOp, x: Any, axis_name: str, num_replicas: int) -> Any:
     """Returns the sum or mean of `x` over the replica axis, on every replica.
 
     Its derivative is the same all-reduce of the cotangents.
     """
     x = jnp.asarray(x)  # psum of a Python number would be a Python number
+    require_sums(x.dtype, "all_reduce")
     if op is ReduceOp.SUM:
         return lax.psum(x, axis_name)
     return lax.psum(x.astype(mean_dtype(x.dtype)), axis_name) / num_replicas

@@ -18,6 +18,7 @@ from distjax.errors import (
     ContextError,
     MergeError,
     StrategyMismatchError,
+    describe_value,
     explain,
 )
 from distjax.placement.per_replica import PerReplica, require_local
@@ -131,7 +132,7 @@ class ReplicaContext:
         extended = self._strategy.extended
 
         def leaf(x: Any) -> Any:
-            x = _local_value(x, "all_reduce")
+            x = _local_array(x, "all_reduce")
             return ops.all_reduce(op, x, extended.axis_name, extended.num_replicas)
 
         return jax.tree.map(leaf, value, is_leaf=_is_leaf)
@@ -163,7 +164,7 @@ class ReplicaContext:
         axis_name = self._strategy.extended.axis_name
 
         def leaf(x: Any) -> Any:
-            x = jnp.asarray(_local_value(x, "all_gather"))
+            x = _local_array(x, "all_gather")
             require_gather_axis(x.ndim, axis, "all_gather")
             return ops.all_gather(x, axis, axis_name)
 
@@ -215,6 +216,19 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, PerReplica) or hasattr(value, "require_initialized")
 
 
-def _local_value(value: Any, method: str) -> Any:
+def _local_array(value: Any, method: str) -> jax.Array:
     require_local(value, method)
-    return value.value if hasattr(value, "require_initialized") else value
+    value = value.value if hasattr(value, "require_initialized") else value
+    try:
+        return jnp.asarray(value)
+    except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value
+        raise
+    except TypeError as error:
+        raise TypeError(
+            explain(
+                f"{method} needs arrays and numbers",
+                got=describe_value(value),
+                why="Python objects are the same on every replica: one trace stands for all",
+                fix=f"keep it out of the tree: ctx.{method}(...) of the arrays alone",
+            )
+        ) from error

@@ -14,7 +14,7 @@ from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOpti
 from distjax.collectives.dense import require_dense
 from distjax.collectives.gathering import require_gather_axis
 from distjax.collectives.launch import compiled
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import ReduceOp, as_reduce_op, require_sums
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
 from distjax.data.masks import require_mask
@@ -61,6 +61,8 @@ def _reduce_leaves(
 ) -> Any:
     located = [_locate(extended, op, leaf) for leaf in leaves]
     found = [x for x in located if x is not None]
+    for x in found:
+        require_sums(x.array.dtype, f"reduce({op.name})")
     observer = frames.observer()
     if observer is not None and extended.num_replicas > 1 and not all(x.differs for x in found):
         observer.saw_equal_reduction(f"reduce({op.name})")
@@ -147,7 +149,9 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
         if not -ndim <= a < ndim:
             raise ValueError(
                 explain(
-                    f"reduce: axis needs to be between {-ndim} and {ndim - 1}",
+                    f"reduce: axis needs to be between {-ndim} and {ndim - 1}"
+                    if ndim
+                    else "reduce: axis needs to be None for values without axes",
                     got=f"axis {a} of a value with {ndim} axes per replica",
                     why="the replica axis does not count: axes are those of one replica's value",
                     fix="strategy.reduce('mean', x, axis=None) to reduce over replicas only",

@@ -155,3 +155,20 @@ def test_all_gather_of_nothing(pair, how):
     total, gradient = how(lambda x: pair.run(fn, args=(x,)))(x)
     assert total.shape == (0, 3) and isinstance(gradient, jax.Array | dj.PerReplica)
     assert how(lambda x: pair.gather(x, axis=0))(x).shape == (0, 3)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_keys_have_no_sum(pair, op):
+    reduced = lambda: context().all_reduce(op, context().fold_in(jax.random.key(0)))
+    with pytest.raises(TypeError, match="^all_reduce needs numbers, not PRNG keys"):
+        pair.run(reduced)
+    keys = pair.run(lambda: context().fold_in(jax.random.key(0)))
+    with pytest.raises(TypeError, match=f"^reduce.{op.upper()}. needs numbers, not PRNG keys"):
+        pair.reduce(op, keys)
+
+
+def test_objects_in_a_collective(pair):
+    with pytest.raises(TypeError, match="^all_reduce needs arrays and numbers"):
+        pair.run(lambda: context().all_reduce("sum", {"a": 1.0, "name": "text"}))
+    with pytest.raises(TypeError, match="^all_gather needs arrays and numbers"):
+        pair.run(lambda: context().all_gather(object(), axis=0))

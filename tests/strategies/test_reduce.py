@@ -181,6 +181,11 @@ def test_axis_out_of_range(pair, axis):
         pair.reduce("sum", per_replica(pair, [np.ones(2)] * 2), axis=axis)
 
 
+def test_axis_of_scalars(pair):
+    with pytest.raises(ValueError, match="^reduce: axis needs to be None for values without axes"):
+        pair.reduce("sum", ids(pair), axis=0)
+
+
 @pytest.mark.parametrize("axis", [(0, 0), (1, -1), [0, -2]])
 def test_axis_named_twice(pair, axis):
     with pytest.raises(ValueError, match="^reduce: axis needs to name each axis once"):

@@ -12,7 +12,13 @@ import jax
 
 from distjax.context import frames
 from distjax.errors import explain
-from distjax.replica.arguments import Static, as_static, function_name, positional_names
+from distjax.replica.arguments import (
+    Static,
+    as_static,
+    function_name,
+    positional_names,
+    require_callable,
+)
 from distjax.replica.carrying import emit_call
 from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
@@ -112,7 +118,9 @@ def jit(
     Context: any; inside another `dj.jit` or `run` it is the function itself.
 
     Raises:
-      ValueError: a static name that ``fn`` does not have.
+      TypeError: ``fn`` is no function.
+      ValueError: a static name that ``fn`` does not have; a donated argument that is
+        no number.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -130,10 +138,25 @@ def jit(
         return functools.partial(
             jit, donate_argnums=donate_argnums, static_argnames=static_argnames
         )
+    require_callable(fn, "jit")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    _require_indices(donate)
     _require_names(fn, static)
     return CompiledFunction(fn, donate, static)
+
+
+def _require_indices(donate: tuple[Any, ...]) -> None:
+    if all(isinstance(i, int) and not isinstance(i, bool) for i in donate):
+        return
+    raise ValueError(
+        explain(
+            "jit: donate_argnums needs numbers of positional arguments",
+            got=f"{donate}",
+            why="an argument whose buffers may be reused is found by its position",
+            fix="dj.jit(fn, donate_argnums=(0,))",
+        )
+    )
 
 
 def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:

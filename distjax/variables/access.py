@@ -23,7 +23,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
 from distjax.variables.conversion import converted, is_number
 from distjax.variables.layout import PartitionedLayout
-from distjax.variables.lending import lend, storage_lock
+from distjax.variables.lending import as_lent_before, lend, storage_lock
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -67,7 +67,8 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
     state.read(variable)
     lends = state is states.STORAGE and variable.layout.kind is not kinds.HOST
     stored = lend(variable) if lends else state.read(variable)
-    return variable.strategy.extended.split_components(variable, stored)
+    parts = variable.strategy.extended.split_components(variable, stored)
+    return as_lent_before(variable, parts) if state is states.STORAGE else parts
 
 
 def stored_components(variable: Any) -> jax.Array:

@@ -27,6 +27,25 @@ def lend(variable: Any) -> jax.Array:
     return handle
 
 
+def as_lent_before(variable: Any, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns components as the very arrays that were handed out before, and are held.
+
+    ``value in local_results(value_container(value))`` is true by identity, then: arrays
+    have no one truth value to be compared by.
+
+    Args:
+      variable: the variable.
+      parts: its components, cut from the stored array now.
+    """
+    stored, before = variable.lent_components
+    if stored is not None and stored() is variable.storage:
+        held = [reference() for reference in before]
+        parts = tuple(new if old is None else old for old, new in zip(held, parts, strict=True))
+    references = tuple(weakref.ref(part) for part in parts)
+    variable.lent_components = weakref.ref(variable.storage), references
+    return parts
+
+
 def keep_lent_arrays(to_donate: frozenset[Any]) -> None:
     """Copies, on the device, stored arrays that a user still holds.
 

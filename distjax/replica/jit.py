@@ -16,6 +16,7 @@ from distjax.replica.arguments import Static, as_static, function_name, position
 from distjax.replica.carrying import emit_call
 from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
+from distjax.replica.retraces import remade_functions
 from distjax.replica.stateful import active_bridge
 
 
@@ -65,7 +66,11 @@ class CompiledFunction:
                 positional_names(self._fn),
             )
             self._programs[key] = CarryingProgram(
-                program, lambda: self._fn, lambda: strategy, self._donate_argnums
+                program,
+                lambda: self._fn,
+                lambda: strategy,
+                self._donate_argnums,
+                remade_functions.saw(self._fn, frame.strategy),
             )
         return self._programs[key]
 

@@ -18,6 +18,7 @@ from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
 from distjax.replica.retraces import remade_functions
 from distjax.replica.stateful import active_bridge
+from distjax.tracebacks import keep_user_lines
 
 
 class CompiledFunction:
@@ -34,7 +35,11 @@ class CompiledFunction:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
             return self._fn(*_unmarked(args), **kwargs)
-        return self._program()(*self.marked(args, kwargs))
+        try:
+            return self._program()(*self.marked(args, kwargs))
+        except Exception as error:
+            keep_user_lines(error)
+            raise
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""

@@ -105,6 +105,7 @@ def jit(
     fn: Callable[..., Any] | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Returns ``fn`` compiled into one program, in which variables are followed.
@@ -116,13 +117,14 @@ def jit(
     Args:
       fn: a function of trees of arrays, PerReplica and hashable Python objects.
       donate_argnums: positional arguments whose buffers the program may reuse.
-      static_argnames: parameters that are Python values, part of the program.
+      static_argnums: numbers of parameters that are Python values, part of the program.
+      static_argnames: the same by name.
 
     Locality: as ``fn``; every JAX array that is not PerReplica is Mirrored inside.
     Context: any; inside another `dj.jit` or `run` it is the function itself.
 
     Raises:
-      ValueError: a static name that ``fn`` does not have.
+      ValueError: a static number or name that ``fn`` does not have.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -138,12 +140,32 @@ def jit(
     """
     if fn is None:
         return functools.partial(
-            jit, donate_argnums=donate_argnums, static_argnames=static_argnames
+            jit,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
         )
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
-    return CompiledFunction(fn, donate, static)
+    return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
+
+
+def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:
+    """Returns the names of the positional parameters with these numbers."""
+    names = positional_names(fn) if numbers else []
+    unknown = [n for n in numbers if not -len(names) <= n < len(names)]
+    if unknown:
+        raise ValueError(
+            explain(
+                f"jit: static_argnums needs numbers of parameters of {function_name(fn)}",
+                got=f"{unknown}; its positional parameters are {names}",
+                why="a static argument is found by the name of its parameter",
+                fix="dj.jit(fn, static_argnums=(0,))",
+            )
+        )
+    return frozenset(names[n] for n in numbers)
 
 
 def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:

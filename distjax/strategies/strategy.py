@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from distjax.context import frames
 from distjax.errors import explain
+from distjax.replica.hints import add_hint
 from distjax.strategies import scoping
 from distjax.strategies.describing import StrategyDescription, describe
 from distjax.strategies.drift import require_equal_copies
@@ -114,6 +115,7 @@ class Strategy:
         try:
             return self._extended.call_for_each_replica(fn, args, kwargs)
         except Exception as error:
+            add_hint(error, self)
             keep_user_lines(error)
             raise
 

@@ -140,8 +140,9 @@ def _as_lists(extended: Any, count: int, result: Any) -> Any:
     """Returns the result with each leaf a list of `count` elements, one per copy."""
 
     def leaf(x: Any) -> list[Any]:
-        if isinstance(x, Variable) and len(parts := x.local_results()) == count:
-            return list(parts)
+        if isinstance(x, Variable):
+            parts = x.local_results()
+            return list(parts) if len(parts) == count else [x] * count
         if isinstance(x, PerReplica):
             return list(split(extended.topology, x.stacked, True))
         if count > 1 and is_mirrored(extended.topology, x):

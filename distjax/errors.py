@@ -82,5 +82,5 @@ def describe_value(value: object) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}"
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"

@@ -209,9 +209,16 @@ _LIBRARY_FOLDERS = tuple(
 )
 
 
+#: What stands for a file where a user types: Python's and IPython's prompts, doctests. Other
+#: names in brackets are of code that a library makes.
+_PROMPTS = ("<stdin", "<python-input", "<ipython-input", "<console", "<doctest")
+
+
 def is_library_file(name: str) -> bool:
-    """Returns whether a source file belongs to distjax or JAX, or is none."""
-    return name.startswith(_LIBRARY_FOLDERS) or name.startswith("<")
+    """Returns whether a source file belongs to distjax or JAX, or is none of the user's."""
+    if name.startswith("<"):
+        return not name.startswith(_PROMPTS)
+    return name.startswith(_LIBRARY_FOLDERS)
 
 
 # -- arrays -------------------------------------------------------------------

@@ -11,6 +11,7 @@ FLOORS = {
     "errors": -2,
     "tables": -2,
     "jax_compat": -1,
+    "tracebacks": -1,
     "placement": 0,
     "context": 1,
     "collectives": 2,

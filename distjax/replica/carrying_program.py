@@ -23,6 +23,7 @@ class CarryingProgram:
       resolve: returns the user's function.
       strategy: the strategy to place the objects for, or None.
       donated: numbers of the positional arguments that are donated.
+      called_again: is called once, at the second call.
     """
 
     def __init__(
@@ -31,13 +32,18 @@ class CarryingProgram:
         resolve: Callable[[], Any],
         strategy: Any,
         donated: Collection[int] = (),
+        called_again: Callable[[], None] | None = None,
     ):
         self._program, self._resolve = program, resolve
         self._strategy, self._donated = strategy, donated
+        self._called_again = called_again
         self._carries: bool | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program and returns the user's results."""
+        if self._called_again is not None and self._carries is not None:
+            self._called_again()
+            self._called_again = None
         if self._carries is False:
             try:
                 return self._program(args, kwargs)
@@ -46,7 +52,7 @@ class CarryingProgram:
         carrier = self._carry(args, kwargs)
         if carrier is None:
             return self._program(args, kwargs)
-        return carrier.finish(self._program(carrier.args, carrier.kwargs))
+        return self._program(carrier.args, carrier.kwargs, carrier.finish)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""

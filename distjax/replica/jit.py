@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from distjax.replica.arguments import (
 from distjax.replica.carrying import emit_call
 from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
+from distjax.replica.retraces import remade_functions
 from distjax.replica.stateful import active_bridge
+from distjax.tracebacks import keep_user_lines
 
 
 class CompiledFunction:
@@ -39,7 +41,11 @@ class CompiledFunction:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
             return self._fn(*_unmarked(args), **kwargs)
-        return self._program()(*self.marked(args, kwargs))
+        try:
+            return self._program()(*self.marked(args, kwargs))
+        except Exception as error:
+            keep_user_lines(error)
+            raise
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
@@ -71,7 +77,11 @@ class CompiledFunction:
                 positional_names(self._fn),
             )
             self._programs[key] = CarryingProgram(
-                program, lambda: self._fn, lambda: strategy, self._donate_argnums
+                program,
+                lambda: self._fn,
+                lambda: strategy,
+                self._donate_argnums,
+                remade_functions.saw(self._fn, frame.strategy),
             )
         return self._programs[key]
 
@@ -101,6 +111,7 @@ def jit(
     fn: Callable[..., Any] | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Returns ``fn`` compiled into one program, in which variables are followed.
@@ -112,15 +123,16 @@ def jit(
     Args:
       fn: a function of trees of arrays, PerReplica and hashable Python objects.
       donate_argnums: positional arguments whose buffers the program may reuse.
-      static_argnames: parameters that are Python values, part of the program.
+      static_argnums: numbers of parameters that are Python values, part of the program.
+      static_argnames: the same by name.
 
     Locality: as ``fn``; every JAX array that is not PerReplica is Mirrored inside.
     Context: any; inside another `dj.jit` or `run` it is the function itself.
 
     Raises:
       TypeError: ``fn`` is no function.
-      ValueError: a static name that ``fn`` does not have; a donated argument that is
-        no number.
+      ValueError: a static number or name that ``fn`` does not have; a donated argument
+        that is no number.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -136,27 +148,48 @@ def jit(
     """
     if fn is None:
         return functools.partial(
-            jit, donate_argnums=donate_argnums, static_argnames=static_argnames
+            jit,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
         )
     require_callable(fn, "jit")
-    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    donate = _numbers(donate_argnums, "donate_argnums")
+    numbers = _numbers(static_argnums, "static_argnums")
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
-    _require_indices(donate)
     _require_names(fn, static)
-    return CompiledFunction(fn, donate, static)
+    return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
 
 
-def _require_indices(donate: tuple[Any, ...]) -> None:
-    if all(isinstance(i, int) and not isinstance(i, bool) for i in donate):
-        return
+def _numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
+    """Returns one number or several as a tuple."""
+    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
+    if all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
+        return numbers
     raise ValueError(
         explain(
-            "jit: donate_argnums needs numbers of positional arguments",
-            got=f"{donate}",
-            why="an argument whose buffers may be reused is found by its position",
-            fix="dj.jit(fn, donate_argnums=(0,))",
+            f"jit: {argument} needs numbers of positional arguments",
+            got=f"{numbers}",
+            why="such an argument is found by its position",
+            fix=f"dj.jit(fn, {argument}=(0,))",
         )
     )
+
+
+def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:
+    """Returns the names of the positional parameters with these numbers."""
+    names = positional_names(fn) if numbers else []
+    unknown = [n for n in numbers if not -len(names) <= n < len(names)]
+    if unknown:
+        raise ValueError(
+            explain(
+                f"jit: static_argnums needs numbers of parameters of {function_name(fn)}",
+                got=f"{unknown}; its positional parameters are {names}",
+                why="a static argument is found by the name of its parameter",
+                fix="dj.jit(fn, static_argnums=(0,))",
+            )
+        )
+    return frozenset(names[n] for n in numbers)
 
 
 def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +15,8 @@ import jax
 from distjax import jax_compat
 from distjax.errors import RecompilationWarning, explain
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.arguments import Static, user_path
+from distjax.replica.arguments import Static, function_name, user_path
+from distjax.replica.function_cache import FunctionCache
 
 #: The number of compilations of one function at which a warning is given.
 FIRST_WARNING = 8
@@ -54,6 +59,76 @@ class RetraceWatch:
             RecompilationWarning,
             stacklevel=jax_compat.user_stacklevel(),
         )
+
+
+class RemadeWatch:
+    """Counts function objects that a loop makes anew for each call of the same code.
+
+    Each is compiled, called once and thrown away: a step as slow as a compilation, and
+    nothing else to see it by.
+    """
+
+    def __init__(self) -> None:
+        self._rows = FunctionCache()
+
+    def saw(self, fn: Any, strategy: Any) -> Callable[[], None]:
+        """Records a function that is new; warns at the 8th, 16th, 32nd of a row.
+
+        Args:
+          fn: the function.
+          strategy: where it is called; another one begins a new row.
+
+        Returns:
+          What to call at the function's second call, which ends the row.
+        """
+        code = _code_of(fn)
+        if code is None:
+            return lambda: None
+        row: _Row = self._rows.get(code, lambda _: _Row())
+        row.add(strategy)
+        if row.count == row.warn_at:
+            row.warn_at *= 2
+            warnings.warn(
+                explain(
+                    f"{function_name(fn)} needs to be one function object for all its calls",
+                    got=f"{row.count} function objects of the same code, each called once",
+                    why="a compiled program is found by the function object, so that a new "
+                    "lambda, functools.partial or jit is compiled at each call",
+                    fix="make it once, before the loop: fn = functools.partial(...); "
+                    "strategy.run(fn, ...)",
+                ),
+                RecompilationWarning,
+                stacklevel=jax_compat.user_stacklevel(),
+            )
+        return row.clear
+
+
+class _Row:
+    """How many new functions of one code were seen in a row, under one strategy."""
+
+    def __init__(self) -> None:
+        self._strategy: Callable[[], Any] = lambda: None
+        self.clear()
+
+    def add(self, strategy: Any) -> None:
+        if self._strategy() is not strategy:
+            self._strategy = weakref.ref(strategy)
+            self.clear()
+        self.count += 1
+
+    def clear(self) -> None:
+        self.count, self.warn_at = 0, FIRST_WARNING
+
+
+#: Of all functions given to `run` and `dj.jit`.
+remade_functions = RemadeWatch()
+
+
+def _code_of(fn: Any) -> types.CodeType | None:
+    """Returns the code under partials and decorators; None of a method, which has its object."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(inspect.unwrap(fn), "__code__", None) if not inspect.ismethod(fn) else None
 
 
 def _describe(tree: Any, names: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,11 +150,18 @@ def trace_replica(
         inits = list(creation.values.values()) if creation is not None else []
         return [*leaves, *(state.read(v) for v in state.written), *inits]
 
+    _name_after(traced, fn)
     avals = [replica_aval(x) for x in located]
     axis_env = [(topology.axis_name, topology.num_replicas)]
     with _model_axes_in_scope(topology):
         jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
     return ReplicaTrace(jaxpr, consts, **found)
+
+
+def _name_after(traced: Any, fn: Any) -> None:
+    """Lets JAX's errors name the user's function, and its leaves by their number."""
+    traced.__wrapped__ = fn
+    traced.__signature__ = inspect.signature(lambda *leaves: None)
 
 
 def _model_axes_in_scope(topology: Any) -> Any:

@@ -15,6 +15,7 @@ from distjax.replica.carrying import emit_run, run_here
 from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.function_cache import FunctionCache
 from distjax.replica.program import Program
+from distjax.replica.retraces import remade_functions
 
 
 class ReplicaRunner:
@@ -45,7 +46,10 @@ class ReplicaRunner:
             self.placed,
             argument_names=positional_names(resolve()),
         )
-        return CarryingProgram(program, resolve, lambda: extended.strategy)
+        called_again = remade_functions.saw(resolve(), extended.strategy)
+        return CarryingProgram(
+            program, resolve, lambda: extended.strategy, called_again=called_again
+        )
 
     def placed(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""

@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from distjax.context import frames
 from distjax.errors import explain
+from distjax.replica.hints import add_hint
 from distjax.strategies import scoping
 from distjax.strategies.describing import StrategyDescription, describe
 from distjax.strategies.drift import require_equal_copies
 from distjax.strategies.extended import StrategyExtended
+from distjax.tracebacks import keep_user_lines
 
 
 class Strategy:
@@ -110,7 +112,12 @@ class Strategy:
 
         Source: tf.distribute.Strategy.run; `call_for_each_replica` of seed 001.
         """
-        return self._extended.call_for_each_replica(fn, args, kwargs)
+        try:
+            return self._extended.call_for_each_replica(fn, args, kwargs)
+        except Exception as error:
+            add_hint(error, self)
+            keep_user_lines(error)
+            raise
 
     def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
         """Returns `value` reduced over the replicas, and over `axis` of each value.

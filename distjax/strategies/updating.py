@@ -141,8 +141,8 @@ def _as_lists(extended: Any, count: int, result: Any) -> Any:
 
     def leaf(x: Any) -> list[Any]:
         if isinstance(x, Variable):
-            parts = list(x.local_results())
-            return parts if len(parts) == count else [x] * count
+            parts = x.local_results()
+            return list(parts) if len(parts) == count else [x] * count
         if isinstance(x, PerReplica):
             return list(split(extended.topology, x.stacked, True))
         if count > 1 and is_mirrored(extended.topology, x):

@@ -10,7 +10,8 @@ import jax
 
 from distjax import jax_compat
 
-#: Held while stored arrays are handed out, and while they are donated and replaced.
+#: Held while stored arrays are handed out, while they are donated and replaced, and while stand-ins
+#: are where a function refers to the user's objects. One lock, so that no two wait for each other.
 storage_lock = threading.RLock()
 
 #: Variables whose stored array a user may hold, by serial number.

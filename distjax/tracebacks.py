@@ -1,0 +1,35 @@
+"""The traceback of an error in a user's function: the user's lines, as JAX has it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from distjax.jax_compat import is_library_file
+
+_config: Any = jax.config  # its options are no attributes that a type checker knows
+
+
+def keep_user_lines(error: BaseException) -> None:
+    """Takes the frames of distjax and JAX below the caller out of the traceback of `error`.
+
+    A step is called from within a trace: a dozen frames of ours would stand between the
+    line that runs it and the line that is wrong. JAX_TRACEBACK_FILTERING=off keeps them.
+    """
+    if _config.jax_traceback_filtering == "off" or error.__traceback__ is None:
+        return
+    top, *below = _entries(error.__traceback__)
+    kept = [top, *(e for e in below if not is_library_file(e.tb_frame.f_code.co_filename))]
+    for entry, following in itertools.pairwise(kept):
+        entry.tb_next = following
+    kept[-1].tb_next = None
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next

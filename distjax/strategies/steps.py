@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
@@ -168,7 +169,8 @@ def _require_initial(values: Any) -> None:
 
 
 def _require_iterations(iterations: Any) -> None:
-    if isinstance(iterations, int) and not isinstance(iterations, bool) and iterations >= 1:
+    is_count = isinstance(iterations, (int, np.integer)) and not isinstance(iterations, bool)
+    if is_count and iterations >= 1:
         return
     raise ValueError(
         explain(

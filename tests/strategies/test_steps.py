@@ -39,7 +39,7 @@ def half_sums(strategy, iterations, stop=12):
     "non_tensor_outputs",
     "run_op",
 )
-@pytest.mark.parametrize(("iterations", "raw"), [(3, (17, 21)), (1, (1, 5))])
+@pytest.mark.parametrize(("iterations", "raw"), [(3, (17, 21)), (np.int64(1), (1, 5))])
 def test_r325_outputs_of_the_last_step(pair, iterations, raw):
     context = half_sums(pair, iterations)
     outputs = context.last_step_outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -17,11 +18,13 @@ def keep_user_lines(error: BaseException) -> None:
     A step is called from within a trace: a dozen frames of ours would stand between the
     line that runs it and the line that is wrong. JAX_TRACEBACK_FILTERING=off keeps them.
     """
-    if jax.config.jax_traceback_filtering == "off" or error.__traceback__ is None:
+    config: Any = jax.config
+    if config.jax_traceback_filtering == "off":
         return
-    top, *below = _entries(error.__traceback__)
-    kept = [e for e in below if not is_library_file(e.tb_frame.f_code.co_filename)]
-    for entry, following in itertools.pairwise([top, *kept, None]):
+    entries = list(_entries(error.__traceback__))
+    below = [e for e in entries[1:] if not is_library_file(e.tb_frame.f_code.co_filename)]
+    kept = [*entries[:1], *below]
+    for entry, following in itertools.zip_longest(kept, kept[1:]):
         entry.tb_next = following
 
 

@@ -11,6 +11,8 @@ import jax
 
 from distjax.jax_compat import is_library_file
 
+_config: Any = jax.config  # its options are no attributes that a type checker knows
+
 
 def keep_user_lines(error: BaseException) -> None:
     """Takes the frames of distjax and JAX below the caller out of the traceback of `error`.
@@ -18,14 +20,13 @@ def keep_user_lines(error: BaseException) -> None:
     A step is called from within a trace: a dozen frames of ours would stand between the
     line that runs it and the line that is wrong. JAX_TRACEBACK_FILTERING=off keeps them.
     """
-    config: Any = jax.config
-    if config.jax_traceback_filtering == "off":
+    if _config.jax_traceback_filtering == "off" or error.__traceback__ is None:
         return
-    entries = list(_entries(error.__traceback__))
-    below = [e for e in entries[1:] if not is_library_file(e.tb_frame.f_code.co_filename)]
-    kept = [*entries[:1], *below]
-    for entry, following in itertools.zip_longest(kept, kept[1:]):
+    top, *below = _entries(error.__traceback__)
+    kept = [top, *(e for e in below if not is_library_file(e.tb_frame.f_code.co_filename))]
+    for entry, following in itertools.pairwise(kept):
         entry.tb_next = following
+    kept[-1].tb_next = None
 
 
 def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:

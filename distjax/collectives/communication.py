@@ -93,6 +93,20 @@ class CommunicationOptions:
 DEFAULT_OPTIONS = CommunicationOptions()
 
 
+def as_communication_options(options: Any) -> CommunicationOptions:
+    """Returns `options`, or the default ones for None; raises a TypeError for anything else."""
+    if options is None or isinstance(options, CommunicationOptions):
+        return options or DEFAULT_OPTIONS
+    raise TypeError(
+        explain(
+            "communication needs a dj.CommunicationOptions, or None",
+            got=describe_value(options),
+            why="the options are checked together, where they are written",
+            fix="communication=dj.CommunicationOptions(bytes_per_pack=4 * 2**20)",
+        )
+    )
+
+
 def _text(name: str, expected: str, value: Any) -> str:
     return explain(
         f"CommunicationOptions: {name} needs {expected}",

@@ -45,3 +45,30 @@ def seeing(face: Callable[[Any], Any], fn: Callable[..., Any]) -> Callable[..., 
         return fn(face(strategy), *args, **kwargs)
 
     return merge_fn
+
+
+class BareIterator:
+    """An iterator of the default strategy, with the `get_next` that others have.
+
+    Args:
+      iterator: any iterator.
+    """
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __iter__(self) -> BareIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def get_next(self) -> Any:
+        """Returns the next element: ``next(iterator)``."""
+        return next(self._iterator)
+
+
+def iterator_of(dataset: Any) -> Any:
+    """Returns ``iter(dataset)``, with a `get_next`."""
+    iterator = iter(dataset)
+    return iterator if hasattr(iterator, "get_next") else BareIterator(iterator)

@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.compat.faces import Face, face_or_none, iterator_of, seeing
 from distjax.context import frames
 from distjax.placement.per_replica import PerReplica as PerDevice
 from distjax.strategies import scoping
@@ -154,7 +154,7 @@ class PerDeviceDataset(Face):
 
     def make_one_shot_iterator(self) -> Any:
         """``iter(dataset)``, whose `get_next` gives an element."""
-        return iter(self.wrapped)
+        return iterator_of(self.wrapped)
 
     make_initializable_iterator = make_one_shot_iterator
 
@@ -166,7 +166,7 @@ class PerDeviceDataset(Face):
     def iterator(self) -> Any:
         """The iterator that `get_next` reads from, made when first asked for."""
         if "_iterator" not in vars(self):
-            self._iterator = iter(self.wrapped)
+            self._iterator = iterator_of(self.wrapped)
         return self._iterator
 
     def __iter__(self) -> Any:

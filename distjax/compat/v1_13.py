@@ -25,7 +25,7 @@ import jax
 
 from distjax.collectives.ops import ReduceOp
 from distjax.compat import v1_12
-from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.compat.faces import Face, face_or_none, iterator_of, seeing
 from distjax.placement.per_replica import PerReplica
 from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
@@ -99,7 +99,7 @@ class Strategy(Face):
 
     def make_dataset_iterator(self, dataset: Any) -> Any:
         """``iter(distribute_dataset(dataset))``, whose `get_next` gives an element."""
-        return iter(self.wrapped.distribute_dataset(dataset))
+        return iterator_of(self.wrapped.distribute_dataset(dataset))
 
     def distribute_dataset(self, dataset: Any) -> v1_12.PerDeviceDataset:
         """`dj.Strategy.distribute_dataset`, which makes one-shot iterators (deprecated)."""
@@ -107,7 +107,7 @@ class Strategy(Face):
 
     def make_input_fn_iterator(self, input_fn: Callable[[Any], Any]) -> Any:
         """``iter(distribute_datasets_from_function(input_fn))``."""
-        return iter(self.wrapped.distribute_datasets_from_function(input_fn))
+        return iterator_of(self.wrapped.distribute_datasets_from_function(input_fn))
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
@@ -117,7 +117,7 @@ class Strategy(Face):
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
         """`dj.Strategy.run`, on the iterator's next element if there is one."""
-        args = () if input_iterator is None else (input_iterator.get_next(),)
+        args = () if input_iterator is None else (next(input_iterator),)
         return self.wrapped.run(fn, args)
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:

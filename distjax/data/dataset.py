@@ -15,6 +15,7 @@ from distjax.data.splitting import Splitter
 from distjax.data.stream import HostStream
 from distjax.errors import describe_value, explain
 from distjax.placement.topology import Topology
+from distjax.replica.arguments import require_callable
 
 
 class DistributedDataset:
@@ -78,6 +79,7 @@ def distribute_datasets_from_function(
     """
     method = "distribute_datasets_from_function"
     options = as_input_options(options, method)
+    require_callable(fn, method)
     layout = InputLayout(topology)
     dataset = fn(InputContext(num_replicas_in_sync=layout.num_replicas))
     _require_iterable(dataset, f"{method} needs a function that returns an iterable")

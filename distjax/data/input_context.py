@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from distjax.errors import BatchError, explain
+import numpy as np
+
+from distjax.errors import BatchError, describe_value, explain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,22 +30,23 @@ class InputContext:
         """Returns B = G / R for a global batch size G.
 
         Raises:
-          BatchError: R does not divide G.
+          BatchError: G is no number of examples, or R does not divide it.
 
         Example:
           >>> dj.InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
           2
         """
+        _require_count(global_batch_size)
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
+            sizes = [n * self.num_replicas_in_sync for n in (size, size + 1) if n]
             raise BatchError(
                 explain(
                     f"get_per_replica_batch_size needs a global batch size that "
                     f"{self.num_replicas_in_sync} replicas divide",
                     got=f"global_batch_size={global_batch_size}",
                     why="every replica gets the same number of examples",
-                    fix=f"use {global_batch_size - rest} or "
-                    f"{global_batch_size - rest + self.num_replicas_in_sync}",
+                    fix="use " + " or ".join(map(str, sizes)),
                 )
             )
         return size
@@ -52,3 +56,17 @@ class InputContext:
             f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
             f"total: {self.num_input_pipelines})"
         )
+
+
+def _require_count(global_batch_size: Any) -> None:
+    is_count = isinstance(global_batch_size, (int, np.integer)) and global_batch_size >= 0
+    if is_count and not isinstance(global_batch_size, bool):
+        return
+    raise BatchError(
+        explain(
+            "get_per_replica_batch_size needs a global batch size, an int of 0 or more",
+            got=describe_value(global_batch_size),
+            why="it is a number of examples",
+            fix="context.get_per_replica_batch_size(64)",
+        )
+    )

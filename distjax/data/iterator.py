@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +61,7 @@ class DistributedIterator:
     `next(iterator)` and `iterator.get_next()` give one element, `take` several
     steps at once; they can be mixed. The background thread starts with the first
     of them and ends with the data, with `close`, or when the iterator is dropped.
+    Several threads may take from one iterator: each element goes to one of them.
 
     Args:
       stream: the elements on the host.
@@ -77,6 +79,7 @@ class DistributedIterator:
         self._state = stream.state
         self._running: _Running | None = None
         self._is_closed = False
+        self._taking = threading.RLock()  # `close` does not wait for it: the source may call that
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -189,28 +192,36 @@ class DistributedIterator:
         Waits until the source has returned from the element that it is at. `next`
         raises StopIteration from here on.
         """
+        self._is_closed = True
         self._end_pipeline()
         self._stream.release()
-        self._is_closed = True
 
     # -- inside ---------------------------------------------------------------
 
     def _next_chunk(self, steps: int | None, method: str) -> _Chunk:
         _require_untraced(method)
-        if self._is_closed:
-            raise StopIteration
-        if self._running is None or steps != self._running.steps:
-            self._running = self._restarted(steps)
-        outcome = self._running.pipeline.get()
+        with self._taking:
+            outcome = self._next_outcome(steps)
         if isinstance(outcome, _Chunk):
-            self._state = outcome.block.last_state
             return outcome
-        self.close()
         error = outcome.take_error()
         try:
             raise StopIteration if error is None else error
         finally:
             del error  # or error, traceback and this frame would keep each other alive
+
+    def _next_outcome(self, steps: int | None) -> _Chunk | End:
+        if self._is_closed:
+            return End()
+        running = self._running
+        if running is None or steps != running.steps:
+            running = self._running = self._restarted(steps)
+        outcome = running.pipeline.get()
+        if isinstance(outcome, _Chunk):
+            self._state = outcome.block.last_state
+        else:
+            self.close()
+        return outcome
 
     def _restarted(self, steps: int | None) -> _Running:
         """Starts producing chunks of another size; what was not taken is cut anew."""

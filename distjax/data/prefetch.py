@@ -81,9 +81,11 @@ class Prefetcher:
         self._thread.start()
 
     def get(self) -> Any:
-        """Returns the next item, and waits for it; an `End` again and again."""
+        """Returns the next item, and waits for it; an `End` again and again, or once stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items)
+            self._changed.wait_for(lambda: self._items or self._is_stopped)
+            if not self._items:
+                return End()
             if isinstance(self._items[0], End):
                 return self._items[0]
             self._changed.notify_all()

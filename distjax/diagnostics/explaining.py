@@ -23,9 +23,11 @@ from distjax.replica.arguments import (
     function_name,
     is_array,
     positional_names,
+    require_callable,
     user_path,
 )
 from distjax.replica.jit import CompiledFunction, jit
+from distjax.strategies.scoping import require_strategy
 from distjax.variables.conversion import is_number
 from distjax.variables.describing import placement_text
 
@@ -68,6 +70,8 @@ def explain(
       ['psum']
     """
     _require_outside_traces()
+    require_callable(fn, "explain")
+    require_strategy(strategy, "explain")
     notes = Notes()
     watched = dataclasses.replace(frames.current(), observer=notes)
     fn, args = _with_object(fn, args)

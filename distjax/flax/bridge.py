@@ -13,6 +13,7 @@ from distjax.flax.homes import as_argument, as_settled, as_value
 from distjax.flax.plans import Objects, Plan, take_apart, write_entries
 from distjax.flax.settling import settle
 from distjax.flax.stand_ins import Outcome, StandIns
+from distjax.flax.walks import references
 from distjax.variables.describing import VariableDescription
 
 _JIT = type(nnx.jit(lambda: None))
@@ -27,7 +28,8 @@ class NNXSplit:
 
     def __init__(self, objects: Objects):
         self._objects = objects
-        self.plan, self.leaves, self.owners = objects.plan, objects.leaves, objects.owners
+        self.plan, self.leaves = objects.plan, objects.leaves
+        self.owners = objects.plan.places
         self.members = objects.variables
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
@@ -41,7 +43,7 @@ class NNXSplit:
             before[origin] if i not in after and origin is not None else after[i]
             for i, origin in enumerate(outcome.origins)
         ]
-        outer = nnx.graph.IndexMap.from_refmap(self._objects.references)
+        outer = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=outer)
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:

@@ -13,8 +13,9 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.errors import UnsupportedError, explain
-from distjax.flax import host_reads, metric_rules, owners, rules, static_attributes
+from distjax.flax import host_reads, metric_rules, owners, rules, static_attributes, walks
 from distjax.flax.homes import Home, HostShards, home_of, placed
+from distjax.flax.walks import Walk
 from distjax.placement.per_replica import PerReplica, is_per_replica
 
 BARE = "array"  #: the kind of an array that is an attribute itself, in no variable
@@ -48,16 +49,24 @@ class Plan:
     Attributes:
       graphdef: their graph.
       entries: their variables, in the order of the graph.
+      places: per leaf the number of the object that it was first found in.
       metrics: per metric in it its class and how its parts are combined, or None.
       strategy: weakly, the strategy they live under, or None.
     """
 
     graphdef: Any
     entries: tuple[Entry, ...]
+    places: tuple[int, ...]
     metrics: tuple[tuple[type, Any], ...]
     strategy: Any
 
-    @property
+    def is_for(self, strategy: Any) -> bool:
+        """Returns whether the objects live under `strategy` (None: under none)."""
+        if strategy is None or self.strategy is None:
+            return strategy is self.strategy
+        return self.strategy() is strategy
+
+    @functools.cached_property
     def homes(self) -> list[Home | None]:
         """Where each leaf lives."""
         return [home for entry in self.entries for home in entry.homes]
@@ -80,18 +89,16 @@ class Objects:
     """Objects taken apart.
 
     Attributes:
+      objects: they themselves.
       plan: what is static of them.
       variables: their variables and bare arrays, in the order of the graph.
-      references: numbers of the objects and variables, to write back by.
       leaves: arrays and PerReplica, as stored.
-      owners: per leaf the number of the object that it was first found in.
     """
 
+    objects: Sequence[Any]
     plan: Plan
     variables: Sequence[Any]
-    references: Any
     leaves: list[Any]
-    owners: Sequence[int]
 
 
 def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
@@ -110,24 +117,19 @@ def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
         owners.claim(objects, strategy)
     else:
         strategy = owners.common_owner(objects)
-    references = nnx.graph.RefMap()
-    graphdef, flat = nnx.graph.flatten(tuple(objects), ref_index=references, graph=True)
-    variables = list(flat.leaves)
-    values = [raw_value(v) for v in variables]
-    flattened = [jax.tree.flatten(v, is_leaf=is_per_replica) for v in values]
-    leaves = [leaf for arrays, _ in flattened for leaf in arrays]
-    treedefs = tuple(treedef for _, treedef in flattened)
-    plan = _plan(objects, strategy, graphdef, flat.paths, variables, leaves, treedefs)
-    counts = zip(flat.paths, treedefs, strict=True)
-    places = [int(str(path[0])) for path, treedef in counts for _ in range(treedef.num_leaves)]
-    if strategy is None or jax_compat.tracing():
-        return Objects(plan, variables, references, leaves, places)
+    in_trace = jax_compat.tracing()
+    walk = Walk(objects) if in_trace else walks.walk(objects)
+    values = [raw_value(v) for v in walk.variables]
+    leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
+    plan = _plan(objects, strategy, walk, leaves, structure)
+    if strategy is None or in_trace:
+        return Objects(objects, plan, walk.variables, leaves)
     stored = [placed(x, home) for x, home in zip(leaves, plan.homes, strict=True)]
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
-        write_entries(variables, _grouped(plan.entries, stored))
-    if host_reads.add_hooks(variables[i] for i in plan.in_host_memory):
+        write_entries(walk.variables, _grouped(plan.entries, stored))
+    if host_reads.add_hooks(walk.variables[i] for i in plan.in_host_memory):
         return take_apart(objects, strategy)  # metadata is part of the graph
-    return Objects(plan, variables, references, stored, places)
+    return Objects(objects, plan, walk.variables, stored)
 
 
 def raw_value(variable: Any) -> Any:
@@ -185,45 +187,43 @@ _NO_STRATEGY = _NoStrategy()
 
 
 def _plan(
-    objects: Sequence[Any],
-    strategy: Any,
-    graphdef: Any,
-    paths: Sequence[tuple[Any, ...]],
-    variables: Sequence[Any],
-    leaves: Sequence[Any],
-    treedefs: tuple[Any, ...],
+    objects: Sequence[Any], strategy: Any, walk: Walk, leaves: Sequence[Any], structure: Any
 ) -> Plan:
-    known = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
-    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
-    tables = (rules.of_types(), metric_rules.of_classes())
-    key = (graphdef, treedefs, shapes, tables)
+    """Returns the plan of walked objects; equal graphs, shapes and rules have one plan."""
+    shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
+    key = (structure, tuple(shapes), rules.of_types(), metric_rules.of_classes())
+    known_key, known = walk.found
+    if known_key == key and known.is_for(strategy):
+        return known
+    plans = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
     try:
-        is_known = key in known
+        plan = plans.get((walk.graphdef, *key))
     except TypeError:  # the graph's
         static_attributes.require_hashable(objects)
         raise
-    if not is_known:
-        metrics = metric_rules.metrics_in(objects)
-        members = {
-            id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()
-        }
-        roots = [type(o).__name__ for o in objects]
-        remaining = iter(leaves)
-        entries = tuple(
-            make_entry(
-                strategy,
-                variable,
-                ".".join([roots[path[0]], *map(str, path[1:])]),
-                [next(remaining) for _ in range(treedef.num_leaves)],
-                treedef,
-                members.get(id(variable)),
-            )
-            for variable, path, treedef in zip(variables, paths, treedefs, strict=True)
-        )
-        classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
-        owner = None if strategy is None else weakref.ref(strategy)
-        known[key] = Plan(graphdef, entries, classes, owner)
-    return known[key]
+    if plan is None:
+        plan = plans[walk.graphdef, *key] = _made(objects, strategy, walk, leaves, structure)
+    walk.found = key, plan
+    return plan
+
+
+def _made(
+    objects: Sequence[Any], strategy: Any, walk: Walk, leaves: Sequence[Any], structure: Any
+) -> Plan:
+    metrics = metric_rules.metrics_in(objects)
+    members = {id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()}
+    roots = [type(o).__name__ for o in objects]
+    remaining = iter(leaves)
+    entries, places = [], []
+    treedefs = structure.children()
+    for variable, path, treedef in zip(walk.variables, walk.paths, treedefs, strict=True):
+        own = [next(remaining) for _ in range(treedef.num_leaves)]
+        name, metric = ".".join([roots[path[0]], *map(str, path[1:])]), members.get(id(variable))
+        entries.append(make_entry(strategy, variable, name, own, treedef, metric))
+        places += [path[0]] * len(own)
+    classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
+    owner = None if strategy is None else weakref.ref(strategy)
+    return Plan(walk.graphdef, tuple(entries), tuple(places), classes, owner)
 
 
 def make_entry(

@@ -173,7 +173,8 @@ class Optimizer:
         """Updates the variables in cross-replica context.
 
         Args:
-          strategy: the strategy in force, as a merge function is handed it.
+          strategy: the strategy in force, or the face of it in `dj.compat`, as a merge
+            function is handed it.
           grads_and_vars: as in `apply_gradients`, PerReplica or Mirrored (which
             counts as R equal gradients).
           **extra: as in `apply_gradients`.
@@ -181,7 +182,9 @@ class Optimizer:
         Locality: T or M in; V(v) written. Context: cross-replica or default.
         Source: `_distributed_apply` of seeds 001 and 002.
         """
-        self._apply_across(strategy, self._in_order(grads_and_vars), extra)
+        extended = getattr(strategy, "extended", None)  # a face has that of its strategy
+        in_force = getattr(extended, "strategy", strategy)
+        self._apply_across(in_force, self._in_order(grads_and_vars), extra)
 
     def _in_order(self, grads_and_vars: Iterable[Any]) -> list[Any]:
         self._required_state()

@@ -163,3 +163,18 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
             "strategy.distribute_values_from_function(lambda ctx: value of that replica)",
         )
     )
+
+
+def require_local(value: Any, method: str) -> None:
+    """Raises a LocalityError if a replica function passes a PerReplica to `method`."""
+    if not isinstance(value, PerReplica):
+        return
+    raise LocalityError(
+        explain(
+            f"{method} needs this replica's value",
+            got=f"a PerReplica of {value.num_replicas} values",
+            why="a replica sees its own value of an argument of run, but a PerReplica that the "
+            "function closes over keeps all of them",
+            fix="pass it: strategy.run(fn, args=(x,))",
+        )
+    )

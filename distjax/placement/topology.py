@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -99,8 +100,9 @@ def mesh_topology(
       ValueError: no or repeated devices, or axes that do not fit.
     """
     devices = tuple(devices)
-    axes = dict(model_axes or {})
     _require_devices(devices)
+    _require_axis_name(axis_name)
+    axes = _as_axes(model_axes)
     _require_axes(devices, axis_name, axes)
     return _mesh_topology(devices, axis_name, tuple(axes.items()))
 
@@ -130,6 +132,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
                 fix="OneDeviceStrategy(jax.devices()[0])",
             )
         )
+    _require_axis_name(axis_name)
     is_int = isinstance(num_replicas, (int, np.integer)) and not isinstance(num_replicas, bool)
     if not is_int or num_replicas < 1:
         raise ValueError(
@@ -171,6 +174,35 @@ def _devices_text(got: object) -> str:
         got=describe_value(got),
         why="replicas are laid on devices of the running backend",
         fix="MirroredStrategy(jax.devices()[:2])",
+    )
+
+
+def _require_axis_name(axis_name: object) -> None:
+    if isinstance(axis_name, str) and axis_name:
+        return
+    raise ValueError(
+        explain(
+            "axis_name needs a string",
+            got=describe_value(axis_name),
+            why="collectives inside run find the replica axis by its name",
+            fix="MirroredStrategy(axis_name='batch')",
+        )
+    )
+
+
+def _as_axes(model_axes: Any) -> dict[str, int]:
+    axes = model_axes or {}
+    if isinstance(axes, Mapping) and all(
+        isinstance(name, str) and isinstance(size, (int, np.integer)) for name, size in axes.items()
+    ):
+        return dict(axes)
+    raise ValueError(
+        explain(
+            "model_axes needs a dict from names to sizes",
+            got=describe_value(model_axes),
+            why="each item is a mesh axis inside one replica",
+            fix="MirroredStrategy(model_axes={'model': 2})",
+        )
     )
 
 

@@ -125,8 +125,30 @@ def hide_objects(tree: Any, names: Sequence[str] = ()) -> Any:
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)
 
 
-def require_args(args: Any, kwargs: Any, method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns args as a tuple and kwargs as a dict, or raises a ValueError."""
+def require_callable(fn: Any, method: str) -> None:
+    """Raises a TypeError unless `fn` is a function or another callable object."""
+    if callable(fn):
+        return
+    raise TypeError(
+        explain(
+            f"{method} needs a function",
+            got=describe_value(fn),
+            why="it is what is called or compiled",
+            fix=f"{method}(fn, ...): the function itself, not the result of calling it",
+        )
+    )
+
+
+def require_call(
+    fn: Any, args: Any, kwargs: Any, method: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns args as a tuple and kwargs as a dict.
+
+    Raises:
+      TypeError: `fn` is no function.
+      ValueError: args or kwargs of another type.
+    """
+    require_callable(fn, method)
     if not isinstance(args, (tuple, list)):
         raise ValueError(
             explain(

@@ -22,6 +22,7 @@ from distjax.replica.captures import Captures, substituted
 from distjax.replica.layout import Settled
 from distjax.replica.run import run_in_trace
 from distjax.replica.stateful import Bridge, Slot, StateFound, active_bridge, is_slot
+from distjax.variables.lending import storage_lock
 
 #: The keyword under which a program gets what no positional argument carries.
 _STATE = "<state>"
@@ -120,7 +121,8 @@ def carry(
         return None
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
     found = {id(leaf): leaf for leaf in leaves if bridge.is_stateful(leaf)}
-    captures = _captures(bridge, fn, leaves)
+    with storage_lock:  # else the stand-ins of another thread's trace may be found
+        captures = _captures(bridge, fn, leaves)
     found.update((id(o), o) for o in captures.objects)
     if not found:
         return None
@@ -238,12 +240,14 @@ def _call(
     held = bridge.merge(carried.plan, [leaf for s in slots for leaf in s.leaves], context)
     kwargs = {k: v for k, v in kwargs.items() if k != _STATE}
     fn = bridge.unwrapped(fn)
-    captures = _captures(bridge, fn, jax.tree.leaves((args, kwargs), is_leaf=_is_slot_or_value))
-    found = zip(captures.objects, carried.captured, strict=True)
-    stand_ins = {id(o): held.objects[i] for o, i in found}
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_slot_or_value)
     args, kwargs = _restored((args, kwargs), held.objects)
-    with captures.replaced(stand_ins):
-        result = substituted(fn, stand_ins)(*args, **kwargs)
+    with storage_lock:  # one thread at a time has its stand-ins in the user's places
+        captures = _captures(bridge, fn, leaves)
+        found = zip(captures.objects, carried.captured, strict=True)
+        stand_ins = {id(o): held.objects[i] for o, i in found}
+        with captures.replaced(stand_ins):
+            result = substituted(fn, stand_ins)(*args, **kwargs)
     members = held.members_left().items()
     indices = {id(member): len(held.objects) + i for i, member in members}
     indices.update((id(o), i) for i, o in enumerate(held.objects))

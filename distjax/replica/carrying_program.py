@@ -52,7 +52,7 @@ class CarryingProgram:
         carrier = self._carry(args, kwargs)
         if carrier is None:
             return self._program(args, kwargs)
-        return carrier.finish(self._program(carrier.args, carrier.kwargs))
+        return self._program(carrier.args, carrier.kwargs, carrier.finish)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""

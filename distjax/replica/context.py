@@ -16,13 +16,12 @@ from distjax.context import frames
 from distjax.context.frames import Frame, mixing_text
 from distjax.errors import (
     ContextError,
-    LocalityError,
     MergeError,
     StrategyMismatchError,
     explain,
 )
-from distjax.placement.per_replica import PerReplica
-from distjax.replica.arguments import require_args
+from distjax.placement.per_replica import PerReplica, require_local
+from distjax.replica.arguments import require_call
 from distjax.replica.user_merge import UserMerge, bind_merge
 
 
@@ -84,12 +83,14 @@ class ReplicaContext:
         Context: replica context; inside loops, branches, jit, grad, vmap too.
 
         Raises:
+          LocalityError: a PerReplica that the function closes over as an argument, one of
+            other replicas as a result.
           MergeError: in a merge function, or where replicas may not all arrive.
           ContextError: outside of this context's trace.
         Source: tf.distribute.ReplicaContext.merge_call; seed 001,
           `call_for_each_replica`.
         """
-        args, kwargs = require_args(args, kwargs, "merge_call")
+        args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         frame = self._require_current("merge_call")
         try:
             keep = self.merges.append
@@ -215,14 +216,5 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _local_value(value: Any, method: str) -> Any:
-    if isinstance(value, PerReplica):
-        raise LocalityError(
-            explain(
-                f"{method} needs this replica's value",
-                got=f"a PerReplica of {value.num_replicas} values",
-                why="a replica sees its own value of an argument of run, but a PerReplica that the "
-                "function closes over keeps all of them",
-                fix="pass it: strategy.run(fn, args=(x,))",
-            )
-        )
+    require_local(value, method)
     return value.value if hasattr(value, "require_initialized") else value

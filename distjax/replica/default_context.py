@@ -11,7 +11,7 @@ from distjax.collectives import ops
 from distjax.context import frames
 from distjax.context.frames import Frame, mixing_text
 from distjax.errors import MergeError, StrategyMismatchError, explain
-from distjax.replica.arguments import require_args
+from distjax.replica.arguments import require_call
 
 
 class DefaultReplicaContext:
@@ -44,7 +44,7 @@ class DefaultReplicaContext:
         self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Returns ``merge_fn(strategy, *args, **kwargs)``, called in cross-replica context."""
-        args, kwargs = require_args(args, kwargs, "merge_call")
+        args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         self._require_current("merge_call")
         frame = Frame(self._strategy, state=frames.current().state)
         with frames.entered(frame):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from distjax.context import frames
 from distjax.errors import explain
-from distjax.replica.arguments import Static, as_static, function_name, positional_names
+from distjax.replica.arguments import (
+    Static,
+    as_static,
+    function_name,
+    positional_names,
+    require_callable,
+)
 from distjax.replica.carrying import emit_call
 from distjax.replica.carrying_program import CarryingProgram
 from distjax.replica.program import Program
@@ -127,7 +133,9 @@ def jit(
     Context: any; inside another `dj.jit` or `run` it is the function itself.
 
     Raises:
-      ValueError: a static number or name that ``fn`` does not have.
+      TypeError: ``fn`` is no function.
+      ValueError: a static number or name that ``fn`` does not have; a donated argument
+        that is no number.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -148,11 +156,27 @@ def jit(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
         )
-    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    require_callable(fn, "jit")
+    donate = _numbers(donate_argnums, "donate_argnums")
+    numbers = _numbers(static_argnums, "static_argnums")
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
     return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
+
+
+def _numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
+    """Returns one number or several as a tuple."""
+    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
+    if all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
+        return numbers
+    raise ValueError(
+        explain(
+            f"jit: {argument} needs numbers of positional arguments",
+            got=f"{numbers}",
+            why="such an argument is found by its position",
+            fix=f"dj.jit(fn, {argument}=(0,))",
+        )
+    )
 
 
 def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:

@@ -38,6 +38,8 @@ from distjax.context import frames
 from distjax.errors import TraceLeakError, explain
 from distjax.variables.state import TraceState
 
+_NOT_GIVEN = object()
+
 
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
@@ -84,37 +86,71 @@ def while_loop(
     return final
 
 
-def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any, Any], Any], init_val: Any) -> Any:
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, Any], Any],
+    init_val: Any,
+    *,
+    unroll: int | bool | None = None,
+) -> Any:
     """Returns `jax.lax.fori_loop`; ``body_fun`` may write variables."""
     outer = frames.current().state
     if outer is None:
-        return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val))
+        return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll))
     written = _written_by(outer, lambda: body_fun(lower, init_val))
 
     def body(i: Any, carry: Any) -> Any:
         return _with_values(outer, written, carry[1], lambda: body_fun(i, carry[0]))
 
-    final, values = lax.fori_loop(lower, upper, body, (init_val, _values(outer, written)))
+    start = init_val, _values(outer, written)
+    final, values = lax.fori_loop(lower, upper, body, start, unroll=unroll)
     _write_back(outer, written, values)
     return final
 
 
 def cond(
-    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    operand: Any = _NOT_GIVEN,
 ) -> Any:
     """Returns `jax.lax.cond`; both branches may write variables."""
+    operands = _all_operands("cond", operands, operand)
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.cond(pred, true_fun, false_fun, *operands))
     return _branch(outer, lambda fns: lax.cond(pred, *fns), [true_fun, false_fun], operands)
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(
+    index: Any,
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+    operand: Any = _NOT_GIVEN,
+) -> Any:
     """Returns `jax.lax.switch`; the branches may write variables."""
+    operands = _all_operands("switch", operands, operand)
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.switch(index, branches, *operands))
     return _branch(outer, lambda fns: lax.switch(index, fns), branches, operands)
+
+
+def _all_operands(method: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
+    if operand is _NOT_GIVEN:
+        return operands
+    if not operands:
+        return (operand,)
+    raise TypeError(
+        explain(
+            f"{method} needs its operands by position, or one as operand=",
+            got=f"{len(operands)} by position and operand=",
+            why="the branches take either the one or the others",
+            fix=f"dj.lax.{method}(..., x, y)",
+        )
+    )
 
 
 def _branch(

@@ -71,8 +71,16 @@ class Program:
 
     # -- calling --------------------------------------------------------------
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the program and returns the user's results."""
+    def __call__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        finish: Callable[[Any], Any] = lambda result: result,
+    ) -> Any:
+        """Runs the program and returns ``finish(the user's results)``.
+
+        `finish` is part of the step: where a signal raises meanwhile, it is called once more.
+        """
         if self._jitted is None or self._hides_objects:
             args, kwargs = self._hidden(args, kwargs)
         donated, tree = self._split(args, kwargs)
@@ -81,54 +89,64 @@ class Program:
         if self._is_unguarded:
             raise ContextError(_unguarded_text(self.name))
         try:
-            arrays, form = self._run(donated, tree)
+            result, form = self._run(donated, tree, finish)
         except _NewVariables as news:
             self._adopt(news.discovered, donated, tree)
-            arrays, form = self._run(donated, tree)
+            result, form = self._run(donated, tree, finish)
         except (TypeError, ValueError, AttributeError) as error:
-            arrays, form = self._run(*self._repaired(error, args, kwargs))
+            result, form = self._run(*self._repaired(error, args, kwargs), finish)
         if form.made_again:
             self._is_unguarded = True
-        return form.unpack(arrays)
+        return result
 
-    def _run(self, donated: Any, tree: Any) -> tuple[Any, ResultForm]:
+    def _run(self, donated: Any, tree: Any, finish: Callable[[Any], Any]) -> tuple[Any, ResultForm]:
+        if donated:
+            self._require_undeleted(donated)
         if not self._threads:
-            _, arrays, box, ticket = self._jitted((), donated, (), tree)
-            if ticket is not None:
-                launched(ticket)
-            return arrays, unboxed(box)
-        if self._writes and jax_compat.tracing():
-            raise TraceLeakError(self._leak_text())
-        with storage_lock:
-            if lent_variables:
-                keep_lent_arrays(self._written)
-            written = [v.storage for v in self._writes]
-            read = [v.storage for v in self._reads]
-            returned: list[Any] = []
-            try:
-                # In C from the call to the list: a signal that raises (KeyboardInterrupt) as the
-                # call returns would else drop the new values, and the former ones are donated.
-                returned.extend(map(self._jitted, (written,), (donated,), (read,), (tree,)))
-                new, arrays, box, ticket = returned[0]
-                if arrays and isinstance(arrays[0], jax_compat.Tracer):
-                    self._require_eager()
-                self._store(new)
-            except BaseException:
-                self._settle_interrupted(returned, written)
-                raise
+            result, form, ticket = self._start((), donated, (), tree, finish)
+        else:
+            if self._writes and jax_compat.tracing():
+                raise TraceLeakError(self._leak_text())
+            with storage_lock:
+                if lent_variables:
+                    keep_lent_arrays(self._written)
+                written = [v.storage for v in self._writes]
+                read = [v.storage for v in self._reads]
+                result, form, ticket = self._start(written, donated, read, tree, finish)
         if ticket is not None:
             launched(ticket)
-        return arrays, unboxed(box)
+        return result, form
 
-    def _store(self, new: Sequence[Any]) -> None:
+    def _start(
+        self, written: Sequence[Any], donated: Any, read: Sequence[Any], tree: Any, finish: Any
+    ) -> tuple[Any, ResultForm, Any]:
+        """Starts the compiled program; stores what it returned even if a signal raises."""
+        returned: list[Any] = []
+        try:
+            # In C from the call to the list: a signal that raises (KeyboardInterrupt) as the
+            # call returns would else drop the new values, and the former ones are donated.
+            returned.extend(map(self._jitted, (written,), (donated,), (read,), (tree,)))
+            if self._threads:
+                self._require_eager(returned[0][1])
+            return self._stored(returned[0], finish)
+        except TraceLeakError:
+            raise
+        except BaseException:
+            if returned:
+                self._stored(returned[0], finish)
+            else:
+                self._lose_deleted(written)
+            raise
+
+    def _stored(self, returned: Any, finish: Callable[[Any], Any]) -> tuple[Any, ResultForm, Any]:
+        new, arrays, box, ticket = returned
         for variable, array in zip(self._writes, new, strict=True):
             variable.storage = array
+        form = unboxed(box)
+        return finish(form.unpack(arrays)), form, ticket
 
-    def _settle_interrupted(self, returned: Sequence[Any], written: Sequence[Any]) -> None:
-        """Stores what an interrupted call has returned; else marks what it took with it."""
-        if returned:
-            self._store(returned[0][0])
-            return
+    def _lose_deleted(self, written: Sequence[Any]) -> None:
+        """Marks the variables whose arrays an interrupted call took with it."""
         for variable, former in zip(self._writes, written, strict=True):
             if isinstance(former, jax.Array) and former.is_deleted():
                 variable.lose_value()
@@ -238,9 +256,19 @@ class Program:
         body.__name__ = body.__qualname__ = self.name.rsplit(".", 1)[-1]
         return body
 
-    def _require_eager(self) -> None:
+    def _require_undeleted(self, donated: Any) -> None:
+        """Raises if an array to donate has been donated before: JAX 0.10 ends the process then."""
+        for number, arg in zip(self._donate_argnums, donated, strict=True):
+            for leaf in jax.tree.leaves(arg):
+                is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+                if is_array and leaf.is_deleted():
+                    names = self._argument_names
+                    name = names[number] if number < len(names) else str(number)
+                    raise RuntimeError(_deleted_text(self.name, name, leaf))
+
+    def _require_eager(self, arrays: Sequence[Any]) -> None:
         """Raises if the program was called in a JAX trace that bakes variables in."""
-        if jax_compat.staging():
+        if arrays and isinstance(arrays[0], jax_compat.Tracer) and jax_compat.staging():
             raise TraceLeakError(self._leak_text())
 
     def _leak_text(self) -> str:
@@ -252,6 +280,16 @@ class Program:
             why="the trace would bake in the variable's value of today and lose its new one",
             fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
         )
+
+
+def _deleted_text(function: str, argument: str, array: jax.Array) -> str:
+    return explain(
+        f"{function} needs argument {argument} to hold arrays that are still there",
+        got=f"an array of {array.dtype}{list(array.shape)} that was donated before. Array has been "
+        "deleted",
+        why=f"{argument} is named in donate_argnums, so each call reuses its memory",
+        fix=f"go on with what the call returns: {argument} = {function}({argument}, ...)",
+    )
 
 
 def _unguarded_text(name: str) -> str:

@@ -11,7 +11,7 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import MergeError, explain
 from distjax.jax_compat import ShapedArray
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, require_local, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import Template, function_name, is_array
@@ -48,6 +48,8 @@ class UserMerge:
         """
         try:
             self._find_shapes(as_per_replica=False)
+        except MergeError:  # of no locality would it be right
+            raise
         except Exception:
             if not self.args.leaves or self.topology.num_replicas == 1:
                 raise
@@ -77,7 +79,7 @@ class UserMerge:
             state = ShapeState(local_view=False, creations=creation)
             values = [PerReplica(a, topology) if as_per_replica else a for a in arrays]
             result = self._call(values, state)
-            outs = [from_user_value(leaf) for leaf in result.release()]
+            outs = self._located(result.release())
             self.read, self.written = state.read_order, list(state.written)
             self.created = creation.remembered
             self.result = result
@@ -95,6 +97,13 @@ class UserMerge:
         with frames.entered(Frame(self.strategy, state=state)), self.closure.in_force():
             return Template(self.fn(self.strategy, *args, **kwargs), is_array)
 
+    def _located(self, results: Sequence[Any]) -> list[Located]:
+        for result in results:
+            if isinstance(result, PerReplica):
+                where = f"a result of merge function {function_name(self.fn)}"
+                require_same_topology(result, self.topology, where)
+        return [from_user_value(result) for result in results]
+
     def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
         """Calls the function in the global view, on proved localities."""
         num_args = len(self.args.leaves)
@@ -103,7 +112,7 @@ class UserMerge:
         for variable, value in zip(self.read, values[num_args:], strict=True):
             state.bind(variable, global_view(variable, value, topology))
         result = self._call([as_user_value(v, topology) for v in values[:num_args]], state)
-        outs = [from_user_value(leaf) for leaf in result.leaves]
+        outs = self._located(result.leaves)
         if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
             raise MergeError(
                 explain(
@@ -164,6 +173,8 @@ def bind_merge(
     The equation holds the merge weakly: ``keep`` is given it to keep it alive.
     """
     merge = UserMerge(strategy, fn, Template((args, kwargs), is_array))
+    for leaf in merge.args.leaves:
+        require_local(leaf, "merge_call")
     merge.find_shapes()
     for variable in merge.written:
         state.require_writable(variable)

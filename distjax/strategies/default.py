@@ -13,10 +13,10 @@ from distjax.data.input_context import InputContext
 from distjax.data.options import ERROR, as_input_options
 from distjax.errors import UnsupportedError, explain
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
-from distjax.replica.arguments import require_args
+from distjax.replica.arguments import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
 from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.reducing import require_pair
+from distjax.strategies.reducing import require_pairs
 from distjax.strategies.strategy import Strategy
 from distjax.variables.placement import PlainPlacement
 from distjax.variables.variable import Variable
@@ -76,7 +76,7 @@ class DefaultExtended(StrategyExtended):
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls ``fn`` in a fresh replica context."""
-        args, kwargs = require_args(args, kwargs, "run")
+        args, kwargs = require_call(fn, args, kwargs, "run")
         frames.require_cross_replica(self.strategy, "run")
         frame = Frame(
             self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
@@ -102,6 +102,7 @@ class DefaultExtended(StrategyExtended):
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         options = as_input_options(options, "distribute_datasets_from_function")
         if options.partial == ERROR:
+            require_callable(fn, "distribute_datasets_from_function")
             return fn(InputContext())
         return datasets.distribute_datasets_from_function(None, fn, options)
 
@@ -113,7 +114,7 @@ class DefaultExtended(StrategyExtended):
 
     def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
         """Returns the values: there is one replica."""
-        pairs = map(require_pair, value_destination_pairs)
+        pairs = require_pairs(value_destination_pairs)
         return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
 
     def broadcast_to(self, value: Any, destinations: Any = None) -> NoReturn:

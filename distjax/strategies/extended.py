@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.communication import CommunicationOptions, as_communication_options
 from distjax.collectives.launch import compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
 from distjax.data import dataset as datasets
 from distjax.errors import ContextError, explain
 from distjax.placement.topology import Topology
-from distjax.replica.arguments import require_args
+from distjax.replica.arguments import require_call
 from distjax.replica.function_cache import FunctionCache
 from distjax.strategies import colocating, reducing, updating, values
 from distjax.strategies.containers import ContainerRegistry
@@ -56,7 +56,7 @@ class StrategyExtended:
     ):
         self._topology = topology
         self.placement = placement
-        self.communication = communication or CommunicationOptions()
+        self.communication = as_communication_options(communication)
         if topology is not None:
             self.communication.require_equal_hosts(topology.num_replicas)
         self.wraps = wraps
@@ -154,7 +154,7 @@ class StrategyExtended:
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs ``fn`` on every replica: see `Strategy.run`."""
-        args, kwargs = require_args(args, kwargs, "run")
+        args, kwargs = require_call(fn, args, kwargs, "run")
         frames.require_enterable(self.strategy, "run")
         return self._runner.run(fn, args, kwargs)
 
@@ -319,7 +319,7 @@ class StrategyExtended:
         Source: seed 001, `update`.
         """
         frames.require_cross_replica(self.strategy, "update")
-        args, kwargs = require_args(args, kwargs, "update")
+        args, kwargs = require_call(fn, args, kwargs, "update")
         return updating.update(self, var, fn, args, kwargs, group)
 
     def update_non_slot(
@@ -347,7 +347,7 @@ class StrategyExtended:
         Source: seed 001, `update_non_slot`.
         """
         frames.require_cross_replica(self.strategy, "update_non_slot")
-        args, kwargs = require_args(args, kwargs, "update_non_slot")
+        args, kwargs = require_call(fn, args, kwargs, "update_non_slot")
         return updating.update_non_slot(self, colocate_with, fn, args, kwargs, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:

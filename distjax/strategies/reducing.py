@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -189,7 +189,7 @@ def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any
 def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     """Returns the values of (value, destinations) pairs, reduced and placed."""
     op = as_reduce_op(op)
-    pairs = [require_pair(pair) for pair in pairs]
+    pairs = require_pairs(pairs)
     targets = [resolve(extended, destinations, "reduce_to") for _, destinations in pairs]
     require_dense([value for value, _ in pairs], "reduce_to")
     flat = [jax.tree.flatten(value, is_leaf=is_per_replica) for value, _ in pairs]
@@ -214,14 +214,24 @@ def _split_of(extended: Any, destinations: Any) -> PartitionedLayout | None:
     return layout if isinstance(layout, PartitionedLayout) else None
 
 
-def require_pair(pair: Any) -> tuple[Any, Any]:
-    """Returns (value, destinations), or raises a ValueError."""
+def require_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Returns (value, destinations) pairs as a list, or raises a ValueError."""
+    if not isinstance(pairs, Iterable):
+        raise _pair_error(pairs)
+    return [_require_pair(pair) for pair in pairs]
+
+
+def _require_pair(pair: Any) -> tuple[Any, Any]:
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
         return pair[0], pair[1]
-    raise ValueError(
+    raise _pair_error(pair)
+
+
+def _pair_error(got: Any) -> ValueError:
+    return ValueError(
         explain(
             "batch_reduce_to needs a sequence of (value, destinations) pairs",
-            got=describe_value(pair),
+            got=describe_value(got),
             why="each value is reduced to destinations of its own",
             fix="batch_reduce_to('sum', [(grad, variable), ...])",
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.errors import ContextError, StrategyMismatchError, explain
+from distjax.errors import ContextError, StrategyMismatchError, describe_value, explain
 
 
 @contextlib.contextmanager
@@ -80,8 +80,10 @@ def set_strategy(strategy: Any) -> None:
       strategy: the strategy; None takes the one set before out of force.
 
     Raises:
+      TypeError: no strategy.
       ContextError: inside a `with strategy.scope():` block.
     """
+    require_strategy(strategy, "set_strategy")
     stack = frames.stack()
     if len(stack) > 1 or (stack and not stack[0].from_set_strategy):
         raise ContextError(
@@ -96,3 +98,18 @@ def set_strategy(strategy: Any) -> None:
         frames.pop(stack[0])
     if strategy is not None and not strategy.extended.is_default:
         frames.push(Frame(strategy, from_set_strategy=True))
+
+
+def require_strategy(strategy: Any, method: str) -> None:
+    """Raises a TypeError for anything but a strategy of distjax, or None."""
+    extended = getattr(strategy, "extended", None)
+    if strategy is None or getattr(extended, "strategy", None) is strategy:
+        return
+    raise TypeError(
+        explain(
+            f"{method} needs a distjax strategy, or None",
+            got=describe_value(strategy),
+            why="programs and variables belong to the strategy itself",
+            fix="strategy = dj.MirroredStrategy(); for a face of dj.compat its `.wrapped`",
+        )
+    )

@@ -85,7 +85,7 @@ class ShardedStrategy(Strategy):
       communication: how reductions to whole values travel.
 
     Raises:
-      ValueError: an unknown partition.
+      ValueError: an unknown partition. TypeError: a partitioner that is no function.
 
     Locality: split variables are `P(..., replica)` on one axis; a variable too
       small or not divisible stays mirrored.
@@ -118,6 +118,16 @@ class ShardedStrategy(Strategy):
                     got=describe_value(partition),
                     why="it says what is split over the replicas: ZeRO stage 1, 2 or 3",
                     fix="dj.ShardedStrategy(partition='parameters')",
+                )
+            )
+        if partitioner is not None and not callable(partitioner):
+            raise TypeError(
+                explain(
+                    "ShardedStrategy: partitioner needs a function of shape and dtype, or None",
+                    got=describe_value(partitioner),
+                    why="it is asked for each variable into how many parts each axis is split",
+                    fix="dj.ShardedStrategy(partitioner=FixedShards(2)), of "
+                    "distjax.variables.partitioners",
                 )
             )
         topology = mesh_topology(devices_or_all(devices), axis_name)

@@ -18,8 +18,10 @@ from distjax.data.iterator import DistributedIterator, Steps
 from distjax.data.layout import InputLayout
 from distjax.errors import describe_value, explain
 from distjax.replica import lax
-from distjax.replica.arguments import Static, function_name
+from distjax.replica.arguments import Static, function_name, is_array, require_callable
 from distjax.replica.program import Program
+from distjax.variables.conversion import is_number
+from distjax.variables.variable import Variable
 
 
 class MultiStepContext:
@@ -56,10 +58,12 @@ class MultiStepContext:
 
         Raises:
           ValueError: no reduce_op in a replica context.
+          TypeError: a leaf that is neither array nor number.
         """
-        replica = frames.current().replica_context
-        if replica is None or frames.current().strategy.extended.is_default:
-            self._set(frames.current().strategy, output, name, reduce_op)
+        strategy, replica = frames.current().strategy, frames.current().replica_context
+        is_kept = reduce_op is None and strategy.extended.is_default
+        if replica is None or is_kept:
+            self._set(strategy, output, name, reduce_op)
             return
         if reduce_op is None:
             raise ValueError(
@@ -73,6 +77,7 @@ class MultiStepContext:
         replica.merge_call(self._set, args=(output, name, as_reduce_op(reduce_op)))
 
     def _set(self, strategy: Any, output: Any, name: str, reduce_op: Any) -> None:
+        _require_arrays(output, name)
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
         self.last_step_outputs[name] = reduced
 
@@ -101,7 +106,10 @@ def run_steps(
     initial_loop_values: Mapping[str, Any] | None,
 ) -> MultiStepContext:
     """Runs up to K steps: see `StrategyExtended.run_steps_on_iterator`."""
+    require_callable(fn, "run_steps_on_iterator")
+    _require_iterator(iterator)
     _require_iterations(iterations)
+    _require_initial(initial_loop_values)
     context = MultiStepContext(initial_loop_values)
     while context.iterations < iterations:
         try:
@@ -118,6 +126,45 @@ def run_steps(
         context.non_tensor_outputs.update(others)
         context.iterations += steps.num_steps
     return context
+
+
+def _require_arrays(output: Any, name: str) -> None:
+    for leaf in jax.tree.leaves(output):
+        if not (is_array(leaf) or is_number(leaf) or isinstance(leaf, Variable)):
+            raise TypeError(
+                explain(
+                    f"set_last_step_output({name!r}) needs arrays and numbers",
+                    got=describe_value(leaf),
+                    why="it is carried through the compiled loop of steps",
+                    fix=f"context.set_non_tensor_output({name!r}, ...)",
+                )
+            )
+
+
+def _require_iterator(iterator: Any) -> None:
+    if hasattr(iterator, "__next__"):
+        return
+    raise TypeError(
+        explain(
+            "run_steps_on_iterator needs an iterator",
+            got=describe_value(iterator),
+            why="each call goes on where the last one ended, and a dataset has no such place",
+            fix="iterator = iter(dataset), once; run_steps_on_iterator(fn, iterator, 100)",
+        )
+    )
+
+
+def _require_initial(values: Any) -> None:
+    if values is None or isinstance(values, Mapping):
+        return
+    raise TypeError(
+        explain(
+            "run_steps_on_iterator: initial_loop_values needs a dict, or None",
+            got=describe_value(values),
+            why="each value is an output of the step before the first, by name",
+            fix="run_steps_on_iterator(fn, iterator, 100, {'loss': 0.0})",
+        )
+    )
 
 
 def _require_iterations(iterations: Any) -> None:

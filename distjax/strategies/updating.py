@@ -140,6 +140,9 @@ def _as_lists(extended: Any, count: int, result: Any) -> Any:
     """Returns the result with each leaf a list of `count` elements, one per copy."""
 
     def leaf(x: Any) -> list[Any]:
+        if isinstance(x, Variable):
+            parts = x.local_results()
+            return list(parts) if len(parts) == count else [x] * count
         if isinstance(x, PerReplica):
             return list(split(extended.topology, x.stacked, True))
         if count > 1 and is_mirrored(extended.topology, x):
@@ -179,7 +182,7 @@ def _num_counter_copies(extended: Any) -> int:
 def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:
     """Raises a ValueError unless `devices` is a result of `non_slot_devices`."""
     is_own = isinstance(devices, Variable) and devices.strategy is extended.strategy
-    if is_own or devices == extended.non_slot_devices([]):
+    if is_own or (isinstance(devices, tuple) and devices == extended.non_slot_devices([])):
         return
     raise ValueError(
         explain(

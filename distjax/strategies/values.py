@@ -17,6 +17,7 @@ from distjax.placement import locality as kinds
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.replica.arguments import require_callable
 from distjax.variables.variable import Variable
 
 
@@ -140,6 +141,7 @@ def split(topology: Topology, array: jax.Array, differs: bool) -> tuple[jax.Arra
 
 def values_from_function(extended: Any, fn: Callable[[Any], Any]) -> Any:
     """Returns a PerReplica of what ``fn`` gives for each replica."""
+    require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
         return fn(ValueContext())
     topology = extended.topology

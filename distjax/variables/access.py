@@ -23,7 +23,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
 from distjax.variables.conversion import converted, is_number
 from distjax.variables.layout import PartitionedLayout
-from distjax.variables.lending import lend, storage_lock
+from distjax.variables.lending import as_lent_before, lend, storage_lock
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -36,8 +36,7 @@ def read(variable: Any) -> jax.Array:
     if variable.policy.stacked:
         with storage_lock:  # else another thread may donate it before it is combined
             return _seen(variable, state, frame)
-    value = state.read(variable)
-    return value if variable.layout.kind is kinds.HOST else lend(variable)
+    return _kept(variable, state)
 
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
@@ -64,15 +63,13 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
     state = _state_for(variable, frame, "read")
     if state.local_view:
         return (state.read(variable),)
-    state.read(variable)
-    lends = state is states.STORAGE and variable.layout.kind is not kinds.HOST
-    stored = lend(variable) if lends else state.read(variable)
-    return variable.strategy.extended.split_components(variable, stored)
+    parts = variable.strategy.extended.split_components(variable, _kept(variable, state))
+    return as_lent_before(variable, parts) if state is states.STORAGE else parts
 
 
 def stored_components(variable: Any) -> jax.Array:
     """Returns the components [R, ...] of a sync-on-read variable, for a reduction."""
-    return _state_for(variable, frames.current(), "read").read(variable)
+    return _kept(variable, _state_for(variable, frames.current(), "read"))
 
 
 def initialize(variable: Any, value: Any) -> None:
@@ -118,6 +115,14 @@ def _is_local(variable: Any, frame: Frame) -> bool:
 
 
 # -- reads --------------------------------------------------------------------
+
+
+def _kept(variable: Any, state: Any) -> jax.Array:
+    """Returns the value in global form, whatever other threads make of its storage."""
+    with storage_lock:
+        value = state.read(variable)
+        is_copy = variable.layout.kind is kinds.HOST
+        return value if state is not states.STORAGE or is_copy else lend(variable)
 
 
 def _seen(variable: Any, state: Any, frame: Frame) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
-from distjax.errors import ContextError, LocalityError, explain
+from distjax.errors import ContextError, LocalityError, describe_value, explain
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation import require_no_trace, require_own_trace
@@ -131,11 +131,25 @@ def _initializer(initial_value: Any, dtype: Any, name: str) -> Callable[[], jax.
 
     def make() -> jax.Array:
         value = initial_value() if callable(initial_value) else initial_value
-        if hasattr(value, "dtype") and dtype is None:
-            return jnp.asarray(value)
-        return jnp.asarray(value, dtype)
+        if isinstance(value, jax.Array) and dtype is None:
+            return value
+        try:
+            return jnp.asarray(value, dtype)
+        except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value
+            raise
+        except (TypeError, ValueError) as error:
+            raise ValueError(_initial_text(value, dtype, name)) from error
 
     return make
+
+
+def _initial_text(value: Any, dtype: Any, name: str) -> str:
+    return explain(
+        f"variable {name!r} needs an initial value of numbers",
+        got=describe_value(value) + ("" if dtype is None else f", for dtype {dtype}"),
+        why="its value is one array",
+        fix="dj.Variable(jnp.zeros(3)), a number, lists of numbers, or a function of these",
+    )
 
 
 def _initialize_now(

@@ -10,7 +10,8 @@ import jax
 
 from distjax import jax_compat
 
-#: Held while stored arrays are handed out, and while they are donated and replaced.
+#: Held while stored arrays are handed out, while they are donated and replaced, and while stand-ins
+#: are where a function refers to the user's objects. One lock, so that no two wait for each other.
 storage_lock = threading.RLock()
 
 #: Variables whose stored array a user may hold, by serial number.
@@ -25,6 +26,25 @@ def lend(variable: Any) -> jax.Array:
         variable.lent_handles = [r for r in variable.lent_handles if r() is not None] + held
         lent_variables[variable.serial_number] = weakref.ref(variable)
     return handle
+
+
+def as_lent_before(variable: Any, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns components as the very arrays that were handed out before, and are held.
+
+    ``value in local_results(value_container(value))`` is true by identity, then: arrays
+    have no one truth value to be compared by.
+
+    Args:
+      variable: the variable.
+      parts: its components, cut from the stored array now.
+    """
+    stored, before = variable.lent_components
+    if stored is not None and stored() is variable.storage:
+        held = [reference() for reference in before]
+        parts = tuple(new if old is None else old for old, new in zip(held, parts, strict=True))
+    references = tuple(weakref.ref(part) for part in parts)
+    variable.lent_components = weakref.ref(variable.storage), references
+    return parts
 
 
 def keep_lent_arrays(to_donate: frozenset[Any]) -> None:

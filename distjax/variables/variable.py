@@ -76,6 +76,7 @@ class Variable:
     is_being_made: bool
     is_lost: bool
     lent_handles: list[weakref.ref[Any]]
+    lent_components: tuple[weakref.ref[Any] | None, tuple[weakref.ref[Any], ...]]
 
     def __new__(
         cls,
@@ -122,6 +123,7 @@ class Variable:
         self.storage = None
         self.is_being_made = self.is_lost = False
         self.lent_handles = []
+        self.lent_components = None, ()
         return self
 
     # -- storage --------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from ages import numbers
 
 import distjax as dj
-from distjax.compat import v1_13
+from distjax.compat import v1_12, v1_13
 
 count, plain = ages.count, ages.plain  # fixtures
 
@@ -78,6 +78,21 @@ def test_the_deprecated_one_shot_iterator(strategy):
             assert sum(float(jnp.sum(x)) for x in parts) == 24.0 * i
         with pytest.raises(StopIteration):
             iterator.get_next()
+
+
+def test_iterators_of_the_default_strategy():
+    """ "You may use this API whether or not a Strategy is being used"."""
+    strategy = v1_13.get_strategy()
+    iterator = strategy.make_dataset_iterator([np.ones(2), np.full(2, 2.0)])
+    assert iter(iterator) is iterator and iterator.get_next().tolist() == [1.0, 1.0]
+    assert strategy.experimental_run(lambda x: x * 2, iterator).tolist() == [4.0, 4.0]
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    assert strategy.make_input_fn_iterator(lambda context: [3.0]).get_next() == 3.0
+    distribution = v1_12.get_distribution_strategy()
+    dataset = distribution.distribute_dataset([5.0, 6.0])
+    assert (dataset.get_next(), dataset.get_next()) == (5.0, 6.0)
+    assert dataset.make_one_shot_iterator().get_next() == 5.0
 
 
 def test_input_function(strategy, count):

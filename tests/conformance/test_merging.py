@@ -24,6 +24,14 @@ def test_r095_keyword_arguments_are_passed_through(strategy):
     assert out == "foo"
 
 
+def test_a_bare_collective_that_only_one_locality_meets():
+    """The second look, with every value per replica, would not see it."""
+    collect = lambda s, x: x if isinstance(x, dj.PerReplica) else lax.psum(x, "replica")
+    total = lambda x: dj.get_replica_context().all_reduce("sum", x)
+    with pytest.raises(MergeError, match="needs strategy.reduce to combine values of replicas"):
+        dj.VirtualStrategy(2).run(lambda x: merge(collect, total(x)), args=(jnp.float32(1),))
+
+
 def test_a_bare_collective_in_a_merge_function(strategy):
     """Decision 29."""
     for op in (lax.psum, lax.pmean, lax.pmax, lax.all_gather):

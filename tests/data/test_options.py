@@ -21,6 +21,16 @@ def test_r283_input_context():
     assert isinstance(e.value, BatchError)
     assert "Got: global_batch_size=13" in str(e.value)
     assert "Fix: use 12 or 18" in str(e.value)
+    with pytest.raises(BatchError, match="Fix: use 6$"):
+        context.get_per_replica_batch_size(4)
+
+
+@pytest.mark.parametrize("size", ["12", 12.0, -6, True, None])
+def test_a_global_batch_size_that_is_no_count(size):
+    context = dj.InputContext(num_replicas_in_sync=6)
+    with pytest.raises(BatchError, match="^get_per_replica_batch_size needs a global batch size, "):
+        context.get_per_replica_batch_size(size)
+    assert context.get_per_replica_batch_size(np.int64(12)) == 2
 
 
 def test_input_context_as_text():

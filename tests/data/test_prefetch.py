@@ -1,5 +1,6 @@
 """The background thread: its context, its errors, its end. No test sleeps."""
 
+import contextlib
 import gc
 import itertools
 import subprocess
@@ -319,6 +320,26 @@ def test_close_waits_for_the_element_that_is_being_read(pair):
     assert not closer.is_alive() and not thread.is_alive()
 
 
+def test_close_ends_the_wait_of_another_thread(pair):
+    reading, go_on = threading.Event(), threading.Event()
+
+    def source():
+        yield np.zeros(2)
+        reading.set()
+        assert go_on.wait(SECONDS)
+
+    iterator, _ = started(pair, source())
+    assert reading.wait(SECONDS)
+    taker = threading.Thread(target=lambda: next(iterator, None), daemon=True)
+    closer = threading.Thread(target=iterator.close)
+    taker.start()
+    closer.start()
+    taker.join(SECONDS)
+    assert not taker.is_alive()
+    go_on.set()
+    closer.join(SECONDS)
+
+
 def test_an_iterator_closed_by_its_own_source(pair):
     """The thread does not wait for itself."""
     made = []
@@ -362,3 +383,49 @@ print("done")
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("take", [next, lambda iterator: iterator.take(2)])
+def test_one_thread_at_a_time_reads_the_source(take):
+    meeting = threading.Barrier(2)
+    meetings = []
+
+    class Source:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meetings.append(meeting.wait(0.1))
+            return np.zeros(2)
+
+    options = dj.InputOptions(prefetch=0)
+    iterator = iter(dj.VirtualStrategy(2).distribute_dataset(Source(), options))
+    threads = [threading.Thread(target=take, args=(iterator,), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert meetings == []
+
+
+def test_each_element_goes_to_one_of_two_threads(options):
+    strategy = dj.VirtualStrategy(2)
+    iterator = iter(strategy.distribute_dataset([np.full(2, i) for i in range(60)], options))
+    given = []
+
+    def singly():
+        given.extend(int(x.stacked[0, 0]) for x in iterator)
+
+    def in_steps():
+        with contextlib.suppress(StopIteration):
+            while True:
+                given.extend(iterator.take(2).arrays[:, 0, 0].tolist())
+
+    threads = [threading.Thread(target=f, daemon=True) for f in (singly, in_steps)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert sorted(given) == list(range(60))

@@ -1,6 +1,8 @@
 """Objects that a function refers to are carried as its arguments are."""
 
+import contextlib
 import functools
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -166,3 +168,26 @@ def test_a_module_that_is_not_found_is_no_constant(pair, how):
     step = how(lambda x: pair.run(lambda x: hidden.module(x), args=(x,)))
     with pytest.raises(TraceLeakError, match=r"an nnx\.Param of shape .* needs to be an argument"):
         step(jnp.ones((1, 2)))
+
+
+def test_two_threads_trace_functions_of_one_module(pair):
+    """One thread at a time has its stand-ins in the places that both functions refer to."""
+    counter, meeting, results = Counter(), threading.Barrier(2), []
+
+    def first():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.1)  # in the trace
+        return counter.count[...] + 1
+
+    def second():
+        return first()
+
+    works = [lambda f=f: results.append(int(pair.run(f))) for f in (first, second)]
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [1, 1]
+    assert first.__closure__[0].cell_contents is counter
+    assert int(counter.tick()) == 1

@@ -226,3 +226,36 @@ def test_objects_inside_a_jax_trace_stay_functional(pair):
 
     x = jnp.ones((1, 2))
     np.testing.assert_allclose(step(state, x), model(x), rtol=1e-6)
+
+
+class Alarm(BaseException):
+    """Raised where the program stands, as KeyboardInterrupt is."""
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_an_interrupt_while_results_are_written_leaves_those_of_the_whole_step(
+    pair, donated, monkeypatch
+):
+    with pair.scope():
+        model = dj.flax.place(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+    def step(model):
+        model.kernel[...] += 1
+        model.bias[...] += 1
+
+    program = dj.jit(lambda m: pair.run(step, args=(m,)), donate_argnums=donated)
+    program(model)
+    kernel = np.asarray(model.kernel[...])
+    write, written = nnx.Param.set_raw_value, []
+
+    def interrupted_once(variable, value, **options):
+        written.append(variable)
+        if len(written) == 2:
+            raise Alarm
+        write(variable, value, **options)
+
+    monkeypatch.setattr(nnx.Param, "set_raw_value", interrupted_once)
+    with pytest.raises(Alarm):
+        program(model)
+    assert np.asarray(model.bias[...]).tolist() == [2, 2]
+    np.testing.assert_array_equal(model.kernel[...], kernel + 1)

@@ -20,24 +20,37 @@ def ones(strategy, size=64):
     return per_replica(strategy, np.ones((strategy.num_replicas_in_sync, size), np.float32))
 
 
-def test_each_replica_draws_a_mask_of_its_own(strategy, how):
-    """Replica r has the mask of the key with r folded in, on every strategy."""
-    step = how(lambda x: strategy.run(lambda x: dj.layers.dropout(KEY, 0.5, x), args=(x,)))
-    found = masks(strategy, step(ones(strategy)))
-    for replica, mask in enumerate(found):
-        expected = jax.random.bernoulli(jax.random.fold_in(KEY, replica), 0.5, (64,))
-        np.testing.assert_array_equal(mask, expected)
-    assert len({mask.tobytes() for mask in found}) == len(found)
+def drop_both(x):
+    """Returns x dropped by masks of the replicas' own, and by one mask for all."""
+    own, shared = (dj.layers.dropout(KEY, 0.5, x, synchronized=is_one) for is_one in (False, True))
+    return own, shared
 
 
-def test_synchronized_all_draw_the_same_mask(strategy, how):
-    def replica_step(x):
-        return dj.layers.dropout(KEY, 0.5, x, synchronized=True)
+def mask_of(replica):
+    """Returns the mask of the key with the replica's number folded in."""
+    return np.asarray(jax.random.bernoulli(jax.random.fold_in(KEY, replica), 0.5, (64,)))
 
-    step = how(lambda x: strategy.run(replica_step, args=(x,)))
-    expected = jax.random.bernoulli(KEY, 0.5, (64,))
-    for mask in masks(strategy, step(ones(strategy))):
-        np.testing.assert_array_equal(mask, expected)
+
+SHARED = np.asarray(jax.random.bernoulli(KEY, 0.5, (64,)))
+
+
+def assert_masks(strategy, own, shared):
+    count = strategy.num_replicas_in_sync
+    np.testing.assert_array_equal(masks(strategy, own), [mask_of(r) for r in range(count)])
+    np.testing.assert_array_equal(masks(strategy, shared), [SHARED] * count)
+
+
+def test_the_masks_of_a_key_are_all_different():
+    assert len({mask.tobytes() for mask in (SHARED, *map(mask_of, range(8)))}) == 9
+
+
+def test_in_replica_context(strategy):
+    assert_masks(strategy, *strategy.run(drop_both, args=(ones(strategy),)))
+
+
+def test_in_a_compiled_step(pair):
+    step = dj.jit(lambda x: pair.run(drop_both, args=(x,)))
+    assert_masks(pair, *step(ones(pair)))
 
 
 def test_synchronized_dropout_of_a_mirrored_value_is_mirrored(pair):
@@ -65,37 +78,24 @@ def test_a_rate_may_be_traced_and_the_dtype_is_kept(pair):
     assert out.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("synchronized", [False, True])
-def test_cross_replica_context_on_per_replica_values_goes_through_run(strategy, how, synchronized):
-    drop = how(lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=synchronized))
-    inside = strategy.run(
-        lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=synchronized),
-        args=(ones(strategy),),
-    )
-    with strategy.scope():
-        outside = drop(ones(strategy))
-    for a, b in zip(masks(strategy, inside), masks(strategy, outside), strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_cross_replica_context_on_per_replica_values_goes_through_run(pair, how):
+    drop = how(drop_both)
+    with pair.scope():
+        assert_masks(pair, *drop(ones(pair)))
 
 
-def test_one_array_in_cross_replica_context_is_every_replicas(strategy, how):
+def test_one_array_in_cross_replica_context_is_every_replicas(pair, how):
     """Whether a value is proved equal or not, the masks are the same."""
-    own = how(lambda x: dj.layers.dropout(KEY, 0.5, x))
-    shared = how(lambda x: dj.layers.dropout(KEY, 0.5, x, synchronized=True))
-    x = np.ones(64, np.float32)
-    with strategy.scope():
-        found, same = masks(strategy, own(x)), shared(x)
-    for replica, mask in enumerate(found):
-        expected = jax.random.bernoulli(jax.random.fold_in(KEY, replica), 0.5, (64,))
-        np.testing.assert_array_equal(mask, expected)
-    assert isinstance(same, jax.Array)
-    np.testing.assert_array_equal(np.asarray(same) != 0, jax.random.bernoulli(KEY, 0.5, (64,)))
+    drop = how(drop_both)
+    with pair.scope():
+        own, shared = drop(np.ones(64, np.float32))
+    assert_masks(pair, own, shared)
+    assert isinstance(shared, jax.Array)
 
 
 def test_with_no_strategy_in_sight_it_is_replica_zero():
     out = dj.layers.dropout(KEY, 0.5, np.ones(64, np.float32))
-    expected = jax.random.bernoulli(jax.random.fold_in(KEY, 0), 0.5, (64,))
-    np.testing.assert_array_equal(np.asarray(out) != 0, expected)
+    np.testing.assert_array_equal(np.asarray(out) != 0, mask_of(0))
 
 
 def test_derivative(pair):

@@ -57,7 +57,9 @@ def split(strategy, array):
     return per_replica(strategy, array.reshape(count, len(array) // count, *array.shape[1:]))
 
 
-def train(strategy, tx, steps, how, *, reduce_op="mean", data=make_data, **options):
+def train(
+    strategy, tx, steps, how=lambda step: step, *, reduce_op="mean", data=make_data, **options
+):
     """Returns the variables after `steps` of `dj.optim`, and the optimizer."""
     variables = make_variables(strategy)
     optimizer = dj.optim.Optimizer(tx, reduce_op, **options)

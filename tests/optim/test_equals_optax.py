@@ -43,9 +43,9 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_training_equals_optax_on_one_device(pair, how, name):
+def test_training_equals_optax_on_one_device(pair, name):
     tx = TRANSFORMATIONS[name]
-    variables, _ = train(pair, tx, 5, how)
+    variables, _ = train(pair, tx, 5)
     assert_close(variables, plain(tx, 5))
 
 

@@ -7,6 +7,7 @@ import pytest
 from replicas import ids, per_replica
 
 import distjax as dj
+from distjax.compat import v1_12, v1_13, v1_15
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError
 
 
@@ -227,6 +228,17 @@ def test_under_another_strategy(pair):
     with pytest.raises(StrategyMismatchError, match="where its variables live"):
         optimizer.distributed_apply(other, [(ids(pair), w)])
     assert float(w.value) == 0.0
+
+
+@pytest.mark.parametrize("age", [v1_12.DistributionStrategy, v1_13.Strategy, v1_15.Strategy])
+def test_distributed_apply_of_the_strategy_of_an_older_age(pair, age):
+    """A merge function of an older age is handed its strategy under that age's names."""
+    optimizer, w = make(pair)
+    with pair.scope():
+        optimizer.distributed_apply(age(pair), [(ids(pair), w)])
+    assert float(w.value) == -1.0
+    with pytest.raises(StrategyMismatchError, match="^apply_gradients needs .* to be in force"):
+        optimizer.distributed_apply(None, [(ids(pair), w)])
 
 
 def test_distributed_apply_in_a_replica_context(pair):

@@ -1,7 +1,6 @@
 """The cache of programs: what it may not confuse, and how often functions are traced."""
 
 import functools
-import gc
 import types
 import weakref
 
@@ -117,7 +116,7 @@ def test_a_jitted_function_inside_and_outside_of_run():
 # -- functions that come and go -----------------------------------------------
 
 
-def test_a_collected_function_is_forgotten(pair):
+def test_a_collected_function_is_forgotten(pair, collect_garbage):
     def fn(x):
         return x + 1
 
@@ -127,12 +126,12 @@ def test_a_collected_function_is_forgotten(pair):
     assert len(cache) == before + 1
     alive = weakref.ref(fn)
     del fn
-    gc.collect()
+    collect_garbage()
     assert alive() is None and len(cache) == before
 
 
 @pytest.mark.parametrize("context", ["run", "jit", "merge"])
-def test_a_collected_variable_is_forgotten(pair, context):
+def test_a_collected_variable_is_forgotten(pair, context, collect_garbage):
     """Its arrays are freed: no program and no cache of JAX keeps them."""
 
     def use():
@@ -147,17 +146,17 @@ def test_a_collected_variable_is_forgotten(pair, context):
         return weakref.ref(v)
 
     alive = use()
-    gc.collect()
+    collect_garbage()
     assert alive() is None
 
 
 def test_a_new_function_at_the_same_address(pair):
-    for i in range(50):
+    for i in range(10):
         fn = eval(f"lambda x: x + {i}")  # the last one is collected: its address is free
         assert float(pair.run(fn, args=(jnp.float32(0),))) == i
 
 
-def test_the_cache_by_itself():
+def test_the_cache_by_itself(collect_garbage):
     cache = FunctionCache()
     make_value = lambda resolve: resolve
 
@@ -173,7 +172,7 @@ def test_the_cache_by_itself():
     resolve = cache.get(owner.step, make_value)
     assert cache.get(owner.step, make_value) is resolve and resolve() == owner.step
     del owner, f
-    gc.collect()
+    collect_garbage()
     assert resolve() is None and len(cache) == 1
 
 

@@ -3,12 +3,15 @@
 import sys
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from replicas import local
 
 import distjax as dj
+from distjax.strategies import reducing
+from distjax.variables.layout import HostLayout
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 
@@ -113,3 +116,42 @@ def test_two_threads_with_two_strategies(switch_often):
 
 def shared_step(v, x):
     v.assign_add(jnp.float32(1) + 0 * jnp.sum(x))
+
+
+@pytest.mark.parametrize("read", [lambda s, v: v.value, lambda s, v: v.local_results()[0]])
+def test_a_value_in_host_memory_is_not_donated_while_it_is_copied(read, monkeypatch):
+    strategy = dj.CentralStorageStrategy(jax.devices()[:2])
+    v = make(strategy, jnp.zeros(4), aggregation=AGG.MEAN)
+    step = lambda: (v.assign_add(jnp.ones(4)), None)[1]
+    strategy.run(step)
+    copy, writers = HostLayout.from_stored, []
+
+    def copy_while_another_thread_writes(layout, stored, shape):
+        if not writers:
+            writers.append(threading.Thread(target=strategy.run, args=(step,)))
+            writers[0].start()
+            writers[0].join(0.1)
+        return copy(layout, stored, shape)
+
+    monkeypatch.setattr(HostLayout, "from_stored", copy_while_another_thread_writes)
+    assert read(strategy, v).tolist() == [1] * 4
+    writers[0].join()
+    assert v.value.tolist() == [2] * 4
+
+
+def test_components_are_not_donated_while_they_are_reduced(pair, monkeypatch):
+    v = make(pair, jnp.zeros(4), synchronization=SYNC.ON_READ, aggregation=AGG.SUM)
+    step = lambda: (v.assign_add(jnp.ones(4)), None)[1]
+    pair.run(step)
+    found = reducing.stored_components
+
+    def found_before_another_thread_writes(variable):
+        components = found(variable)
+        thread = threading.Thread(target=pair.run, args=(step,))
+        thread.start()
+        thread.join()
+        return components
+
+    monkeypatch.setattr(reducing, "stored_components", found_before_another_thread_writes)
+    assert pair.reduce("sum", v, axis=None).tolist() == [2] * 4
+    assert v.value.tolist() == [4] * 4

@@ -277,6 +277,21 @@ def test_a_merge_function_that_changes_between_its_traces(pair):
         pair.run(lambda x: merge(impure, x), args=(ids(pair),))
 
 
+@pytest.mark.parametrize("devices", [None, 1])
+def test_a_result_of_other_replicas(pair, how, devices):
+    """Decision 24."""
+    other = dj.VirtualStrategy(3) if devices is None else dj.MirroredStrategy(jax.devices()[4:6])
+    foreign = ids(other)
+    with pytest.raises(LocalityError, match="^a result of merge function .*needs a PerReplica ov"):
+        how(lambda: pair.run(lambda: merge(lambda strategy: foreign)))()
+
+
+def test_a_per_replica_that_is_closed_over_as_an_argument(pair):
+    x = ids(pair)
+    with pytest.raises(LocalityError, match="^merge_call needs this replica's value"):
+        pair.run(lambda: merge(sum_of, x))
+
+
 def test_a_value_that_differs_written_to_a_mirrored_variable(pair):
     """A merge function gets T, and puts it into a mirrored variable: refused when known."""
     with pair.scope():

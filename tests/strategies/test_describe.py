@@ -1,7 +1,5 @@
 """strategy.describe(): devices, replicas, variables and their bytes."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,14 +66,14 @@ def test_bytes_are_those_of_the_arrays(name):
             assert {s.data.nbytes for s in shards} == {described.bytes_per_device}
 
 
-def test_variables_come_in_order_and_go_when_collected():
+def test_variables_come_in_order_and_go_when_collected(collect_garbage):
     strategy = dj.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():
         kept = [dj.Variable(float(i), name=f"v{i}") for i in range(20)]
     assert [v.name for v in strategy.describe().variables] == [f"v{i}" for i in range(20)]
     strategy.run(lambda: kept[3].value)
     del kept[::2]
-    gc.collect()
+    collect_garbage()
     assert [v.name for v in strategy.describe().variables] == [f"v{i}" for i in range(1, 20, 2)]
 
 

@@ -92,6 +92,24 @@ def test_initial_loop_values_reach_the_first_step(pair):
     assert int(context.last_step_outputs["steps"]) == 13
 
 
+def test_outputs_of_the_default_strategys_run():
+    strategy = dj.get_strategy()
+
+    def step(context, x):
+        def replica(x):
+            context.set_last_step_output("mean", jnp.sum(x), reduce_op="mean")
+            context.set_last_step_output("kept", x)
+
+        strategy.run(replica, args=(x,))
+        context.set_last_step_output("sum", jnp.sum(x), reduce_op="sum")
+
+    outputs = strategy.extended.run_steps_on_iterator(
+        step, iter(batches(8, 4)), 2
+    ).last_step_outputs
+    assert (float(outputs["mean"]), int(outputs["sum"])) == (22.0, 22)
+    assert outputs["kept"].tolist() == [4, 5, 6, 7]
+
+
 def test_any_iterator_of_the_default_strategy():
     strategy = dj.get_strategy()
 

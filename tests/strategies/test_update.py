@@ -26,6 +26,19 @@ def test_group_false_of_a_sync_on_read_variable(pair, how):
     assert local(pair, v) == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("sync", [ON_READ, dj.VariableSynchronization.ON_WRITE])
+def test_group_false_takes_a_returned_variable_apart(pair, how, sync):
+    """ "The return value will be unwrapped": the components, not the variable twice."""
+    v = make(pair, 0.0, synchronization=sync, aggregation=SUM)
+
+    def fn(v):
+        v.assign(3.0)
+        return v
+
+    out = how(lambda: pair.extended.update(v, fn, group=False))()
+    assert [float(x) for x in out] == [3.0, 3.0]
+
+
 def test_r241_python_results_come_back(pair):
     v = make(pair)
     device = jax.devices()[0]
@@ -272,10 +285,16 @@ def test_read_var(pair, how):
 
 @pytest.mark.seed("value_container")
 def test_value_container(pair):
-    for v in (make(pair), make(pair, synchronization=ON_READ, aggregation=SUM)):
+    modes = {"synchronization": ON_READ, "aggregation": SUM}
+    for v in (make(pair, [1.0, 2.0]), make(pair, [1.0, 2.0], **modes)):
         parts = v.local_results()
         assert all(pair.extended.value_container(part) is v for part in parts)
         assert pair.extended.value_container(v) is v
+        for part in parts:
+            known = pair.local_results(pair.extended.value_container(part))
+            assert any(part is other for other in known)
+        v.assign(np.full(2, 5.0))
+        assert [x.tolist() for x in v.local_results()][1][0] != parts[1].tolist()[0]
     x = jnp.ones(2)
     assert pair.extended.value_container(x) is x
     assert pair.extended.value_container(3) == 3

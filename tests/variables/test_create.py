@@ -228,6 +228,17 @@ def test_a_per_replica_initial_value_is_refused(pair):
     assert first_line(caught) == "variable 'v' needs one initial value."
 
 
+@pytest.mark.parametrize("wrong", [None, "text", {"a": 1}, [[1], [1, 2]], lambda: None])
+def test_an_initial_value_that_is_no_array(pair, wrong):
+    with (
+        pair.scope(),
+        pytest.raises(ValueError, match="^variable 'w' needs an initial value of nu"),
+    ):
+        dj.Variable(wrong, name="w")
+    with pair.scope(), pytest.raises(ValueError, match="(?s)^variable 'w'.*for dtype nonsense"):
+        dj.Variable(1.0, name="w", dtype="nonsense")
+
+
 def test_a_function_is_compiled_onto_the_devices(mirrored):
     calls = []
 

@@ -200,6 +200,25 @@ def test_jit_donates_what_it_is_told_to(pair):
     assert y.is_deleted() and not x.is_deleted() and out.tolist() == [2] * 4
 
 
+def test_an_argument_that_was_donated_before_is_refused(pair):
+    """JAX 0.10 ends the process where it is called with such an array on several devices."""
+    x = pair.distribute_values_from_function(lambda _: np.ones(2, np.float32))
+
+    def step(y, state):
+        return pair.run(lambda state: state["x"] + y, args=(state,))
+
+    step = dj.jit(step, donate_argnums=1)
+    step(1.0, {"x": x})
+    with pytest.raises(RuntimeError) as error:
+        step(1.0, {"x": x})
+    assert str(error.value) == (
+        f"{step.__qualname__} needs argument state to hold arrays that are still there.\n"
+        "  Got: an array of float32[2, 2] that was donated before. Array has been deleted.\n"
+        "  Why: state is named in donate_argnums, so each call reuses its memory.\n"
+        f"  Fix: go on with what the call returns: state = {step.__qualname__}(state, ...)"
+    )
+
+
 @pytest.mark.parametrize("how", ["run", "jit"])
 def test_an_error_leaves_variables_as_they_are(pair, how):
     v = make(pair, jnp.ones(4))

@@ -1,0 +1,125 @@
+"""Arguments of another kind than a method takes: what the errors say."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.compat import v1_13
+from distjax.errors import LocalityError
+
+
+def refused(error, text, call):
+    with pytest.raises(error) as caught:
+        call()
+    lines = str(caught.value).splitlines()
+    parts = [line.split(":")[0].strip() for line in lines[1:]]
+    assert (lines[0], parts) == (text, ["Got", "Why", "Fix"])
+
+
+CALLS = {
+    "run": lambda s, fn: s.run(fn),
+    "merge_call": lambda s, fn: s.run(lambda: dj.get_replica_context().merge_call(fn)),
+    "update": lambda s, fn: s.extended.update(None, fn),
+    "update_non_slot": lambda s, fn: s.extended.update_non_slot((), fn),
+    "run_steps_on_iterator": lambda s, fn: s.extended.run_steps_on_iterator(fn, iter([])),
+    "distribute_values_from_function": lambda s, fn: s.distribute_values_from_function(fn),
+    "distribute_datasets_from_function": lambda s, fn: s.distribute_datasets_from_function(fn),
+    "jit": lambda s, fn: dj.jit(fn),
+    "explain": lambda s, fn: dj.explain(fn),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_what_is_no_function(pair, method):
+    refused(TypeError, f"{method} needs a function.", lambda: CALLS[method](pair, 3))
+
+
+@pytest.mark.parametrize("method", ["run", "merge_call", "distribute_datasets_from_function"])
+def test_what_is_no_function_for_the_default_strategy(method):
+    call = lambda: CALLS[method](dj.get_strategy(), 3)
+    refused(TypeError, f"{method} needs a function.", call)
+
+
+@pytest.mark.parametrize("wrong", [3, "mirrored", dj.MirroredStrategy, v1_13.OneDeviceStrategy()])
+def test_what_is_no_strategy(pair, wrong):
+    dj.set_strategy(pair)
+    text = "set_strategy needs a distjax strategy, or None."
+    refused(TypeError, text, lambda: dj.set_strategy(wrong))
+    assert dj.get_strategy() is pair
+    dj.set_strategy(None)
+
+
+@pytest.mark.parametrize("dataset", [None, [np.ones(2)], "distributed"])
+def test_steps_need_an_iterator(pair, dataset):
+    """A dataset would begin anew in each call."""
+    if dataset == "distributed":
+        dataset = pair.distribute_dataset([np.ones(2)])
+    run = lambda: pair.extended.run_steps_on_iterator(lambda context, x: None, dataset)
+    refused(TypeError, "run_steps_on_iterator needs an iterator.", run)
+
+
+def test_initial_loop_values_are_named(pair):
+    iterator = iter([np.ones(2)])
+    text = "run_steps_on_iterator: initial_loop_values needs a dict, or None."
+    run = lambda: pair.extended.run_steps_on_iterator(lambda context, x: None, iterator, 1, [0.0])
+    refused(TypeError, text, run)
+    assert next(iterator) is not None  # nothing was taken
+
+
+@pytest.mark.parametrize("output", ["text", {"a": object()}])
+def test_an_output_of_steps_that_is_no_array(pair, output):
+    def step(context, x):
+        context.set_last_step_output("kind", output)
+
+    text = "set_last_step_output('kind') needs arrays and numbers."
+    run = lambda: pair.extended.run_steps_on_iterator(step, iter([np.ones(2)]))
+    refused(TypeError, text, run)
+
+
+@pytest.mark.parametrize("make", [dj.MirroredStrategy, lambda **o: dj.VirtualStrategy(2, **o)])
+@pytest.mark.parametrize("name", [3, "", None])
+def test_an_axis_name_that_is_no_string(make, name):
+    refused(ValueError, "axis_name needs a string.", lambda: make(axis_name=name))
+
+
+@pytest.mark.parametrize("axes", [["model"], {"model": "two"}, {1: 2}, 2])
+def test_model_axes_that_are_no_sizes(axes):
+    text = "model_axes needs a dict from names to sizes."
+    refused(ValueError, text, lambda: dj.MirroredStrategy(model_axes=axes))
+
+
+def test_communication_that_is_no_options():
+    text = "communication needs a dj.CommunicationOptions, or None."
+    refused(TypeError, text, lambda: dj.MirroredStrategy(communication={"bytes_per_pack": 4}))
+
+
+def test_a_partitioner_that_is_no_function():
+    text = "ShardedStrategy: partitioner needs a function of shape and dtype, or None."
+    refused(TypeError, text, lambda: dj.ShardedStrategy(partitioner=2))
+
+
+def test_explain_for_what_is_no_strategy():
+    text = "explain needs a distjax strategy, or None."
+    refused(TypeError, text, lambda: dj.explain(lambda: 1, strategy=3))
+
+
+@pytest.mark.parametrize("numbers", ["x", (0, "y"), (True,)])
+def test_donated_arguments_are_numbers(numbers):
+    text = "jit: donate_argnums needs numbers of positional arguments."
+    refused(ValueError, text, lambda: dj.jit(lambda x, y: x, donate_argnums=numbers))
+
+
+@pytest.mark.parametrize("pairs", [None, 3])
+def test_pairs_that_are_no_sequence(pair, pairs):
+    text = "batch_reduce_to needs a sequence of (value, destinations) pairs."
+    for strategy in (pair, dj.get_strategy()):
+        refused(ValueError, text, lambda: strategy.extended.batch_reduce_to("sum", pairs))  # noqa: B023
+
+
+def test_an_array_in_place_of_non_slot_devices(pair):
+    text = "update_non_slot needs the tuple of devices that non_slot_devices returns."
+    update = lambda: pair.extended.update_non_slot(jnp.ones(2), lambda: 1)
+    refused(ValueError, text, update)
+    with pair.scope(), pytest.raises(LocalityError, match="^`colocate_vars_with` must only be pa"):
+        pair.extended.colocate_vars_with(jnp.ones(2)).__enter__()

@@ -84,6 +84,10 @@ class DistributedIterator:
     def __iter__(self) -> DistributedIterator:
         return self
 
+    def __repr__(self) -> str:
+        delivered, num_replicas = self._state["delivered"], self._layout.num_replicas
+        return f"DistributedIterator(delivered={delivered}, num_replicas={num_replicas})"
+
     def __next__(self) -> Any:
         return self._next_chunk(None, "next(iterator)").placed
 

@@ -76,6 +76,9 @@ class BatchNormalization:
         self.moving_mean = _moving(np.zeros(num_features, np.float32), f"{name}/moving_mean")
         self.moving_variance = _moving(np.ones(num_features, np.float32), f"{name}/moving_variance")
 
+    def __repr__(self) -> str:
+        return f"BatchNormalization({self.num_features}, synchronized={self.synchronized})"
+
     @property
     def parameters(self) -> dict[str, Variable]:
         """The variables to train, as `normalize` takes their values."""

@@ -47,6 +47,9 @@ class CompiledFunction:
             keep_user_lines(error)
             raise
 
+    def __repr__(self) -> str:
+        return f"dj.jit({function_name(self._fn)})"
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
         return self._program().lower(*self.marked(args, kwargs))

@@ -147,6 +147,9 @@ def test_as_text(pair):
     assert text == (
         "DistributedDataset(list, GlobalBatches(num_replicas=2, partial='error'), prefetch=2)"
     )
+    iterator = iter(pair.distribute_dataset([np.arange(2)] * 2))
+    next(iterator)
+    assert repr(iterator) == "DistributedIterator(delivered=1, num_replicas=2)"
 
 
 # -- partial batches, decision 16 ----------------------------------------------

@@ -257,3 +257,8 @@ def test_a_write_inside_grad_says_what_to_do(pair):
 
     with pytest.raises(dj.errors.TraceLeakError, match="batch_norm/moving_mean(.|\n)*jax.grad"):
         pair.run(step, args=(jnp.ones((4, C)),))
+
+
+def test_as_text():
+    layer = dj.layers.BatchNormalization(3, synchronized=False)
+    assert repr(layer) == "BatchNormalization(3, synchronized=False)"

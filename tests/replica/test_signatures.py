@@ -181,6 +181,7 @@ def test_static_arguments_by_number(number):
     def repeated(x, times):
         return [x] * times
 
+    assert repr(repeated) == "dj.jit(test_static_arguments_by_number.<locals>.repeated)"
     assert len(repeated(1.0, 3)) == 3 and len(repeated(1.0, times=2)) == 2
 
 

@@ -109,7 +109,7 @@ def run_steps(
     """Runs up to K steps: see `StrategyExtended.run_steps_on_iterator`."""
     require_callable(fn, "run_steps_on_iterator")
     _require_iterator(iterator)
-    _require_iterations(iterations)
+    iterations = _count(iterations)
     _require_initial(initial_loop_values)
     context = MultiStepContext(initial_loop_values)
     while context.iterations < iterations:
@@ -168,10 +168,10 @@ def _require_initial(values: Any) -> None:
     )
 
 
-def _require_iterations(iterations: Any) -> None:
+def _count(iterations: Any) -> int:
     is_count = isinstance(iterations, (int, np.integer)) and not isinstance(iterations, bool)
     if is_count and iterations >= 1:
-        return
+        return int(iterations)
     raise ValueError(
         explain(
             "run_steps_on_iterator: iterations needs an int of 1 or more",

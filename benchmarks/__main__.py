@@ -6,13 +6,29 @@ import pathlib
 
 import jax
 
-from benchmarks import compile_time, dispatch, parity, steps_in_flight, steps_on_iterator
+from benchmarks import (
+    compile_time,
+    dispatch,
+    flax_steps,
+    input_batches,
+    parity,
+    steps_in_flight,
+    steps_on_iterator,
+)
 from benchmarks.report import report, write
 
 VIRTUAL_CPU_DEVICES = 8
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (parity, dispatch, compile_time, steps_in_flight, steps_on_iterator)
+    for module in (
+        parity,
+        dispatch,
+        compile_time,
+        steps_in_flight,
+        steps_on_iterator,
+        flax_steps,
+        input_batches,
+    )
 }
 
 

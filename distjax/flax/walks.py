@@ -40,7 +40,9 @@ def walk(objects: Sequence[Any]) -> Walk:
         return known[0]
     found = Walk(objects)
     watch = _watch(objects, found)
-    if watch is not None:
+    if watch is None:
+        _known.pop(key, None)
+    else:
         _known[key] = found, watch, _forgotten_with(objects, key)
     return found
 

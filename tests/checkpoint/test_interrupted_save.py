@@ -8,8 +8,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import distjax as dj
-
 
 class Alarm(BaseException):
     """Raised where the program stands, as KeyboardInterrupt is."""

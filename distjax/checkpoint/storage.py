@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from distjax.checkpoint.whole_calls import WholeCalls
 from distjax.errors import CheckpointError, describe_value, explain
 
 _VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
@@ -52,6 +54,7 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
+        self._calls = WholeCalls()
 
     def place(self, step: int) -> str:
         """Returns how error texts call the checkpoint of `step`."""
@@ -78,11 +81,10 @@ class Storage:
         with self._written(step):
             if self._writer is None:
                 self._writer = self._make_manager(is_writer=True)
-            self._writer.save(
-                step, args=ocp.args.Composite(**items), metrics=dict(metrics), force=True
-            )
-        self._under_way = step
-        _with_a_save_under_way.add(self)
+            self._under_way = step  # first, so that one that a signal interrupts is awaited too
+            _with_a_save_under_way.add(self)
+            save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
+            self._calls.whole(functools.partial(save, step, metrics=dict(metrics), force=True))
 
     def wait(self) -> None:
         """Returns when what is under way is complete.
@@ -90,13 +92,16 @@ class Storage:
         Raises:
           CheckpointError: it could not be written.
         """
-        step, self._under_way = self._under_way, None
-        _with_a_save_under_way.discard(self)
-        if step is not None and self._writer is not None:
-            with self._written(step):
-                self._writer.wait_until_finished()
+        if self._under_way is not None and self._writer is not None:
+            with self._written(self._under_way):
+                self._calls.whole(self._writer.wait_until_finished)
+        self._set_complete()
         if self._writer is not None:
             self._clear_removed()
+
+    def _set_complete(self) -> None:
+        self._under_way = None
+        _with_a_save_under_way.discard(self)
 
     def delete(self, step: int) -> None:
         """Removes a step.
@@ -129,6 +134,7 @@ class Storage:
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
+            self._calls.close()
 
     @contextlib.contextmanager
     def _written(self, step: int) -> Iterator[None]:
@@ -136,6 +142,7 @@ class Storage:
         try:
             yield
         except Exception as error:
+            self._set_complete()
             failed, self._writer = self._writer, None  # it counts the step as there
             if failed is not None:
                 with contextlib.suppress(Exception):  # it may say the same once more

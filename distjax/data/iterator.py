@@ -211,15 +211,15 @@ class DistributedIterator:
             del error  # or error, traceback and this frame would keep each other alive
 
     def _next_outcome(self, steps: int | None) -> _Chunk | End:
-        if self._is_closed:
-            return End()
         running = self._running
-        if running is None or steps != running.steps:
+        if running is None or running.pipeline.is_stopped or steps != running.steps:
+            if self._is_closed:  # looked at last: `close` sets it before it stops the pipeline
+                return End()
             running = self._running = self._restarted(steps)
         outcome = running.pipeline.get()
         if isinstance(outcome, _Chunk):
             self._state = outcome.block.last_state
-        else:
+        elif not self._is_closed:
             self.close()
         return outcome
 
@@ -234,10 +234,11 @@ class DistributedIterator:
 
     def _end_pipeline(self) -> list[HostElement | End]:
         """Stops producing; returns what was produced and not taken."""
-        running, self._running = self._running, None
+        running = self._running
         if running is None:
             return []
-        items = running.pipeline.drain()
+        items = running.pipeline.drain()  # a signal may end the wait: then this is done again
+        self._running = None
         running.stop_when_dropped.detach()
         return [
             outcome

@@ -26,7 +26,13 @@ _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
 class Pipeline(Protocol):
-    """Gives items one after the other, the last one an `End`."""
+    """Gives items one after the other, the last one an `End`.
+
+    Attributes:
+      is_stopped: whether no more items were asked for, which may wait to be drained.
+    """
+
+    is_stopped: bool
 
     def get(self) -> Any:
         """Returns the next item."""
@@ -43,6 +49,8 @@ class Pipeline(Protocol):
 
 class Direct:
     """Produces each item when it is asked for, in the caller's thread."""
+
+    is_stopped = False
 
     def __init__(self, produce: Callable[[], Any]):
         self.get = produce
@@ -72,18 +80,22 @@ class Prefetcher:
         self._depth = depth
         self._items: collections.deque[Any] = collections.deque()
         self._changed = threading.Condition()
-        self._is_stopped = False
+        self.is_stopped = self._has_ended = False
         self._context = _context_of_this_thread()
         self._thread = threading.Thread(
             target=self._work, name=f"{THREAD_NAME}-{next(_thread_numbers)}", daemon=True
         )
         _live.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a signal, while it waits for the thread to run
+            self.stop()
+            raise
 
     def get(self) -> Any:
         """Returns the next item, and waits for it; an `End` again and again, or once stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._is_stopped)
+            self._changed.wait_for(lambda: self._items or self.is_stopped)
             if not self._items:
                 return End()
             if isinstance(self._items[0], End):
@@ -94,7 +106,7 @@ class Prefetcher:
     def stop(self) -> None:
         """Asks the thread to end; it does as soon as the source lets it."""
         with self._changed:
-            self._is_stopped = True
+            self.is_stopped = True
             self._changed.notify_all()
 
     def drain(self) -> list[Any]:
@@ -105,10 +117,22 @@ class Prefetcher:
 
     def join(self, timeout: float | None = None) -> None:
         """Waits for the thread to end."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            return
+        with self._changed:  # before Python 3.13 a `join` that a signal ends, ends all later ones
+            self._changed.wait_for(lambda: self._has_ended, timeout)
+            has_ended = self._has_ended
+        self._thread.join(None if has_ended else 0)
 
     def _work(self) -> None:
+        try:
+            self._produce_all()
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _produce_all(self) -> None:
         with self._context():
             while self._wait_for_room():
                 try:
@@ -124,8 +148,8 @@ class Prefetcher:
 
     def _wait_for_room(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or len(self._items) < self._depth)
-            return not self._is_stopped
+            self._changed.wait_for(lambda: self.is_stopped or len(self._items) < self._depth)
+            return not self.is_stopped
 
 
 def _context_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:

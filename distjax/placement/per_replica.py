@@ -121,7 +121,11 @@ class PerReplica:
     def __getitem__(self, key: Any) -> NoReturn:
         self._refuse()
 
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else str(self)
+
     __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = __complex__ = _refuse
+    __contains__ = __setitem__ = _refuse
     __hash__ = object.__hash__
 
 

@@ -17,7 +17,7 @@ from replicas import local
 
 import distjax as dj
 from distjax.context import frames
-from distjax.data.prefetch import THREAD_NAME
+from distjax.data.prefetch import THREAD_NAME, Prefetcher
 
 SECONDS = 60
 
@@ -338,6 +338,24 @@ def test_close_ends_the_wait_of_another_thread(pair):
     assert not taker.is_alive()
     go_on.set()
     closer.join(SECONDS)
+
+
+class Alarm(BaseException):
+    """Raised where the program stands, as KeyboardInterrupt is."""
+
+
+@pytest.mark.parametrize("method", ["join", "drain"])
+def test_an_interrupt_while_the_thread_is_ended_loses_no_element(pair, method, monkeypatch):
+    iterator, _ = started(pair)
+
+    def interrupted(*_):
+        raise Alarm
+
+    with monkeypatch.context() as patch, pytest.raises(Alarm):
+        patch.setattr(Prefetcher, method, interrupted)
+        iterator.take(2)
+    assert [int(local(pair, next(iterator))[0][0]) for _ in range(4)] == [1, 2, 3, 4]
+    iterator.close()
 
 
 def test_an_iterator_closed_by_its_own_source(pair):

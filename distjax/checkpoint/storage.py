@@ -8,9 +8,9 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 #: Steps go here by a rename before their files are removed, so that a process killed meanwhile
 #: leaves no step with half of its files.
 _REMOVED = ".removed"
+_NUM_LOOKS = 5
+T = TypeVar("T")
 
 
 class Storage:
@@ -222,10 +224,10 @@ class Storage:
     def _managed(self) -> Iterator[ocp.CheckpointManager]:
         """Gives a manager that has looked at the directory just now."""
         if self._writer is not None:
-            self._writer.reload()
+            _looked(self._writer.reload)
             yield self._writer
             return
-        manager = self._make_manager(is_writer=False)
+        manager = _looked(functools.partial(self._make_manager, is_writer=False))
         try:
             yield manager
         finally:
@@ -259,6 +261,14 @@ class Storage:
         if math.isnan(value):
             return -math.inf
         return value if self._best_mode == "max" else -value
+
+
+def _looked(look: Callable[[], T]) -> T:
+    """Returns ``look()``; looks again where another process removed a step meanwhile."""
+    for _ in range(_NUM_LOOKS - 1):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return look()
+    return look()
 
 
 def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
 import distjax as dj
@@ -118,3 +119,18 @@ def test_without_orbax_the_error_says_what_to_install():
     lines = said.stdout.decode().splitlines()
     assert lines[0] == "dj.checkpoint needs the package orbax-checkpoint."
     assert lines[-1] == "  Fix: pip install 'distjax[checkpoint]'"
+
+
+def test_a_step_that_another_process_removes_while_steps_are_listed(tmp_path, monkeypatch):
+    with dj.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+    manager, looks = ocp.CheckpointManager, []
+
+    def removed_at_first(*args, **kwargs):
+        looks.append(args)
+        if len(looks) == 1:
+            raise FileNotFoundError("0")
+        return manager(*args, **kwargs)
+
+    monkeypatch.setattr(ocp, "CheckpointManager", removed_at_first)
+    assert dj.checkpoint.Checkpointer(tmp_path).all_steps() == [1]

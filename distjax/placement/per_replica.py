@@ -101,9 +101,6 @@ class PerReplica:
             f"<th>value</th></tr></thead><tbody>{body}</tbody></table>"
         )
 
-    def __format__(self, spec: str) -> str:
-        return self._refuse() if spec else str(self)
-
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
             explain(

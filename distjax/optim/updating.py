@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import optax
+from jax import lax
 
 from distjax.optim.slots import OptimizerState
+from distjax.variables.layout import PartitionedLayout
 from distjax.variables.variable import Variable
 
 
@@ -37,12 +39,24 @@ def update_variables(
     new_params = jax.tree.leaves(optax.apply_updates(params, updates))
     for variable, value in zip(flat, new_params, strict=True):
         slots = state.slots[variable]
-        values = [value, *(new[s] for s in slots)]
+        values = [_beside_slots(slots, value), *(new[s] for s in slots)]
         extended.update(variable, _assign_with_slots, args=(slots, values))
     if state.non_slots:
         values = [new[v] for v in state.non_slots]
         devices = extended.non_slot_devices(flat)
         extended.update_non_slot(devices, _assign_each, args=(state.non_slots, values))
+
+
+def _beside_slots(slots: Sequence[Variable], value: jax.Array) -> jax.Array:
+    """Returns a new parameter, split as slots of its shape are.
+
+    Else XLA would gather the update and add it whole on each replica: R times the
+    additions, and a buffer of the parameter's size.
+    """
+    for layout in (slot.layout for slot in slots if slot.shape == value.shape):
+        if isinstance(layout, PartitionedLayout) and layout.topology.mesh is not None:
+            return lax.with_sharding_constraint(value, layout.sharding)
+    return value
 
 
 def _assign_with_slots(

@@ -1,5 +1,7 @@
 """ZeRO-3 on eight replicas: what each device holds between steps, and what a step sends."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,3 +151,13 @@ def test_zero_2_gradients_arrive_split():
     text = step.lower(g).as_text()
     assert text.count('"stablehlo.reduce_scatter"') == 1
     assert text.count('"stablehlo.all_reduce"') == 0
+
+
+@pytest.mark.parametrize("partition", ["optimizer", "gradients"])
+def test_updates_are_added_to_shards(partition):
+    """Each replica adds its shard of the update, and gathers the new parameter."""
+    training = Training(sharded(partition), OPTIMIZERS["adam"])
+    text = training.lowered().compile().as_text()
+    assert "f32[16,32]" in text
+    assert re.search(r"f32\[2,32\]\S* (add|subtract)\(", text)
+    assert not re.search(r"f32\[16,32\]\S* (add|subtract)\(", text)

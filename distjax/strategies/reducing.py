@@ -87,10 +87,12 @@ def _reduce_leaves(
     ]
 
 
-def _locate(extended: Any, op: ReduceOp, leaf: Any) -> Located | None:
+def _locate(
+    extended: Any, op: ReduceOp, leaf: Any, role: str = "the value to reduce"
+) -> Located | None:
     """Returns where `leaf` is, or None if it is not on the replicas."""
     if isinstance(leaf, PerReplica):
-        require_same_topology(leaf, extended.topology, "the value to reduce")
+        require_same_topology(leaf, extended.topology, role)
         return Located(leaf.stacked, True)
     if isinstance(leaf, Variable):
         return _locate_variable(extended, op, leaf)
@@ -172,7 +174,8 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
 
 def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any) -> Any:
     located = _locate(extended, ReduceOp.MEAN, value) or Located(jnp.asarray(value), False)
-    located_mask = _locate(extended, ReduceOp.MEAN, mask) or Located(jnp.asarray(mask), False)
+    located_mask = _locate(extended, ReduceOp.MEAN, mask, "the mask")
+    located_mask = located_mask or Located(jnp.asarray(mask), False)
     shape = located.array.shape[int(located.differs) :]
     fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
     require_mask(replica_aval(located_mask), shape, "reduce: mask", fix)
@@ -275,7 +278,7 @@ def gather(extended: Any, value: Any, axis: int) -> Any:
     """Returns the replicas' values end to end: see `Strategy.gather`."""
     require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    located = [_locate(extended, ReduceOp.MEAN, leaf) for leaf in leaves]
+    located = [_locate(extended, ReduceOp.MEAN, leaf, "the value to gather") for leaf in leaves]
     found = [x for x in located if x is not None]
     for x in found:
         require_gather_axis(x.array.ndim - int(x.differs), axis, "gather")

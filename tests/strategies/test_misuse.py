@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replicas import ids
 
 import distjax as dj
 from distjax.compat import v1_13
@@ -134,3 +135,15 @@ def test_an_array_in_place_of_non_slot_devices(pair):
     refused(ValueError, text, update)
     with pair.scope(), pytest.raises(LocalityError, match="^`colocate_vars_with` must only be pa"):
         pair.extended.colocate_vars_with(jnp.ones(2)).__enter__()
+
+
+def test_values_of_other_replicas_are_named_by_their_role(pair):
+    alien, own = ids(dj.VirtualStrategy(3)), ids(pair)
+    calls = {
+        "value to reduce": lambda: pair.reduce("sum", alien),
+        "mask": lambda: pair.reduce("sum", own, mask=alien),
+        "value to gather": lambda: pair.gather(alien, axis=0),
+    }
+    for role, call in calls.items():
+        with pytest.raises(LocalityError, match=f"^the {role} needs a PerReplica over 2 replicas"):
+            call()

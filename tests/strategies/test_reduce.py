@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from replicas import ids, local, pads, per_replica
+from replicas import ids, local, per_replica
 
 import distjax as dj
-from distjax.errors import BatchError, LocalityError
+from distjax.errors import LocalityError
 from distjax.replica.analysis import blind
 
 
@@ -74,69 +74,6 @@ def test_sum_of_a_plain_value_of_one_replica_is_the_value():
     for strategy in (dj.VirtualStrategy(1), dj.OneDeviceStrategy(), dj.get_strategy()):
         assert strategy.reduce("sum", 3.0) == 3.0
         assert float(strategy.reduce("sum", np.array([1.0, 2.0]), axis=0)) == 3.0
-
-
-def test_r111_mean_over_examples_where_replicas_have_more_or_fewer(pair, how):
-    x, mask = pads(pair, [[1, 2], [3]], np.float32)
-    assert float(how(lambda x, m: pair.reduce("mean", x, axis=0, mask=m))(x, mask)) == 2.0
-
-
-def test_mask_of_a_replica_without_examples(three):
-    x, mask = pads(three, [[1, 2], [], [6]], np.int32)
-    assert float(three.reduce("mean", x, axis=0, mask=mask)) == 3.0
-    assert int(three.reduce("sum", x, axis=0, mask=mask)) == 9
-
-
-def test_mask_counts_what_is_true(pair):
-    hits, mask = pads(pair, [[True, True, False], [True]], np.bool_)
-    total = pair.reduce("sum", hits, axis=0, mask=mask)
-    assert int(total) == 3 and total.dtype == pair.reduce("sum", hits, axis=0).dtype
-    np.testing.assert_array_equal(pair.reduce("sum", hits, mask=mask), [2, 1, 0])
-    assert float(pair.reduce("mean", hits, axis=0, mask=mask)) == 0.75
-
-
-def test_a_masked_mean_of_float16_does_not_overflow(pair):
-    x, mask = pads(pair, [[20.0] * 4000, [20.0] * 3000], np.float16)
-    mean = pair.reduce("mean", x, axis=0, mask=mask)
-    assert float(mean) == 20 and mean.dtype == jnp.float16
-
-
-def test_mask_ignores_what_is_not_a_number(pair):
-    x = per_replica(pair, [np.array([1, np.nan], np.float32), np.array([3, np.inf], np.float32)])
-    mask = per_replica(pair, [np.array([True, False])] * 2)
-    assert float(pair.reduce("mean", x, axis=0, mask=mask)) == 2.0
-
-
-def test_mask_without_an_axis_counts_elementwise(pair):
-    x, mask = pads(pair, [[1, 2], [3]], np.float32)
-    np.testing.assert_array_equal(pair.reduce("sum", x, mask=mask), [4, 2])
-    np.testing.assert_array_equal(pair.reduce("mean", x, mask=mask), [2, 2])
-
-
-def test_mask_over_further_axes(pair):
-    x = per_replica(pair, [np.full((2, 3), r + 1.0, np.float32) for r in range(2)])
-    mask = per_replica(pair, [np.array([True, True]), np.array([True, False])])
-    assert float(pair.reduce("sum", x, axis=(0, 1), mask=mask)) == 12.0
-    np.testing.assert_allclose(pair.reduce("mean", x, axis=0, mask=mask), [4 / 3] * 3, rtol=1e-6)
-
-
-def test_mask_equal_on_every_replica(pair):
-    x = per_replica(pair, [np.array([1, 2], np.float32), np.array([3, 4], np.float32)])
-    assert float(pair.reduce("sum", x, axis=0, mask=np.array([True, False]))) == 4.0
-    value = pair.run(lambda: jnp.array([1.0, 2.0]))
-    assert float(pair.reduce("sum", value, axis=0, mask=np.array([True, False]))) == 2.0
-
-
-@pytest.mark.parametrize("mask", [np.array([1.0, 0.0]), np.array([True]), np.ones((2, 2), bool)])
-def test_masks_that_do_not_fit(pair, mask):
-    x = per_replica(pair, [np.array([1, 2], np.float32)] * 2)
-    with pytest.raises(BatchError, match=r"^reduce: mask needs bool values of shape \(2,\) per"):
-        pair.reduce("sum", x, axis=0, mask=mask)
-
-
-def test_mask_with_a_tree(pair):
-    with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
-        pair.reduce("sum", [ids(pair)], mask=np.array([True]))
 
 
 def test_r113_mean_of_integers_is_true_division(three, how):

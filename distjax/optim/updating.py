@@ -39,7 +39,7 @@ def update_variables(
     new_params = jax.tree.leaves(optax.apply_updates(params, updates))
     for variable, value in zip(flat, new_params, strict=True):
         slots = state.slots[variable]
-        values = [_beside_slots(slots, value), *(new[s] for s in slots)]
+        values = [_added_to_shards(variable, slots, value), *(new[s] for s in slots)]
         extended.update(variable, _assign_with_slots, args=(slots, values))
     if state.non_slots:
         values = [new[v] for v in state.non_slots]
@@ -47,15 +47,16 @@ def update_variables(
         extended.update_non_slot(devices, _assign_each, args=(state.non_slots, values))
 
 
-def _beside_slots(slots: Sequence[Variable], value: jax.Array) -> jax.Array:
-    """Returns a new parameter, split as slots of its shape are.
+def _added_to_shards(variable: Variable, slots: Sequence[Variable], value: jax.Array) -> jax.Array:
+    """Returns a variable's new value, computed shard by shard where its slots are split.
 
     Else XLA would gather the update and add it whole on each replica: R times the
-    additions, and a buffer of the parameter's size.
+    additions, and a buffer of the variable's size.
     """
     for layout in (slot.layout for slot in slots if slot.shape == value.shape):
         if isinstance(layout, PartitionedLayout) and layout.topology.mesh is not None:
-            return lax.with_sharding_constraint(value, layout.sharding)
+            shards = lax.with_sharding_constraint(value, layout.sharding)
+            return lax.with_sharding_constraint(shards, variable.layout.sharding)
     return value
 
 

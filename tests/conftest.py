@@ -5,7 +5,11 @@ import gc
 import os
 import tempfile
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX is imported; children inherit it
+# Read when JAX is imported; children inherit them.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Most programs run once: a quarter of the time of the tests would be LLVM making them fast.
+_QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_TO_COMPILE}".strip()
 
 import jax
 

@@ -24,7 +24,7 @@ HOWS = st.sampled_from([dj.jit, lambda fn: fn])
 ROUNDING = {"rtol": 1e-4, "atol": 1e-3}
 
 
-@settings(MODEST, max_examples=30)
+@settings(MODEST, max_examples=20)
 @given(programs.programs(), st.integers(0, 1), REPLICA_COUNTS, HOWS)
 def test_compiled_equals_reference(program, flag, num_replicas, how):
     make = programs.maker(program, flag)

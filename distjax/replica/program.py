@@ -75,9 +75,9 @@ class Program:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        finish: Callable[[Any], Any] = lambda result: result,
+        finish: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Runs the program and returns ``finish(the user's results)``.
+        """Runs the program and returns the user's results, or what `finish` makes of them.
 
         `finish` is part of the step: where a signal raises meanwhile, it is called once more.
         """
@@ -99,10 +99,14 @@ class Program:
             self._is_unguarded = True
         return result
 
-    def _run(self, donated: Any, tree: Any, finish: Callable[[Any], Any]) -> tuple[Any, ResultForm]:
+    def _run(self, donated: Any, tree: Any, finish: Any) -> tuple[Any, ResultForm]:
         if donated:
             self._require_undeleted(donated)
-        if not self._threads:
+        if not self._threads and finish is None:  # nothing that a signal could leave half done
+            _, arrays, box, ticket = self._jitted((), donated, (), tree)
+            form = unboxed(box)
+            result = form.unpack(arrays)
+        elif not self._threads:
             result, form, ticket = self._start((), donated, (), tree, finish)
         else:
             if self._writes and jax_compat.tracing():
@@ -126,8 +130,9 @@ class Program:
             # In C from the call to the list: a signal that raises (KeyboardInterrupt) as the
             # call returns would else drop the new values, and the former ones are donated.
             returned.extend(map(self._jitted, (written,), (donated,), (read,), (tree,)))
-            if self._threads:
-                self._require_eager(returned[0][1])
+            arrays = returned[0][1]
+            if self._threads and arrays and isinstance(arrays[0], jax_compat.Tracer):
+                self._require_eager()
             return self._stored(returned[0], finish)
         except TraceLeakError:
             raise
@@ -138,12 +143,13 @@ class Program:
                 self._lose_deleted(written)
             raise
 
-    def _stored(self, returned: Any, finish: Callable[[Any], Any]) -> tuple[Any, ResultForm, Any]:
+    def _stored(self, returned: Any, finish: Any) -> tuple[Any, ResultForm, Any]:
         new, arrays, box, ticket = returned
         for variable, array in zip(self._writes, new, strict=True):
             variable.storage = array
         form = unboxed(box)
-        return finish(form.unpack(arrays)), form, ticket
+        result = form.unpack(arrays)
+        return result if finish is None else finish(result), form, ticket
 
     def _lose_deleted(self, written: Sequence[Any]) -> None:
         """Marks the variables whose arrays an interrupted call took with it."""
@@ -257,18 +263,21 @@ class Program:
         return body
 
     def _require_undeleted(self, donated: Any) -> None:
-        """Raises if an array to donate has been donated before: JAX 0.10 ends the process then."""
+        """Raises if an argument to donate has been donated before: JAX 0.10 ends the process then.
+
+        Its first array tells: those of one argument are donated together.
+        """
         for number, arg in zip(self._donate_argnums, donated, strict=True):
-            for leaf in jax.tree.leaves(arg):
+            for leaf in jax.tree.leaves(arg)[:1]:
                 is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
                 if is_array and leaf.is_deleted():
                     names = self._argument_names
                     name = names[number] if number < len(names) else str(number)
                     raise RuntimeError(_deleted_text(self.name, name, leaf))
 
-    def _require_eager(self, arrays: Sequence[Any]) -> None:
+    def _require_eager(self) -> None:
         """Raises if the program was called in a JAX trace that bakes variables in."""
-        if arrays and isinstance(arrays[0], jax_compat.Tracer) and jax_compat.staging():
+        if jax_compat.staging():
             raise TraceLeakError(self._leak_text())
 
     def _leak_text(self) -> str:

@@ -66,7 +66,7 @@ class Program:
         self._hides_objects = False
         self._jitted: Any = None  # a jax.stages.Wrapped, made at the first call
         self._pending: Discovered | None = None
-        self._is_unguarded = False
+        self._is_unguarded = self._spans_devices = False
         self._watch = RetraceWatch(name, argument_names)
 
     # -- calling --------------------------------------------------------------
@@ -93,15 +93,17 @@ class Program:
         except _NewVariables as news:
             self._adopt(news.discovered, donated, tree)
             result, form = self._run(donated, tree, finish)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if "deleted" in str(error):
+                self._require_undeleted(donated)
             result, form = self._run(*self._repaired(error, args, kwargs), finish)
         if form.made_again:
             self._is_unguarded = True
         return result
 
     def _run(self, donated: Any, tree: Any, finish: Any) -> tuple[Any, ResultForm]:
-        if donated:
-            self._require_undeleted(donated)
+        if donated and self._spans_devices:
+            self._require_undeleted(donated)  # JAX 0.10 ends the process where it meets one
         if not self._threads and finish is None:  # nothing that a signal could leave half done
             _, arrays, box, ticket = self._jitted((), donated, (), tree)
             form = unboxed(box)
@@ -254,6 +256,7 @@ class Program:
                 raise _NewVariables(discovered)
             values = dict(zip((*writes, *reads), (*written, *read), strict=True))
             arrays, form, new = discovered.evaluate((donated, tree), values)
+            self._spans_devices = discovered.spans_devices
             ticket = make_ticket() if discovered.spans_devices else None
             # The new values come first: jit pairs donated inputs with the first outputs of their
             # shape, and on one device it does not ask in which memory (JAX 0.12 too).
@@ -263,7 +266,7 @@ class Program:
         return body
 
     def _require_undeleted(self, donated: Any) -> None:
-        """Raises if an argument to donate has been donated before: JAX 0.10 ends the process then.
+        """Raises a RuntimeError if an argument to donate has been donated before.
 
         Its first array tells: those of one argument are donated together.
         """

@@ -1,4 +1,6 @@
-"""One value per replica, in and out, for tests."""
+"""One value per replica, in and out, and functions that count their traces, for tests."""
+
+import functools
 
 import numpy as np
 
@@ -39,3 +41,15 @@ def pads(strategy, rows, dtype):
     values = [np.array([*row, *[99] * (width - len(row))], dtype) for row in rows]
     masks = [np.arange(width) < len(row) for row in rows]
     return per_replica(strategy, values), per_replica(strategy, masks)
+
+
+def counted(fn):
+    """Returns a function that counts how often Python runs it."""
+
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        wrapper.calls += 1
+        return fn(*args, **kwargs)
+
+    wrapper.calls = 0
+    return wrapper

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(distjax.__file__).parent
 
 FLOORS = {
     "errors": -2,
+    "integers": -2,
     "tables": -2,
     "jax_compat": -1,
     "tracebacks": -1,

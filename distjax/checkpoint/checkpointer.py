@@ -6,8 +6,6 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from distjax.checkpoint.delayed import DelayedRestore
 from distjax.checkpoint.description import describe
 from distjax.checkpoint.restoring import Saved
@@ -15,6 +13,7 @@ from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import as_tree
 from distjax.context import frames
 from distjax.errors import CheckpointError, describe_value, explain
+from distjax.integers import is_int
 
 
 class Checkpointer:
@@ -267,8 +266,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _require_step(step: Any) -> int:
-    is_int = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
-    if is_int and step >= 0:
+    if is_int(step) and step >= 0:
         return int(step)
     raise ValueError(
         explain(
@@ -281,8 +279,8 @@ def _require_step(step: Any) -> int:
 
 
 def _require_options(max_to_keep: Any, best_mode: Any) -> None:
-    is_count = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
-    if (max_to_keep is None or (is_count and max_to_keep >= 1)) and best_mode in ("max", "min"):
+    is_count = is_int(max_to_keep) and max_to_keep >= 1
+    if (max_to_keep is None or is_count) and best_mode in ("max", "min"):
         return
     raise ValueError(
         explain(

@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from distjax.errors import describe_value, explain
+from distjax.integers import is_int
 
 
 class CommunicationImplementation(enum.Enum):
@@ -51,7 +52,7 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         for name in ("bytes_per_pack", "devices_per_host"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not is_int(value) or value < 0:
                 raise ValueError(_text(name, "an int, 0 or more", value))
         if self.compress not in (None, "bfloat16"):
             raise ValueError(_text("compress", "None or 'bfloat16'", self.compress))

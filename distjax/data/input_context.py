@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from distjax.errors import BatchError, describe_value, explain
+from distjax.integers import is_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +58,7 @@ class InputContext:
 
 
 def _require_count(global_batch_size: Any) -> None:
-    is_count = isinstance(global_batch_size, (int, np.integer)) and global_batch_size >= 0
-    if is_count and not isinstance(global_batch_size, bool):
+    if is_int(global_batch_size) and global_batch_size >= 0:
         return
     raise BatchError(
         explain(

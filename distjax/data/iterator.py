@@ -17,6 +17,7 @@ from distjax.data.layout import InputLayout
 from distjax.data.prefetch import Direct, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, explain
+from distjax.integers import is_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class DistributedIterator:
 
         Source: `run_steps_on_iterator` of seed 001.
         """
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        if not is_int(num_steps) or num_steps < 1:
             raise ValueError(
                 explain(
                     "take needs a number of steps, 1 or more",
@@ -144,7 +145,7 @@ class DistributedIterator:
                     fix="iterator.take(100)",
                 )
             )
-        chunk = self._next_chunk(num_steps, "iterator.take")
+        chunk = self._next_chunk(int(num_steps), "iterator.take")
         return Steps(len(chunk.block), chunk.placed, self._layout)
 
     # -- saving and resuming --------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from distjax.errors import describe_value, explain
+from distjax.integers import is_int
 
 ERROR, DROP, PAD = PARTIAL = ("error", "drop", "pad")
 
@@ -42,8 +43,7 @@ class InputOptions:
                     fix="dj.InputOptions(partial='pad')",
                 )
             )
-        is_int = isinstance(self.prefetch, int) and not isinstance(self.prefetch, bool)
-        if not is_int or self.prefetch < 0:
+        if not is_int(self.prefetch) or self.prefetch < 0:
             raise ValueError(
                 explain(
                     "InputOptions(prefetch=...) needs an int, 0 or more",

@@ -12,6 +12,7 @@ import optax
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.context import frames
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, explain
+from distjax.integers import is_int
 from distjax.optim import gradients
 from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
@@ -258,7 +259,7 @@ def _require_transformation(tx: Any) -> None:
 
 
 def _require_steps(count: Any) -> None:
-    if isinstance(count, int) and not isinstance(count, bool) and count >= 1:
+    if is_int(count) and count >= 1:
         return
     raise ValueError(
         explain(

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax.errors import describe_value, explain
+from distjax.integers import is_int
 
 #: The default name of the mesh axis that runs over the replicas.
 REPLICA_AXIS = "replica"
@@ -133,8 +134,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
             )
         )
     _require_axis_name(axis_name)
-    is_int = isinstance(num_replicas, (int, np.integer)) and not isinstance(num_replicas, bool)
-    if not is_int or num_replicas < 1:
+    if not is_int(num_replicas) or num_replicas < 1:
         raise ValueError(
             explain(
                 "num_replicas needs a positive int",

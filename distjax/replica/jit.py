@@ -12,6 +12,7 @@ import jax
 
 from distjax.context import frames
 from distjax.errors import explain
+from distjax.integers import is_int
 from distjax.replica.arguments import (
     Static,
     as_static,
@@ -167,7 +168,7 @@ def jit(
 def _numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
     """Returns one number or several as a tuple."""
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
-    if all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
+    if all(map(is_int, numbers)):
         return numbers
     raise ValueError(
         explain(

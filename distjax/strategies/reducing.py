@@ -19,6 +19,7 @@ from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_
 from distjax.context import frames
 from distjax.data.masks import require_mask
 from distjax.errors import LocalityError, describe_value, explain
+from distjax.integers import is_int
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.replica.layout import laid_out
 from distjax.replica.located import Located, replica_aval
@@ -137,7 +138,7 @@ def _reduced_elsewhere(extended: Any, op: ReduceOp, leaf: Any, axes: tuple[int, 
 def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for a in axes:
-        if isinstance(a, bool) or not isinstance(a, (int, np.integer)):
+        if not is_int(a):
             raise TypeError(
                 explain(
                     "reduce: axis needs to be None, an int or a tuple of ints",

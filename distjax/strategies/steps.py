@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
@@ -18,6 +17,7 @@ from distjax.context.frames import Frame
 from distjax.data.iterator import DistributedIterator, Steps
 from distjax.data.layout import InputLayout
 from distjax.errors import describe_value, explain
+from distjax.integers import is_int
 from distjax.replica import lax
 from distjax.replica.arguments import Static, function_name, is_array, require_callable
 from distjax.replica.program import Program
@@ -169,8 +169,7 @@ def _require_initial(values: Any) -> None:
 
 
 def _count(iterations: Any) -> int:
-    is_count = isinstance(iterations, (int, np.integer)) and not isinstance(iterations, bool)
-    if is_count and iterations >= 1:
+    if is_int(iterations) and iterations >= 1:
         return int(iterations)
     raise ValueError(
         explain(

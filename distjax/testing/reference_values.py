@@ -15,6 +15,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.collectives.ops import ReduceOp
 from distjax.errors import LocalityError, describe_value, explain
+from distjax.integers import is_int
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 
@@ -143,7 +144,7 @@ def combined_within(op: ReduceOp, values: Sequence[Any], axis: Any, mask: Any) -
 def concatenated(values: Sequence[Any], axis: int, method: str) -> jax.Array:
     """Returns the replicas' values end to end along `axis`."""
     ndim = jnp.ndim(values[0])
-    if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < ndim:
+    if not is_int(axis) or not 0 <= axis < ndim:
         raise ValueError(
             explain(
                 f"{method} needs an axis between 0 and {ndim - 1}",

@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from distjax.errors import describe_value, explain
+from distjax.integers import is_int
 
 
 def _require_count(owner: str, name: str, value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if is_int(value) and value >= 1:
         return
     raise ValueError(
         explain(

@@ -1,14 +1,13 @@
 """Laws of what goes wrong: nothing half done, nothing left in force, nothing mixed up."""
 
 import copy
-import functools
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import everywhere, ids, local
+from replicas import counted, everywhere, ids, local
 
 import distjax as dj
 from distjax.errors import StrategyMismatchError
@@ -214,18 +213,6 @@ def test_strategies_are_not_copied(strategy):
 
 
 # -- programs are compiled once -------------------------------------------------
-
-
-def counted(fn):
-    """Returns a function that counts how often Python runs it."""
-
-    @functools.wraps(fn)
-    def wrapper(*args, **kwargs):
-        wrapper.calls += 1
-        return fn(*args, **kwargs)
-
-    wrapper.calls = 0
-    return wrapper
 
 
 def test_traced_once_per_signature(strategy, how):

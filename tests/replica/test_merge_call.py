@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from merging import context, merge, sum_of
 from replicas import ids, local, per_replica
 
 import distjax as dj
@@ -15,19 +16,6 @@ from distjax.errors import (
     StrategyMismatchError,
 )
 from distjax.replica.analysis import blind
-
-
-def context():
-    return dj.get_replica_context()
-
-
-def merge(fn, *args, **kwargs):
-    return context().merge_call(fn, args=args, kwargs=kwargs)
-
-
-def sum_of(strategy, x):
-    return strategy.reduce("sum", x)
-
 
 # -- what the function gets, and what comes back -------------------------------
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from on_reference import context, local, rid, variable
 
 import distjax as dj
 from distjax.errors import (
@@ -26,23 +27,6 @@ ON_READ, ON_WRITE = dj.VariableSynchronization.ON_READ, dj.VariableSynchronizati
 def strategy():
     """Two replicas."""
     return dj.testing.ReferenceStrategy(2)
-
-
-def context():
-    return dj.get_replica_context()
-
-
-def rid():
-    return int(context().replica_id_in_sync_group)
-
-
-def variable(strategy, initial=10.0, name="v", **modes):
-    with strategy.scope():
-        return dj.Variable(initial, name=name, **modes)
-
-
-def local(strategy, value):
-    return [np.asarray(x).tolist() for x in strategy.local_results(value)]
 
 
 def test_a_sum_is_never_of_weak_type(strategy, pair):

@@ -244,15 +244,16 @@ class Program:
 
     def _body(self) -> Callable[..., Any]:
         writes, reads = self._writes, self._reads
-        threaded = {*writes, *reads}
+        threaded, written_here = {*writes, *reads}, frozenset(writes)
 
         def body(written: Sequence[Any], donated: Any, read: Sequence[Any], tree: Any) -> Any:
             discovered, self._pending = self._pending, None
             if discovered is None or not discovered.fits((donated, tree)):
                 self._watch.saw((donated, tree))
                 discovered = self._discover(donated, tree, Creation())
-            touched = (*discovered.reads, *discovered.writes, *discovered.created)
-            if not threaded.issuperset(touched):
+            touched = (*discovered.reads, *discovered.created)
+            # A variable that is threaded, but only read so far, has no output to be written to.
+            if not (threaded.issuperset(touched) and written_here.issuperset(discovered.writes)):
                 raise _NewVariables(discovered)
             values = dict(zip((*writes, *reads), (*written, *read), strict=True))
             arrays, form, new = discovered.evaluate((donated, tree), values)

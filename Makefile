@@ -68,7 +68,7 @@ GOLDEN_VENV := .venv-golden
 golden:  ## ask TensorFlow 2.21 again and rewrite tests/golden/data
 	@test -x $(GOLDEN_VENV)/bin/python || $(PYTHON) -m venv $(GOLDEN_VENV)
 	$(GOLDEN_VENV)/bin/python -m pip install --quiet 'tensorflow-cpu==2.21.*'
-	$(GOLDEN_VENV)/bin/python tests/golden/record.py
+	$(GOLDEN_VENV)/bin/python -m tests.golden.record
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

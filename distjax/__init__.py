@@ -10,31 +10,31 @@ from typing import Any as _Any
 from distjax import diagnostics, errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.collectives.ops import ReduceOp
-from distjax.data.batch import Batch
-from distjax.data.dataset import DistributedDataset
-from distjax.data.input_context import InputContext
-from distjax.data.iterator import DistributedIterator
-from distjax.data.options import InputOptions
-from distjax.diagnostics.explaining import explain
-from distjax.diagnostics.visualizing import visualize
-from distjax.placement.locality import Locality
-from distjax.placement.per_replica import PerReplica
-from distjax.placement.topology import REPLICA_AXIS
-from distjax.replica import lax
-from distjax.replica.context import ReplicaContext
-from distjax.replica.jit import jit
-from distjax.strategies.central_storage import CentralStorageStrategy
-from distjax.strategies.default import DefaultStrategy
-from distjax.strategies.extended import StrategyExtended
-from distjax.strategies.mirrored import MirroredStrategy
-from distjax.strategies.one_device import OneDeviceStrategy
-from distjax.strategies.scoping import (
+from distjax.context.scoping import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
     set_strategy,
 )
+from distjax.data.batch import Batch
+from distjax.data.dataset import DistributedDataset
+from distjax.data.input_context import InputContext
+from distjax.data.iterator import DistributedIterator
+from distjax.data.options import InputOptions
+from distjax.diagnostics.explain_step import explain
+from distjax.diagnostics.visualizing import visualize
+from distjax.placement.locality import Locality
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import REPLICA_AXIS
+from distjax.program.jit import jit
+from distjax.replica import lax
+from distjax.replica.replica_context import ReplicaContext
+from distjax.strategies.central_storage import CentralStorageStrategy
+from distjax.strategies.default import DefaultStrategy
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.mirrored import MirroredStrategy
+from distjax.strategies.one_device import OneDeviceStrategy
 from distjax.strategies.sharded import ShardedStrategy
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy

@@ -36,7 +36,7 @@ class DivergenceError(MergeError, LocalityError):
 
 
 class UnsupportedError(ContextError, NotImplementedError):
-    """The strategy in force does not have what the call needs."""
+    """The active strategy does not have what the call needs."""
 
 
 class LocalityWarning(UserWarning):
@@ -63,7 +63,7 @@ class ClusterError(RuntimeError):
     """The processes of a job do not agree, or one of them is gone."""
 
 
-def explain(expected: str, *, got: str, why: str, fix: str) -> str:
+def message(expected: str, *, got: str, why: str, fix: str) -> str:
     """Returns the text of an error in the four parts that every message has.
 
     Example:

@@ -123,7 +123,7 @@ def open_jaxpr(closed: Any) -> tuple[jec.Jaxpr, list[Any]]:
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", None) or ())
 
 
-def make_jaxpr(
+def new_jaxpr(
     like: jec.Jaxpr,
     constvars: Sequence[Any],
     invars: Sequence[Any],
@@ -157,7 +157,7 @@ def live_equations(
 def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
     """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
     eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
-    return make_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)
+    return new_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:

@@ -193,4 +193,4 @@ def fn(three):
 dj.VirtualStrategy(2).run(fn, args=(3,))
 
 # %% [markdown]
-# Code of an older age runs under its own names: see `distjax.compat.v1_12`, `v1_13`, `v1_15`.
+# Code of an older API runs under its own names: see `distjax.compat.v1_12`, `v1_13`, `v1_15`.

@@ -24,9 +24,9 @@ jax.config.update("jax_compilation_cache_dir", os.environ["DISTJAX_TESTS_PROGRAM
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 import pytest
-from seed_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
 import distjax as dj
+from tests.seed_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
 REPLICA_COUNTS = (1, 2, 3, 8)
 
@@ -103,8 +103,8 @@ def collect_garbage():
 
 @pytest.fixture(autouse=True)
 def clean_context():
-    """After each test, whatever it raised, the default context is in force."""
+    """After each test, whatever it raised, the default context is active."""
     yield
     clean = not dj.has_strategy() and not dj.in_cross_replica_context()
     dj.set_strategy(None)  # so that one test that fails does not fail the next
-    assert clean, "the test left a strategy in force"
+    assert clean, "the test left a strategy active"

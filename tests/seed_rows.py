@@ -1,7 +1,7 @@
 """What the three seeds name: the rows of the README's table, written down by hand.
 
-Seed 002 is the tower age (TensorFlow 1.12), 001 the early replica age (1.13), 000 the late
-replica age (1.15). A test holds a row by ``@pytest.mark.seed("<name of the row>")``.
+Seed 002 is the tower API (TensorFlow 1.12), 001 the early replica API (1.13), 000 the late
+replica API (1.15). A test holds a row by ``@pytest.mark.seed("<name of the row>")``.
 """
 
 import dataclasses

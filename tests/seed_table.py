@@ -10,7 +10,8 @@ import difflib
 import pathlib
 
 import pytest
-from seed_rows import SECTIONS
+
+from tests.seed_rows import SECTIONS
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- seeds: made by `make table` -->\n", "<!-- end of seeds -->\n"

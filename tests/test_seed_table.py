@@ -3,11 +3,11 @@
 import functools
 
 import pytest
-from seed_rows import SECTIONS, Row
-from seed_table import BEGIN, END, SeedTable, empty_rows, make_table, sees_all
 
 import distjax as dj
 from distjax.compat import v1_12, v1_13, v1_15
+from tests.seed_rows import SECTIONS, Row
+from tests.seed_table import BEGIN, END, SeedTable, empty_rows, make_table, sees_all
 
 pytest_plugins = ["pytester"]
 

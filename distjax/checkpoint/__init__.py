@@ -3,10 +3,10 @@
 try:
     import orbax.checkpoint as _orbax
 except ImportError as error:
-    from distjax.errors import explain as _explain
+    from distjax.errors import message as _message
 
     raise ImportError(
-        _explain(
+        _message(
             "dj.checkpoint needs the package orbax-checkpoint",
             got=f"{type(error).__name__}: {error}",
             why="it writes and reads through orbax, which distjax does not install by itself",

@@ -1,4 +1,4 @@
-"""Checkpointer: the face of checkpoints."""
+"""Checkpointer: the facade of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import as_tree
 from distjax.context import frames
-from distjax.errors import CheckpointError, describe_value, explain
+from distjax.errors import CheckpointError, describe_value, message
 from distjax.integers import is_int
 
 
@@ -97,7 +97,9 @@ class Checkpointer:
         step = _require_step(step)
         metrics = self._require_metrics(metrics)
         self._require_after_latest(step)
-        with frames.handed(()):  # in the default context variables of every strategy can be read
+        with frames.with_stack(
+            ()
+        ):  # in the default context variables of every strategy can be read
             description = describe(step, wanted.leaves.values(), metrics)
             arrays = {
                 key: leaf.snapshot()
@@ -222,7 +224,7 @@ class Checkpointer:
         if step in steps:
             return int(step)
         raise CheckpointError(
-            explain(
+            message(
                 f"{self.directory!r} needs a complete checkpoint"
                 + ("" if step is None else f" of step {step}"),
                 got=f"the steps {', '.join(map(str, steps))}" if steps else "none",
@@ -237,7 +239,7 @@ class Checkpointer:
         if latest is None or step > latest:
             return
         raise CheckpointError(
-            explain(
+            message(
                 f"save needs a step after the latest one in {self.directory!r}, {latest}",
                 got=f"step {step}",
                 why="the latest step is where a run resumes, and steps are not written over",
@@ -252,7 +254,7 @@ class Checkpointer:
             return {name: float(value) for name, value in found.items()}
         needed = "numbers by name" if best is None else f"numbers by name, {best!r} among them"
         raise ValueError(
-            explain(
+            message(
                 f"save: metrics needs {needed}",
                 got=describe_value(metrics),
                 why="they are kept with the step, and choose which steps are kept",
@@ -269,7 +271,7 @@ def _require_step(step: Any) -> int:
     if is_int(step) and step >= 0:
         return int(step)
     raise ValueError(
-        explain(
+        message(
             "save needs a step number, 0 or more",
             got=describe_value(step),
             why="steps are in the order of their numbers, and the latest is where a run resumes",
@@ -283,7 +285,7 @@ def _require_options(max_to_keep: Any, best_mode: Any) -> None:
     if (max_to_keep is None or is_count) and best_mode in ("max", "min"):
         return
     raise ValueError(
-        explain(
+        message(
             "Checkpointer needs max_to_keep=None or a positive int, and best_mode 'max' or 'min'",
             got=f"max_to_keep={max_to_keep!r}, best_mode={best_mode!r}",
             why="they say how many steps are kept, and which metric is better",

@@ -6,7 +6,7 @@ from typing import Any
 
 from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.trees import as_tree
-from distjax.errors import CheckpointError, explain
+from distjax.errors import CheckpointError, message
 
 
 class DelayedRestore:
@@ -67,7 +67,7 @@ class DelayedRestore:
         if not self._left:
             return
         raise CheckpointError(
-            explain(
+            message(
                 "a delayed restore needs trees that take all that was saved",
                 got=f"no place yet for {', '.join(self._left)}",
                 why="what was saved and never restored begins anew, in silence",

@@ -13,9 +13,9 @@ from jax.sharding import Sharding
 
 from distjax import jax_compat
 from distjax.checkpoint import json_values
-from distjax.checkpoint.objects import is_stateful
 from distjax.checkpoint.specs import NUMBER_TYPES, Spec, array_spec, dtype_name
-from distjax.errors import AggregationError, CheckpointError, describe_value, explain
+from distjax.checkpoint.state_objects import is_stateful
+from distjax.errors import AggregationError, CheckpointError, describe_value, message
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.variables.policy import Combine
@@ -46,7 +46,7 @@ class Leaf(abc.ABC):
         """Returns where the saved array is read to; None: host memory."""
 
     @abc.abstractmethod
-    def restored(self, saved: Any) -> Any:
+    def restore(self, saved: Any) -> Any:
         """Returns the leaf with a saved array or JSON in it: in place, or a new one."""
 
 
@@ -67,7 +67,7 @@ def make_leaf(key: str, value: Any) -> Leaf:
     if _is_array(value):
         return ArrayLeaf(key, value)
     raise CheckpointError(
-        explain(
+        message(
             f"{key!r} needs to be something that a checkpoint can hold",
             got=describe_value(value),
             why="a checkpoint holds variables, arrays, PerReplica values, numbers, text, Flax NNX "
@@ -108,7 +108,7 @@ class VariableLeaf(Leaf):
         if self.value.policy.cross_read is not Combine.REFUSE:
             return
         raise AggregationError(
-            explain(
+            message(
                 f"{action} of variable {self.value.name!r} needs an aggregation",
                 got=f"ON_READ with aggregation NONE, at key {self.key!r}",
                 why="a checkpoint holds one value per variable, so that it fits any number of "
@@ -119,14 +119,14 @@ class VariableLeaf(Leaf):
         )
 
     def snapshot(self) -> Any:
-        return _held(self.value.value)
+        return _as_writable(self.value.value)
 
     def sharding(self) -> Sharding | None:
         # What is stored flat, or once per replica, is laid out by the assignment.
         is_direct = self.value.layout.kind in (kinds.MIRRORED, kinds.PARTITIONED)
         return self.value.sharding if is_direct and not self.spec.is_key else None
 
-    def restored(self, saved: Any) -> Variable:
+    def restore(self, saved: Any) -> Variable:
         self.value.assign(_array(self.spec, saved))
         return self.value
 
@@ -146,14 +146,14 @@ class ArrayLeaf(Leaf):
     def snapshot(self) -> Any:
         if isinstance(self.value, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                explain(
+                message(
                     f"save of {self.key!r} needs a value",
                     got=f"the shape and dtype alone: {self.value}",
                     why="they say what to restore, not what to save",
                     fix="checkpointer.save(step, tree) with the arrays",
                 )
             )
-        return _held(self.value)
+        return _as_writable(self.value)
 
     def sharding(self) -> Sharding | None:
         target = self._place()
@@ -172,7 +172,7 @@ class ArrayLeaf(Leaf):
             return self.value.sharding if self.value.committed else None
         return getattr(self.value, "sharding", None)
 
-    def restored(self, saved: Any) -> Any:
+    def restore(self, saved: Any) -> Any:
         array, place = _array(self.spec, saved), self._place()
         if isinstance(self.value, np.generic):
             return np.asarray(array)[()]
@@ -195,12 +195,12 @@ class PerReplicaLeaf(Leaf):
         return array_spec(self.value.stacked, self.value.num_replicas)
 
     def snapshot(self) -> Any:
-        return _held(self.value.stacked)
+        return _as_writable(self.value.stacked)
 
     def sharding(self) -> Sharding | None:
         return None if self.spec.is_key else self.value.topology.per_replica
 
-    def restored(self, saved: Any) -> PerReplica:
+    def restore(self, saved: Any) -> PerReplica:
         topology = self.value.topology
         stacked = jax.device_put(_array(self.spec, saved), topology.per_replica)
         return PerReplica(stacked, topology)
@@ -224,7 +224,7 @@ class NumberLeaf(Leaf):
     def sharding(self) -> None:
         return None
 
-    def restored(self, saved: Any) -> Any:
+    def restore(self, saved: Any) -> Any:
         value = saved.item() if hasattr(saved, "item") else json_values.decode(saved)
         return type(self.value)(value)
 
@@ -243,7 +243,7 @@ class StateLeaf(Leaf):
             return json_values.encode(self.value.get_state())
         except TypeError as error:
             raise CheckpointError(
-                explain(
+                message(
                     f"save of {self.key!r} needs a state of numbers, text, bytes, lists, tuples, "
                     "dicts and numpy arrays",
                     got=f"{type(self.value).__name__}.get_state() with {error}",
@@ -255,7 +255,7 @@ class StateLeaf(Leaf):
     def sharding(self) -> None:
         return None
 
-    def restored(self, saved: Any) -> Any:
+    def restore(self, saved: Any) -> Any:
         self.value.set_state(json_values.decode(saved))
         return self.value
 
@@ -263,7 +263,7 @@ class StateLeaf(Leaf):
 # -- arrays -------------------------------------------------------------------
 
 
-def _held(value: Any) -> Any:
+def _as_writable(value: Any) -> Any:
     """Returns the array that orbax is to write, PRNG keys as their data.
 
     It needs no copy here: orbax copies numpy arrays, and arrays on an accelerator,

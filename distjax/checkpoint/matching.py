@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from distjax.checkpoint.specs import Spec, fits
-from distjax.errors import CheckpointError, explain
+from distjax.errors import CheckpointError, message
 
 #: How many keys of each kind of mismatch an error lists.
 _MAX_LISTED = 50
@@ -27,7 +27,7 @@ class Difference:
     unlike: dict[str, tuple[Spec, Spec]]
 
 
-def matched(
+def match_keys(
     wanted: Mapping[str, Spec],
     saved: Mapping[str, Spec],
     names: Mapping[str, str],
@@ -40,7 +40,7 @@ def matched(
     Args:
       wanted: what the tree has, by key.
       saved: what the checkpoint has, by key.
-      names: the saved keys by what they are called in the tree: see `renamed`.
+      names: the saved keys by what they are called in the tree: see `rename_keys`.
       partial: whether keys that only one of them has are left alone.
       where: the checkpoint, in an error text.
 
@@ -64,7 +64,7 @@ def matched(
     return both
 
 
-def renamed(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
+def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
     """Returns the saved keys by what they are called in the tree.
 
     Args:
@@ -85,7 +85,7 @@ def renamed(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict
         new = key if old is None else rename[old] + key[len(old) :]
         if new in names:
             raise CheckpointError(
-                explain(
+                message(
                     f"rename needs to leave one value at {new!r} of {where}",
                     got=f"{names[new]!r} and {key!r}, both called so",
                     why="one place in the tree takes one value",
@@ -97,12 +97,12 @@ def renamed(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict
     unused = sorted(set(rename) - used)
     if unused:
         raise CheckpointError(
-            explain(
+            message(
                 f"rename needs keys of {where}",
                 got=f"{', '.join(unused)}, which it does not hold",
                 why="rename={old: new} goes from the checkpoint's keys to the tree's; a key is a "
                 'path joined by "/", or the beginning of one',
-                fix=f"one of: {_listed(sorted(saved))}",
+                fix=f"one of: {_list_keys(sorted(saved))}",
             )
         )
     return names
@@ -118,11 +118,11 @@ def _difference_text(difference: Difference, where: str) -> str:
         ],
     }
     lines = [
-        f"\n    {len(keys)} {kind}:\n      {_listed(keys, chr(10) + ' ' * 6)}"
+        f"\n    {len(keys)} {kind}:\n      {_list_keys(keys, chr(10) + ' ' * 6)}"
         for kind, keys in groups.items()
         if keys
     ]
-    return explain(
+    return message(
         f"{where} needs to hold what the tree has, key by key",
         got="keys missing in the checkpoint, extra in it, or different:" + "".join(lines),
         why="a value that is left out, or cut to another shape, would be a silent error. Nothing "
@@ -133,16 +133,17 @@ def _difference_text(difference: Difference, where: str) -> str:
 
 
 def _nothing_text(wanted: Iterable[str], names: Iterable[str], where: str) -> str:
-    return explain(
+    return message(
         f"a partial restore needs a key that both the tree and {where} have",
-        got=f"{_listed(sorted(wanted))} in the tree; {_listed(sorted(names))} in the checkpoint",
+        got=f"{_list_keys(sorted(wanted))} in the tree; {_list_keys(sorted(names))} in the "
+        "checkpoint",
         why="nothing would be restored, in silence",
         fix="give the tree the structure that was saved, or restore(tree, partial=True, "
         "rename={'old': 'new'})",
     )
 
 
-def _listed(keys: list[str], separator: str = ", ") -> str:
+def _list_keys(keys: list[str], separator: str = ", ") -> str:
     more = len(keys) - _MAX_LISTED
     shown = keys[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
     return separator.join(shown)

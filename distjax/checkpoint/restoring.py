@@ -7,11 +7,11 @@ from typing import Any
 
 from distjax.checkpoint.description import saved_specs
 from distjax.checkpoint.leaves import StateLeaf
-from distjax.checkpoint.matching import matched, renamed
+from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
 from distjax.context import frames
-from distjax.errors import CheckpointError, explain
+from distjax.errors import CheckpointError, message
 
 
 class Saved:
@@ -30,7 +30,7 @@ class Saved:
         self._where = storage.place(step)
         self._description = storage.description(step)
         self._specs = saved_specs(self._description)
-        self.names = renamed(self._specs, rename, self._where)
+        self.names = rename_keys(self._specs, rename, self._where)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
         """Returns the tree with the saved values of the keys `names` in it.
@@ -39,12 +39,14 @@ class Saved:
           CheckpointError: the keys differ, or files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
-        names = matched(specs, self._specs, names, partial=partial, where=self._where)
+        names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
         values = self._values(wanted, names)
-        with frames.handed(()):  # in the default context variables of every strategy can be written
+        with frames.with_stack(
+            ()
+        ):  # in the default context variables of every strategy can be written
             _set_states(wanted, values, self._where)
             now = {
-                key: leaf.restored(values[key])
+                key: leaf.restore(values[key])
                 if key in values and not isinstance(leaf, StateLeaf)
                 else leaf.value
                 for key, leaf in wanted.leaves.items()
@@ -68,12 +70,12 @@ def _set_states(wanted: Tree, values: Mapping[str, Any], where: str) -> None:
             continue
         before[key] = leaf, leaf.value.get_state()
         try:
-            leaf.restored(value)
+            leaf.restore(value)
         except Exception as error:
             for changed, state in before.values():
                 changed.value.set_state(state)
             raise CheckpointError(
-                explain(
+                message(
                     f"{key!r} needs to take the state that {where} has for it",
                     got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
                     why="it was saved from another dataset, or from an iterator of another kind. "

@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
-from distjax.checkpoint.whole_calls import WholeCalls
-from distjax.errors import CheckpointError, describe_value, explain
+from distjax.errors import CheckpointError, describe_value, message
+from distjax.uninterrupted import UninterruptedCalls
 
 _VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -56,7 +56,7 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
-        self._calls = WholeCalls()
+        self._calls = UninterruptedCalls()
 
     def place(self, step: int) -> str:
         """Returns how error texts call the checkpoint of `step`."""
@@ -80,13 +80,13 @@ class Storage:
         items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
-        with self._written(step):
+        with self._guard_write(step):
             if self._writer is None:
                 self._writer = self._make_manager(is_writer=True)
             self._under_way = step  # first, so that one that a signal interrupts is awaited too
             _with_a_save_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
-            self._calls.whole(functools.partial(save, step, metrics=dict(metrics), force=True))
+            self._calls.call(functools.partial(save, step, metrics=dict(metrics), force=True))
 
     def wait(self) -> None:
         """Returns when what is under way is complete.
@@ -95,8 +95,8 @@ class Storage:
           CheckpointError: it could not be written.
         """
         if self._under_way is not None and self._writer is not None:
-            with self._written(self._under_way):
-                self._calls.whole(self._writer.wait_until_finished)
+            with self._guard_write(self._under_way):
+                self._calls.call(self._writer.wait_until_finished)
         self._set_complete()
         if self._writer is not None:
             self._clear_removed()
@@ -112,11 +112,11 @@ class Storage:
           CheckpointError: it cannot be removed.
         """
         try:
-            with self._managed() as manager:
+            with self._open_manager() as manager:
                 manager.delete(step)
         except OSError as error:
             raise CheckpointError(
-                explain(
+                message(
                     f"{self.place(step)} needs to be removed from the disk",
                     got=f"{type(error).__name__}: {_first_line(error)}",
                     why="the directory may be closed to this user, or the disk read-only",
@@ -139,7 +139,7 @@ class Storage:
             self._calls.close()
 
     @contextlib.contextmanager
-    def _written(self, step: int) -> Iterator[None]:
+    def _guard_write(self, step: int) -> Iterator[None]:
         """Turns what goes wrong into a CheckpointError, and starts afresh after it."""
         try:
             yield
@@ -150,7 +150,7 @@ class Storage:
                 with contextlib.suppress(Exception):  # it may say the same once more
                     failed.close()
             raise CheckpointError(
-                explain(
+                message(
                     f"{self.place(step)} needs to be written to the disk",
                     got=f"{type(error).__name__}: {_first_line(error)}",
                     why="the disk may be full, the directory closed to this user, or another "
@@ -167,14 +167,14 @@ class Storage:
         """Returns the complete steps, in order."""
         if not os.path.isdir(self.directory):
             return []
-        with self._managed() as manager:
+        with self._open_manager() as manager:
             return sorted(manager.all_steps())
 
     def best_step(self) -> int | None:
         """Returns the step that is best by the metric; None where there is none."""
         if self._best_metric is None or not os.path.isdir(self.directory):
             return None
-        with self._managed() as manager:
+        with self._open_manager() as manager:
             return manager.best_step()
 
     def description(self, step: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Storage:
           CheckpointError: it was not written by distjax, or is damaged.
         """
         args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
-        with self._managed() as manager, self._read(step):
+        with self._open_manager() as manager, self._guard_read(step):
             return manager.restore(step, args=args)[_DESCRIPTION]
 
     def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
@@ -200,17 +200,17 @@ class Storage:
             restore_args={key: _restore_args(s) for key, s in shardings.items()},
             partial_restore=True,
         )
-        with self._managed() as manager, self._read(step):
+        with self._open_manager() as manager, self._guard_read(step):
             restored = manager.restore(step, args=ocp.args.Composite(**{_VALUES: args}))
             return jax.block_until_ready(restored[_VALUES])
 
     @contextlib.contextmanager
-    def _read(self, step: int) -> Iterator[None]:
+    def _guard_read(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             raise CheckpointError(
-                explain(
+                message(
                     f"{self.place(step)} needs to be one that distjax wrote, with all its files",
                     got=f"{type(error).__name__}: {_first_line(error)}",
                     why="it was written by another program, or files in it are damaged or gone. "
@@ -221,13 +221,13 @@ class Storage:
             ) from error
 
     @contextlib.contextmanager
-    def _managed(self) -> Iterator[ocp.CheckpointManager]:
+    def _open_manager(self) -> Iterator[ocp.CheckpointManager]:
         """Gives a manager that has looked at the directory just now."""
         if self._writer is not None:
-            _looked(self._writer.reload)
+            _retry_look(self._writer.reload)
             yield self._writer
             return
-        manager = _looked(functools.partial(self._make_manager, is_writer=False))
+        manager = _retry_look(functools.partial(self._make_manager, is_writer=False))
         try:
             yield manager
         finally:
@@ -263,7 +263,7 @@ class Storage:
         return value if self._best_mode == "max" else -value
 
 
-def _looked(look: Callable[[], T]) -> T:
+def _retry_look(look: Callable[[], T]) -> T:
     """Returns ``look()``; looks again where another process removed a step meanwhile."""
     for _ in range(_NUM_LOOKS - 1):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -284,7 +284,7 @@ def _first_line(error: BaseException) -> str:
 def _require_checkpoint_directory(directory: Any) -> None:
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(
-            explain(
+            message(
                 "Checkpointer needs the path of a directory",
                 got=describe_value(directory),
                 why="a folder is made in it for each step",
@@ -307,7 +307,7 @@ def _require_checkpoint_directory(directory: Any) -> None:
     else:
         return
     raise CheckpointError(
-        explain(
+        message(
             f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
             got=got,
             why="a folder is made in it for each step, and old ones are removed",

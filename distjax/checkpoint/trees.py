@@ -12,9 +12,9 @@ import jax
 
 from distjax import jax_compat
 from distjax.checkpoint.leaves import Leaf, VariableLeaf, make_leaf
-from distjax.checkpoint.objects import inside_of, is_nnx, is_node
+from distjax.checkpoint.state_objects import inside_of, is_nnx, is_node
 from distjax.context import frames
-from distjax.errors import CheckpointError, ContextError, explain
+from distjax.errors import CheckpointError, ContextError, message
 
 #: Makes a tree again of what stands at each key now.
 _Rebuild = Callable[[Mapping[str, Any]], Any]
@@ -58,7 +58,7 @@ def as_tree(value: Any, method: str) -> Tree:
     repeated = sorted(key for key, count in counts.items() if count > 1)
     if repeated:
         raise CheckpointError(
-            explain(
+            message(
                 "the tree needs a key of its own for each leaf",
                 got=f"several leaves at {', '.join(repeated)}",
                 why='a key is the path to the leaf joined by "/", so {"a/b": x, "a": {"b": y}} '
@@ -75,7 +75,7 @@ def as_tree(value: Any, method: str) -> Tree:
 def _visit(prefix: str, value: Any, leaves: list[Leaf]) -> Callable[[Mapping[str, Any]], Any]:
     """Appends the leaves of `value`; returns what makes it again of values by key."""
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)
-    parts = [_visit_node(_joined(prefix, path), node, leaves) for path, node in paths]
+    parts = [_visit_node(_join_path(prefix, path), node, leaves) for path, node in paths]
     return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
 
 
@@ -107,7 +107,7 @@ def _visit_nnx(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
     return rebuilt
 
 
-def _joined(prefix: str, path: Any) -> str:
+def _join_path(prefix: str, path: Any) -> str:
     own = jax.tree_util.keystr(path, simple=True, separator="/")
     return "/".join(part for part in (prefix, own) if part)
 
@@ -118,7 +118,7 @@ def _require_outside(method: str) -> None:
     if not is_replica and frame.state is None and not jax_compat.tracing():
         return
     raise ContextError(
-        explain(
+        message(
             f"{method} needs to be called outside of replica functions and traces",
             got=frame.name if is_replica else "a trace (dj.jit, a merge function, jax.jit, ...)",
             why="a traced function runs once, and its values exist only when its program has run",

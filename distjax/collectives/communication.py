@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
 
@@ -68,7 +68,7 @@ class CommunicationOptions:
         if not 1 < inside < num_replicas or num_replicas % inside == 0:
             return
         raise ValueError(
-            explain(
+            message(
                 f"CommunicationOptions: devices_per_host needs to divide the {num_replicas} "
                 "replicas",
                 got=f"{inside}, which leaves {num_replicas % inside} over",
@@ -99,7 +99,7 @@ def as_communication_options(options: Any) -> CommunicationOptions:
     if options is None or isinstance(options, CommunicationOptions):
         return options or DEFAULT_OPTIONS
     raise TypeError(
-        explain(
+        message(
             "communication needs a dj.CommunicationOptions, or None",
             got=describe_value(options),
             why="the options are checked together, where they are written",
@@ -109,7 +109,7 @@ def as_communication_options(options: Any) -> CommunicationOptions:
 
 
 def _text(name: str, expected: str, value: Any) -> str:
-    return explain(
+    return message(
         f"CommunicationOptions: {name} needs {expected}",
         got=describe_value(value),
         why="it says how reductions travel",

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 
 
 def is_sparse(value: object) -> bool:
@@ -25,7 +25,7 @@ def require_dense(tree: Any, method: str) -> None:
     for leaf in jax.tree.leaves(tree, is_leaf=is_sparse):
         if is_sparse(leaf):
             raise NotImplementedError(
-                explain(
+                message(
                     f"{method} needs dense arrays, not sparse ones",
                     got=describe_value(leaf),
                     why="the replicas' sparse arrays have indices of their own",

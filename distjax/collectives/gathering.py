@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 
 
 def require_gather_axis(ndim: int, axis: Any, method: str) -> None:
@@ -12,7 +12,7 @@ def require_gather_axis(ndim: int, axis: Any, method: str) -> None:
     if isinstance(axis, int) and 0 <= axis < ndim:
         return
     raise ValueError(
-        explain(
+        message(
             f"{method} needs an axis between 0 and {ndim - 1}"
             if ndim
             else f"{method} needs a value with at least one axis",

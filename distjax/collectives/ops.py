@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distjax import jax_compat
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 
 
 class ReduceOp(enum.Enum):
@@ -39,7 +39,7 @@ def as_reduce_op(op: Any, where: str = "op") -> ReduceOp:
     if is_ours and name in ReduceOp.__members__:
         return ReduceOp[name]
     raise ValueError(
-        explain(
+        message(
             f"{where} needs a ReduceOp: ReduceOp.SUM, ReduceOp.MEAN, 'sum', 'mean' (in any "
             "case), VariableAggregation.SUM or VariableAggregation.MEAN",
             got=f"{op!r} is not a valid ReduceOp" if isinstance(op, str) else describe_value(op),
@@ -61,7 +61,7 @@ def require_sums(dtype: Any, method: str) -> None:
     if not jax_compat.is_key_dtype(dtype):
         return
     raise TypeError(
-        explain(
+        message(
             f"{method} needs numbers, not PRNG keys",
             got=f"dtype {dtype}",
             why="keys have neither a sum nor a mean",

@@ -63,10 +63,10 @@ def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax
     def plain(x: jax.Array) -> jax.Array:
         return lax.psum(x, axis)
 
-    def compressed(x: jax.Array) -> jax.Array:
+    def sum_compressed(x: jax.Array) -> jax.Array:
         if not x.size or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize <= 2:
             return plain(x)
-        return _compressed_sum(x, axis, topology.num_replicas)
+        return _sum_compressed(x, axis, topology.num_replicas)
 
     def two_levels(x: jax.Array) -> jax.Array:
         if not x.size:
@@ -74,7 +74,7 @@ def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax
         return _two_level_sum(x, axis, topology.num_replicas, options.devices_per_host)
 
     if options.compress is not None:
-        return compressed
+        return sum_compressed
     inside = options.devices_per_host
     # Groups of replicas do not exist where replicas share a device.
     if topology.mesh is not None and 1 < inside < topology.num_replicas:
@@ -88,7 +88,7 @@ def _in_chunks(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
-def _compressed_sum(x: jax.Array, axis: str, num_replicas: int) -> jax.Array:
+def _sum_compressed(x: jax.Array, axis: str, num_replicas: int) -> jax.Array:
     chunks = _in_chunks(x, num_replicas).astype(jnp.bfloat16)
     received = lax.all_to_all(chunks, axis, 0, 0)
     mine = jnp.sum(received.astype(jnp.float32), axis=0).astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
 """Reductions, gathering and broadcasting in the global view.
 
 Functions of arrays and of what is static about them, to be called through
-`launch.compiled`. An array that is equal on every replica counts as R copies.
+`eager.call_compiled`. An array that is equal on every replica counts as R copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def reduce_arrays(
     arrays: Sequence[Any],
     topology: Topology,
     op: ReduceOp,
-    differs: tuple[bool, ...],
+    varying: tuple[bool, ...],
     axes: tuple[int, ...],
     options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: tuple[Any, ...] = (),
@@ -36,7 +36,7 @@ def reduce_arrays(
       arrays: global arrays, [R, ...] where they differ, else [...].
       topology: the R replicas.
       op: SUM or MEAN.
-      differs: per array, whether replicas have different values.
+      varying: per array, whether replicas have different values.
       axes: axes of one replica's value to reduce over as well; a mean is then
         over all elements of all replicas.
       options: how the values that differ travel.
@@ -44,27 +44,25 @@ def reduce_arrays(
         (it arrives by one reduce-scatter), or None; () for none.
     """
     count = topology.num_replicas
-    splits = splits or (None,) * len(differs)
-    scattered = [d and s is not None for d, s in zip(differs, splits, strict=True)]
+    splits = splits or (None,) * len(varying)
+    scattered = [d and s is not None for d, s in zip(varying, splits, strict=True)]
 
     def on_replica(*local: Any) -> list[Any]:
         inner = [_as_summand(op, _within(op, x, axes)) for x in local]
-        whole = [x for x, d, s in zip(inner, differs, scattered, strict=True) if d and not s]
+        whole = [x for x, d, s in zip(inner, varying, scattered, strict=True) if d and not s]
         summed = iter(sum_over_replicas(whole, topology, options))
         totals = []
-        for x, d, s, split in zip(inner, differs, scattered, splits, strict=True):
+        for x, d, s, split in zip(inner, varying, scattered, splits, strict=True):
             if not d:
                 totals.append(x * count if op is ReduceOp.SUM else x)
                 continue
-            total = split.scattered_sum(x) if s else next(summed)
+            total = split.scatter_sum(x) if s else next(summed)
             totals.append(total if op is ReduceOp.SUM else total / count)
         return totals
 
     arrays = [jnp.asarray(a) for a in arrays]
-    outs = map_replicas(topology, on_replica, arrays, differs, scattered)
-    return [
-        split.joined(x) if s else x for x, s, split in zip(outs, scattered, splits, strict=True)
-    ]
+    outs = map_replicas(topology, on_replica, arrays, varying, scattered)
+    return [split.join(x) if s else x for x, s, split in zip(outs, scattered, splits, strict=True)]
 
 
 def _as_summand(op: ReduceOp, x: jax.Array) -> jax.Array:
@@ -85,7 +83,7 @@ def reduce_masked(
     arrays: tuple[Any, Any],
     topology: Topology,
     op: ReduceOp,
-    differs: tuple[bool, bool],
+    varying: tuple[bool, bool],
     axes: tuple[int, ...],
 ) -> jax.Array:
     """Returns (value, mask) summed or averaged over replicas, where the mask is True.
@@ -95,7 +93,7 @@ def reduce_masked(
         shape), each with the replica axis in front where it differs.
       topology: the R replicas.
       op: SUM, or MEAN over the elements that the mask keeps.
-      differs: whether value and mask differ per replica.
+      varying: whether value and mask differ per replica.
       axes: axes of the value to reduce over as well.
     """
 
@@ -112,11 +110,11 @@ def reduce_masked(
         return [(total / count).astype(kept.dtype)]
 
     values = [jnp.asarray(a) for a in arrays]
-    return map_replicas(topology, on_replica, values, differs, [False])[0]
+    return map_replicas(topology, on_replica, values, varying, [False])[0]
 
 
 def gather_arrays(
-    arrays: Sequence[Any], topology: Topology, differs: tuple[bool, ...], axis: int
+    arrays: Sequence[Any], topology: Topology, varying: tuple[bool, ...], axis: int
 ) -> list[jax.Array]:
     """Returns the replicas' values of each array end to end along `axis`."""
 
@@ -125,11 +123,11 @@ def gather_arrays(
             ops.all_gather(x, axis, topology.axis_name)
             if d
             else jnp.concatenate([x] * topology.num_replicas, axis)
-            for x, d in zip(local, differs, strict=True)
+            for x, d in zip(local, varying, strict=True)
         ]
 
     arrays = [jnp.asarray(a) for a in arrays]
-    return map_replicas(topology, on_replica, arrays, differs, [False] * len(arrays))
+    return map_replicas(topology, on_replica, arrays, varying, [False] * len(arrays))
 
 
 def combine_components(stored: Any, topology: Topology, rule: str) -> jax.Array:

@@ -1,8 +1,8 @@
-"""The names of older ages: tower (1.12), early replica (1.13), late replica (1.15).
+"""The names of older API versions: tower (1.12), early replica (1.13), late replica (1.15).
 
-Each module is an age: its free functions, and faces of a strategy and of a
-replica context with that age's names. They only adapt names and arguments; what
-an age and distjax name alike is distjax's own.
+Each module is an API version: its free functions, and adapters of a strategy and of a
+replica context with its names. They only adapt names and arguments; what
+it and distjax name alike is distjax's own.
 """
 
 from distjax.compat import v1_12, v1_13, v1_15

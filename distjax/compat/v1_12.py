@@ -1,7 +1,7 @@
-"""Names of the tower age, TensorFlow 1.12 (seed 002).
+"""Names of the tower API, TensorFlow 1.12 (seed 002).
 
 A tower is a replica. Functions take their arguments bare: `f(fn, x)` where later
-ages write `f(fn, args=(x,))`.
+versions write `f(fn, args=(x,))`.
 
 Example:
   >>> from distjax.compat import v1_12
@@ -26,10 +26,9 @@ from typing import Any
 
 import jax
 
-from distjax.compat.faces import Face, face_or_none, iterator_of, seeing
-from distjax.context import frames
+from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
+from distjax.context import frames, scoping
 from distjax.placement.per_replica import PerReplica as PerDevice
-from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
@@ -53,8 +52,8 @@ __all__ = [
 ]
 
 
-class DistributionStrategy(Face):
-    """A strategy with the names of the tower age, those of `extended` among them.
+class DistributionStrategy(Adapter):
+    """A strategy with the names of the tower API, those of `extended` among them.
 
     Args:
       strategy: a distjax strategy.
@@ -149,7 +148,7 @@ class DistributionStrategy(Face):
         return self.num_towers == 1
 
 
-class PerDeviceDataset(Face):
+class PerDeviceDataset(Adapter):
     """A distributed dataset, and the iterator over it that seed 002 makes of it."""
 
     def make_one_shot_iterator(self) -> Any:
@@ -177,8 +176,8 @@ def _iterator(value: Any) -> Any:
     return value.iterator if isinstance(value, PerDeviceDataset) else value
 
 
-class TowerContext(Face):
-    """A replica context with the names of the tower age.
+class TowerContext(Adapter):
+    """A replica context with the names of the tower API.
 
     Args:
       context: a distjax replica context.
@@ -186,7 +185,7 @@ class TowerContext(Face):
 
     def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`ReplicaContext.merge_call`; `merge_fn` is handed a DistributionStrategy."""
-        return self.wrapped.merge_call(seeing(DistributionStrategy, merge_fn), args, kwargs)
+        return self.wrapped.merge_call(with_adapter(DistributionStrategy, merge_fn), args, kwargs)
 
     @property
     def tower_id(self) -> Any:
@@ -226,7 +225,7 @@ def OneDeviceStrategy(device: Any = None) -> DistributionStrategy:
 
 def get_tower_context() -> TowerContext | None:
     """`dj.get_replica_context`."""
-    return face_or_none(TowerContext, scoping.get_replica_context())
+    return adapt_or_none(TowerContext, scoping.get_replica_context())
 
 
 def get_cross_tower_context() -> DistributionStrategy | None:

@@ -1,4 +1,4 @@
-"""Names of the early replica age, TensorFlow 1.13 (seed 001).
+"""Names of the early replica API, TensorFlow 1.13 (seed 001).
 
 Example:
   >>> from distjax.compat import v1_13
@@ -25,12 +25,12 @@ import jax
 
 from distjax.collectives.ops import ReduceOp
 from distjax.compat import v1_12
-from distjax.compat.faces import Face, face_or_none, iterator_of, seeing
+from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
+from distjax.context import scoping
+from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.placement.per_replica import PerReplica
-from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
-from distjax.strategies.scoping import has_strategy, in_cross_replica_context
 from distjax.strategies.steps import MultiStepContext
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-class StrategyExtended(Face):
+class StrategyExtended(Adapter):
     """A `StrategyExtended` with the names of 1.13; most are distjax's own."""
 
     def experimental_run_steps_on_iterator(
@@ -79,7 +79,7 @@ class StrategyExtended(Face):
         return self.wrapped.should_init
 
 
-class Strategy(Face):
+class Strategy(Adapter):
     """A strategy with the names of 1.13.
 
     Args:
@@ -141,12 +141,12 @@ class Strategy(Face):
         return []
 
 
-class ReplicaContext(Face):
+class ReplicaContext(Adapter):
     """A replica context whose strategy has the names of 1.13."""
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.13 Strategy."""
-        return self.wrapped.merge_call(seeing(Strategy, merge_fn), args, kwargs)
+        return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
 
     @property
     def strategy(self) -> Strategy:
@@ -166,7 +166,7 @@ def OneDeviceStrategy(device: Any = None) -> Strategy:
 
 def get_replica_context() -> ReplicaContext | None:
     """`dj.get_replica_context`."""
-    return face_or_none(ReplicaContext, scoping.get_replica_context())
+    return adapt_or_none(ReplicaContext, scoping.get_replica_context())
 
 
 def get_strategy() -> Strategy:

@@ -1,4 +1,4 @@
-"""Names of the late replica age, TensorFlow 1.15 (seed 000).
+"""Names of the late replica API, TensorFlow 1.15 (seed 000).
 
 Example:
   >>> from distjax.compat import v1_15
@@ -20,14 +20,14 @@ from typing import Any
 
 from distjax.collectives.ops import ReduceOp
 from distjax.compat import v1_13
-from distjax.compat.faces import Face, face_or_none, seeing
+from distjax.compat.adapters import Adapter, adapt_or_none, with_adapter
 from distjax.compat.v1_13 import StrategyExtended
+from distjax.context import scoping
+from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.data.input_context import InputContext
 from distjax.placement.per_replica import PerReplica
-from distjax.strategies import scoping
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
-from distjax.strategies.scoping import has_strategy, in_cross_replica_context
 from distjax.strategies.steps import MultiStepContext
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-class Strategy(Face):
+class Strategy(Adapter):
     """A strategy with the names of 1.15.
 
     Args:
@@ -98,12 +98,12 @@ class Strategy(Face):
     experimental_run = v1_13.Strategy.experimental_run
 
 
-class ReplicaContext(Face):
+class ReplicaContext(Adapter):
     """A replica context whose strategy has the names of 1.15."""
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.15 Strategy."""
-        return self.wrapped.merge_call(seeing(Strategy, merge_fn), args, kwargs)
+        return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
 
     @property
     def strategy(self) -> Strategy:
@@ -123,7 +123,7 @@ def OneDeviceStrategy(device: Any = None) -> Strategy:
 
 def get_replica_context() -> ReplicaContext | None:
     """`dj.get_replica_context`."""
-    return face_or_none(ReplicaContext, scoping.get_replica_context())
+    return adapt_or_none(ReplicaContext, scoping.get_replica_context())
 
 
 def get_strategy() -> Strategy:
@@ -133,4 +133,4 @@ def get_strategy() -> Strategy:
 
 def experimental_set_strategy(strategy: Any) -> None:
     """`dj.set_strategy`."""
-    scoping.set_strategy(strategy.wrapped if isinstance(strategy, Face) else strategy)
+    scoping.set_strategy(strategy.wrapped if isinstance(strategy, Adapter) else strategy)

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from distjax.context.observer import Observer
-from distjax.errors import ContextError, StrategyMismatchError, explain
+from distjax.errors import ContextError, StrategyMismatchError, message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,15 +23,15 @@ class Frame:
     """One level of the context.
 
     Attributes:
-      strategy: the strategy in force.
+      strategy: the active strategy.
       replica_context: the ReplicaContext in a replica context, else None.
       state: where variables are read and written; None means their storage.
       in_update: whether `extended.update` is running a function on components.
       colocate_with: the variable that new variables are colocated with, or None.
-      is_default: whether this frame leaves the default state in force.
+      is_default: whether this frame leaves the default state active.
       from_set_strategy: whether `set_strategy` pushed it.
       observer: who is told what traces prove, from here inwards (an `Observer`); None
-        leaves it to the frames around, NOBODY silences them.
+        leaves it to the frames around, MUTED silences them.
     """
 
     strategy: Any
@@ -67,7 +67,7 @@ def default_frame() -> Frame:
 
 
 def current() -> Frame:
-    """Returns the frame in force."""
+    """Returns the current frame."""
     stack = _stack.get()
     return stack[-1] if stack else default_frame()
 
@@ -95,7 +95,7 @@ def pop(frame: Frame) -> None:
     _stack.set(tuple(f for f in frames if f is not frame))
     here = any(f is frame for f in frames)
     raise ContextError(
-        explain(
+        message(
             f"scopes need to be left in the order opposite to entering, "
             f"here the scope of {frame.strategy!r}",
             got=f"innermost is {frames[-1].name}" if here else "a scope entered in another thread",
@@ -106,7 +106,7 @@ def pop(frame: Frame) -> None:
 
 
 @contextlib.contextmanager
-def entered(frame: Frame) -> Iterator[Frame]:
+def with_frame(frame: Frame) -> Iterator[Frame]:
     """Puts `frame` on the stack for a block; restores the stack whatever happens."""
     before = _stack.get()
     _stack.set((*before, frame))
@@ -117,7 +117,7 @@ def entered(frame: Frame) -> Iterator[Frame]:
 
 
 @contextlib.contextmanager
-def handed(frames: tuple[Frame, ...]) -> Iterator[None]:
+def with_stack(frames: tuple[Frame, ...]) -> Iterator[None]:
     """Gives the calling thread the stack `frames` for a block (for our threads)."""
     before = _stack.get()
     _stack.set(frames)
@@ -130,27 +130,27 @@ def handed(frames: tuple[Frame, ...]) -> Iterator[None]:
 # -- who watches --------------------------------------------------------------
 
 #: As the observer of a frame: nobody is told.
-NOBODY = object()
+MUTED = object()
 
 
 def observer() -> Observer | None:
     """Returns who is told what the traces of this thread prove (`dj.explain`), or None."""
     found = next((f.observer for f in reversed(_stack.get()) if f.observer is not None), None)
-    return None if found is NOBODY else found
+    return None if found is MUTED else found
 
 
-def is_rehearsal() -> bool:
+def is_dry_run() -> bool:
     """Returns whether a trace is made to be looked at: it may change nothing."""
     return any(f.observer is not None for f in _stack.get())
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
+def without_observer() -> Iterator[None]:
     """Tells nobody of a block: a trace for shapes proves nothing that counts."""
     if observer() is None:
         yield
         return
-    with entered(dataclasses.replace(current(), observer=NOBODY)):
+    with with_frame(dataclasses.replace(current(), observer=MUTED)):
         yield
 
 
@@ -173,7 +173,7 @@ def require_cross_replica(strategy: Any, method: str) -> None:
     if frame.strategy is not strategy:
         raise StrategyMismatchError(mixing_text(strategy, frame, method))
     raise ContextError(
-        explain(
+        message(
             f"{method} needs cross-replica context",
             got=frame.name,
             why="a replica sees its own values only. Method requires being in cross-replica "
@@ -185,10 +185,10 @@ def require_cross_replica(strategy: Any, method: str) -> None:
 
 
 def require_enterable(strategy: Any, method: str) -> None:
-    """Raises unless `strategy.<method>` may put `strategy` in force here.
+    """Raises unless `strategy.<method>` may make `strategy` active here.
 
-    Legal in cross-replica context of `strategy` and wherever no strategy is in
-    force, functions that the default strategy runs among them.
+    Legal in cross-replica context of `strategy` and wherever no strategy is
+    active, functions that the default strategy runs among them.
     """
     if not current().strategy.extended.is_default:
         require_cross_replica(strategy, method)
@@ -196,8 +196,8 @@ def require_enterable(strategy: Any, method: str) -> None:
 
 def mixing_text(strategy: Any, frame: Frame, what: str) -> str:
     """Returns the text for a call of one strategy in the context of another."""
-    return explain(
-        f"{what} of {strategy!r} needs this strategy, or none, to be in force",
+    return message(
+        f"{what} of {strategy!r} needs this strategy, or none, to be active",
         got=frame.name,
         why="Mixing different tf.distribute.Strategy objects is not possible, nor is mixing "
         "distjax's: their replicas and variables live in different ways",

@@ -16,26 +16,26 @@ class Observer(Protocol):
     Traces that are made for shapes only are not shown.
     """
 
-    def saw_program(
+    def on_program(
         self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
     ) -> None:
         """A cross-replica function was traced: its variables and its array results."""
         ...
 
-    def saw_run(
+    def on_run(
         self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
     ) -> None:
         """A replica function was traced and its values were proved."""
         ...
 
-    def saw_segment(self, jaxpr: Any, differs: Sequence[bool], analysis: Any) -> None:
-        """Code of several replicas, without a merge, is emitted; `differs`: its inputs."""
+    def on_segment(self, jaxpr: Any, varying: Sequence[bool], analysis: Any) -> None:
+        """Code of several replicas, without a merge, is emitted; `varying`: its inputs."""
         ...
 
-    def saw_merge(self, eqn: Any) -> AbstractContextManager[Any]:
+    def on_merge(self, eqn: Any) -> AbstractContextManager[Any]:
         """A merge is about to be emitted; it is, inside the context returned."""
         ...
 
-    def saw_equal_reduction(self, what: str) -> None:
+    def on_equal_reduction(self, what: str) -> None:
         """Cross-replica code reduces a value that is equal on every replica."""
         ...

@@ -7,13 +7,13 @@ from typing import Any
 
 from distjax.data.global_batches import GlobalBatches
 from distjax.data.input_context import InputContext
+from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
-from distjax.data.layout import InputLayout
 from distjax.data.options import as_input_options
 from distjax.data.replica_elements import ReplicaElements
 from distjax.data.splitting import Splitter
 from distjax.data.stream import HostStream
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_callable
 
@@ -92,7 +92,7 @@ def _require_iterable(dataset: Any, expected: str) -> None:
     if is_iterable and not isinstance(dataset, (Mapping, str, bytes)):
         return
     raise TypeError(
-        explain(
+        message(
             expected,
             got=f"a {type(dataset).__name__} with keys {list(dataset)[:8]}"
             if isinstance(dataset, Mapping)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distjax.errors import BatchError, describe_value, explain
+from distjax.errors import BatchError, describe_value, message
 from distjax.placement.per_replica import is_per_replica
 
 
@@ -34,7 +34,7 @@ class HostTree(NamedTuple):
         """Equal for elements that can be stacked."""
         return self.treedef, [(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
-    def copied(self) -> HostTree:
+    def copy(self) -> HostTree:
         """Returns the tree in memory of its own."""
         return HostTree(self.treedef, [leaf.copy() for leaf in self.leaves])
 
@@ -55,7 +55,7 @@ def read_element(element: Any, name: str) -> HostTree:
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
     if not leaves:
         raise BatchError(
-            explain(
+            message(
                 f"{name} needs at least one array",
                 got=f"a tree without leaves: {describe_value(element)}",
                 why="it is split along the leading dimension of its arrays",
@@ -75,7 +75,7 @@ def _as_numpy(leaf: Any, treedef: Any, index: int, name: str) -> np.ndarray:
     except Exception as error:  # whatever the conversion of a foreign type raises
         cause = error
     raise BatchError(
-        explain(
+        message(
             f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is none",
             got=describe_value(leaf),
             why="the values of the replicas are slices of one array: sparse, ragged, text and "
@@ -104,7 +104,7 @@ def require_leading_size(tree: HostTree, name: str) -> int:
         for i, leaf in enumerate(tree.leaves)
     ]
     raise BatchError(
-        explain(
+        message(
             f"{name} needs arrays with one common leading dimension",
             got=", ".join(sizes[:8]) + (", ..." if len(sizes) > 8 else ""),
             why="a batch [G, ...] is split into [G / R, ...] for each replica",

@@ -10,8 +10,8 @@ import numpy as np
 
 from distjax.data.elements import HostTree, pad_rows, read_element, require_leading_size
 from distjax.data.options import DROP, ERROR, PAD
-from distjax.data.splitting import Position, Splitter, as_batch, told_length, told_sizes
-from distjax.errors import BatchError, explain
+from distjax.data.splitting import Position, Splitter, as_batch, find_length, find_sizes
+from distjax.errors import BatchError, message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GlobalBatches(Splitter):
     def _require_fits(self, size: int, full: int, name: str) -> None:
         if self.partial != ERROR and size > full:
             raise BatchError(
-                explain(
+                message(
                     f"{name} needs at most {full} examples with partial={self.partial!r}",
                     got=f"{size} examples",
                     why="the first batch sets the full size",
@@ -66,7 +66,7 @@ class GlobalBatches(Splitter):
         if size == full:  # dropping does not help
             other = f"batches of {-(-size // r) * r} examples"
         raise BatchError(
-            explain(
+            message(
                 f"{name} needs a number of examples that {r} replicas divide",
                 got=f"{size} examples: {size // r} per replica and {size % r} left over",
                 why="all replicas run one program, so their batches have one shape",
@@ -77,21 +77,21 @@ class GlobalBatches(Splitter):
 
     def require_splittable(self, dataset: Any) -> None:
         if self.partial == ERROR:
-            sizes = told_sizes(dataset) or []
+            sizes = find_sizes(dataset) or []
             for i, size in enumerate(sizes):
                 if size % self.num_replicas:
-                    is_all = len(sizes) == told_length(dataset)
+                    is_all = len(sizes) == find_length(dataset)
                     index = i if is_all or i == 0 else len(dataset) - 1
                     self._refuse(f"batch {index} of {len(dataset)}", size, sizes[0])
 
     def count(self, dataset: Any) -> int:
         length = len(dataset)
-        if self.partial != DROP or not length or told_length(dataset) is None:
+        if self.partial != DROP or not length or find_length(dataset) is None:
             return length
-        sizes = told_sizes(dataset)
+        sizes = find_sizes(dataset)
         if sizes is None:
             raise TypeError(
-                explain(
+                message(
                     "len() with partial='drop' needs a dataset that tells its batch sizes",
                     got=f"a {type(dataset).__name__} of {length} batches, with no sizes to look at",
                     why="how many batches are left depends on whether the last one is smaller",

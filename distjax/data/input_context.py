@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from distjax.errors import BatchError, describe_value, explain
+from distjax.errors import BatchError, describe_value, message
 from distjax.integers import is_int
 
 
@@ -40,7 +40,7 @@ class InputContext:
         if rest:
             sizes = [n * self.num_replicas_in_sync for n in (size, size + 1) if n]
             raise BatchError(
-                explain(
+                message(
                     f"get_per_replica_batch_size needs a global batch size that "
                     f"{self.num_replicas_in_sync} replicas divide",
                     got=f"global_batch_size={global_batch_size}",
@@ -61,7 +61,7 @@ def _require_count(global_batch_size: Any) -> None:
     if is_int(global_batch_size) and global_batch_size >= 0:
         return
     raise BatchError(
-        explain(
+        message(
             "get_per_replica_batch_size needs a global batch size, an int of 0 or more",
             got=describe_value(global_batch_size),
             why="it is a number of examples",

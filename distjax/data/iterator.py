@@ -13,10 +13,10 @@ from typing import Any
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.data.block import Block, HostElement
-from distjax.data.layout import InputLayout
+from distjax.data.input_layout import InputLayout
 from distjax.data.prefetch import Direct, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
-from distjax.errors import ContextError, describe_value, explain
+from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
 
 
@@ -138,7 +138,7 @@ class DistributedIterator:
         """
         if not is_int(num_steps) or num_steps < 1:
             raise ValueError(
-                explain(
+                message(
                     "take needs a number of steps, 1 or more",
                     got=describe_value(num_steps),
                     why="it is the leading dimension of what comes back",
@@ -216,7 +216,7 @@ class DistributedIterator:
         if running is None or running.pipeline.is_stopped or steps != running.steps:
             if self._is_closed:  # looked at last: `close` sets it before it stops the pipeline
                 return End()
-            running = self._running = self._restarted(steps)
+            running = self._running = self._restart(steps)
         outcome = running.pipeline.get()
         if isinstance(outcome, _Chunk):
             self._state = outcome.block.last_state
@@ -224,7 +224,7 @@ class DistributedIterator:
             self.close()
         return outcome
 
-    def _restarted(self, steps: int | None) -> _Running:
+    def _restart(self, steps: int | None) -> _Running:
         """Starts producing chunks of another size; what was not taken is cut anew."""
         self._stream.put_back(self._end_pipeline())
         produce = functools.partial(_produce, self._stream, self._layout, steps)
@@ -265,7 +265,7 @@ def _require_untraced(method: str) -> None:
     frame = frames.current()
     if frame.replica_context is not None and not frame.strategy.extended.is_default:
         raise ContextError(
-            explain(
+            message(
                 f"{method} should be called from outside of replica_fn",
                 got=frame.name,
                 why="an element has the values of all replicas, and a replica function is traced "
@@ -275,7 +275,7 @@ def _require_untraced(method: str) -> None:
         )
     if jax_compat.staging():
         raise ContextError(
-            explain(
+            message(
                 f"{method} needs to be called outside of traced functions",
                 got="a trace (dj.jit, a merge or update function, jax.jit, ...)",
                 why="the element would be a constant of the compiled program, the same in every "

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax.errors import BatchError, explain
+from distjax.errors import BatchError, message
 
 
 def require_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> None:
@@ -22,7 +22,7 @@ def require_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> Non
     if mask.dtype == jnp.bool_ and mask.shape == shape[: len(mask.shape)]:
         return
     raise BatchError(
-        explain(
+        message(
             f"{where} needs bool values of shape {shape[:1]} per replica",
             got=f"{mask.dtype} of shape {mask.shape}",
             why="it says for each example whether it counts",

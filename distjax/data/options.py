@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
 ERROR, DROP, PAD = PARTIAL = ("error", "drop", "pad")
@@ -36,7 +36,7 @@ class InputOptions:
     def __post_init__(self) -> None:
         if self.partial not in PARTIAL:
             raise ValueError(
-                explain(
+                message(
                     "InputOptions(partial=...) needs 'error', 'drop' or 'pad'",
                     got=describe_value(self.partial),
                     why="it says what happens to a batch smaller than the first one",
@@ -45,7 +45,7 @@ class InputOptions:
             )
         if not is_int(self.prefetch) or self.prefetch < 0:
             raise ValueError(
-                explain(
+                message(
                     "InputOptions(prefetch=...) needs an int, 0 or more",
                     got=describe_value(self.prefetch),
                     why="it counts the elements that are moved to the devices ahead of the loop",
@@ -61,7 +61,7 @@ def as_input_options(options: Any, method: str) -> InputOptions:
     if isinstance(options, InputOptions):
         return options
     raise TypeError(
-        explain(
+        message(
             f"{method} needs options=dj.InputOptions(...) or None",
             got=describe_value(options),
             why="the options are checked together, where they are written",

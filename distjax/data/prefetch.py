@@ -159,11 +159,11 @@ def _context_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[
     x64, device = config.jax_enable_x64, config.jax_default_device
 
     @contextlib.contextmanager
-    def handed() -> Iterator[None]:
-        with frames.handed(stack), jax.enable_x64(x64), jax.default_device(device):
+    def enter_context() -> Iterator[None]:
+        with frames.with_stack(stack), jax.enable_x64(x64), jax.default_device(device):
             yield
 
-    return handed
+    return enter_context
 
 
 @atexit.register

@@ -10,8 +10,8 @@ import numpy as np
 
 from distjax.data.elements import HostTree, leaf_path, pad_rows, read_element
 from distjax.data.options import DROP, ERROR, PAD
-from distjax.data.splitting import Position, Splitter, as_batch, told_length, told_sizes
-from distjax.errors import BatchError, explain
+from distjax.data.splitting import Position, Splitter, as_batch, find_length, find_sizes
+from distjax.errors import BatchError, message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReplicaElements(Splitter):
 
     def _stack(self, elements: list[HostTree], full: int | None, first: int) -> HostTree:
         if self.partial != PAD:
-            return _stacked(elements, first)
+            return _stack_elements(elements, first)
         present = len(elements)
         if full is None:
             mask = np.arange(self.num_replicas) < present
@@ -58,12 +58,12 @@ class ReplicaElements(Splitter):
                 HostTree(e.treedef, [pad_rows(leaf, full) for leaf in e.leaves]) for e in elements
             ]
         filled = elements + [elements[-1]] * (self.num_replicas - present)
-        return as_batch(_stacked(filled, first), mask)
+        return as_batch(_stack_elements(filled, first), mask)
 
     def _require_complete(self, present: int, name: str) -> None:
         if present < self.num_replicas:
             raise BatchError(
-                explain(
+                message(
                     f"a step needs {self.num_replicas} elements, one per replica",
                     got=f"{present} in the last step ({name})",
                     why="all replicas run one program, and none may be without input",
@@ -78,7 +78,7 @@ class ReplicaElements(Splitter):
         for i, size in enumerate(sizes):
             if size is None or size > full:
                 raise BatchError(
-                    explain(
+                    message(
                         f"element {first + i} needs a leading dimension of at most {full} with "
                         f"partial={self.partial!r}",
                         got="none common to its arrays" if size is None else str(size),
@@ -88,7 +88,7 @@ class ReplicaElements(Splitter):
                 )
 
     def require_splittable(self, dataset: Any) -> None:
-        length = told_length(dataset)
+        length = find_length(dataset)
         if self.partial == ERROR and length:
             present = length % self.num_replicas or self.num_replicas
             self._require_complete(present, f"of {length} elements")
@@ -97,7 +97,7 @@ class ReplicaElements(Splitter):
         length, r = len(dataset), self.num_replicas
         if self.partial != DROP:
             return -(-length // r)
-        sizes = told_sizes(dataset) or []
+        sizes = find_sizes(dataset) or []
         if len(sizes) == length:
             steps = [sizes[i : i + r] for i in range(0, length - length % r, r)]
             return sum(set(step) == {sizes[0]} for step in steps)
@@ -112,11 +112,11 @@ def _next_elements(source: Iterator[Any], count: int, first: int) -> list[HostTr
             element = next(source)
         except StopIteration:
             break
-        elements.append(read_element(element, f"element {first + i}").copied())
+        elements.append(read_element(element, f"element {first + i}").copy())
     return elements
 
 
-def _stacked(elements: list[HostTree], first: int) -> HostTree:
+def _stack_elements(elements: list[HostTree], first: int) -> HostTree:
     treedef = elements[0].treedef
     for r, element in enumerate(elements):
         if element.treedef != treedef:
@@ -132,7 +132,7 @@ def _stacked(elements: list[HostTree], first: int) -> HostTree:
 
 def _differ(got: str, first: int) -> BatchError:
     return BatchError(
-        explain(
+        message(
             f"the elements of one step (from element {first} on) need one structure and one shape "
             "on all replicas",
             got=got,

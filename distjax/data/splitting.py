@@ -62,7 +62,7 @@ def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
     return HostTree(treedef, leaves)
 
 
-def told_length(dataset: Any) -> int | None:
+def find_length(dataset: Any) -> int | None:
     """Returns the length of `dataset`; None if it has none, or is endless."""
     with contextlib.suppress(TypeError):
         length = len(dataset)
@@ -70,14 +70,14 @@ def told_length(dataset: Any) -> int | None:
     return None
 
 
-def told_sizes(dataset: Any) -> list[int] | None:
+def find_sizes(dataset: Any) -> list[int] | None:
     """Returns leading dimensions that `dataset` tells before it is iterated.
 
     All of them for a list or tuple; of the first and the last element where there
     are a length and items; None where a size is not to be had (the loop then says
     why).
     """
-    length = told_length(dataset)
+    length = find_length(dataset)
     if not length or not hasattr(dataset, "__getitem__"):
         return None
     is_list = isinstance(dataset, (list, tuple))

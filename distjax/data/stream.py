@@ -9,7 +9,7 @@ from typing import Any
 
 from distjax.data.block import Allocate, Block, HostElement
 from distjax.data.splitting import Position, Splitter
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 
 
 class End:
@@ -85,7 +85,7 @@ class HostStream:
             if isinstance(outcome, End):
                 break
             if not block.add(outcome):
-                self.put_back([HostElement(outcome.tree.copied(), outcome.state)])
+                self.put_back([HostElement(outcome.tree.copy(), outcome.state)])
                 break
         return block
 
@@ -123,7 +123,7 @@ class HostStream:
                 next(self._source)
             except StopIteration:
                 raise ValueError(
-                    explain(
+                    message(
                         f"set_state needs a dataset of at least {count} elements",
                         got=f"one that ended after {i}",
                         why="it is read again up to the element where the state was taken",
@@ -164,7 +164,7 @@ def _require_state(state: Any) -> Mapping[str, Any]:
     ):
         return state
     raise ValueError(
-        explain(
+        message(
             "set_state needs what get_state returned",
             got=describe_value(state),
             why="it says after which element to continue",
@@ -174,7 +174,7 @@ def _require_state(state: Any) -> Mapping[str, Any]:
 
 
 def _one_shot_text(dataset: Any) -> str:
-    return explain(
+    return message(
         "set_state needs a dataset that can be iterated again, or whose iterator has "
         "get_state and set_state",
         got=f"a {type(dataset).__name__} that is its own iterator and has been read from",

@@ -1,6 +1,6 @@
 """Seeing what happens: what a step does, where values live, how training goes."""
 
-from distjax.diagnostics.explaining import explain
+from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.explanation import Explanation
 from distjax.diagnostics.first_process import is_first_process, progress
 from distjax.diagnostics.summaries import SummaryWriter

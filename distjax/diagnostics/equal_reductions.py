@@ -15,17 +15,17 @@ from distjax.jax_compat import Literal
 _REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
 
 
-def equal_reductions(jaxpr: Any, differs: Sequence[bool], analysis: Any) -> Iterator[Any]:
+def equal_reductions(jaxpr: Any, varying: Sequence[bool], analysis: Any) -> Iterator[Any]:
     """Yields the equations of replica code that reduce an equal value, at any depth.
 
     The transpose of a reduction is left out: nobody wrote it.
 
     Args:
       jaxpr: replica code.
-      differs: which of its inputs may differ per replica.
+      varying: which of its inputs may differ per replica.
       analysis: the rules of the replica axis.
     """
-    env = dict(zip(jaxpr.invars, differs, strict=True))
+    env = dict(zip(jaxpr.invars, varying, strict=True))
     env.update((v, False) for v in jaxpr.constvars)
     analysis.run(jaxpr.eqns, env)
     for eqn in jaxpr.eqns:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distjax.diagnostics.collectives import Collective, counted
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.notes import EqualReduction, RunProof
+from distjax.diagnostics.program_collectives import Collective, count_by_kind
 from distjax.tables import Table, as_html, as_text, format_bytes
 
 
@@ -91,12 +91,12 @@ class Explanation:
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
         """Number and bytes of the collectives as written, by kind."""
-        return counted(self.written)
+        return count_by_kind(self.written)
 
     @property
     def compiled_counts(self) -> dict[str, CollectiveCount]:
         """Number and bytes of the collectives as compiled, by kind."""
-        return counted(self.compiled)
+        return count_by_kind(self.compiled)
 
     def __str__(self) -> str:
         return as_text(list(self._tables()))

@@ -62,26 +62,26 @@ class Notes:
         self.merge_lines: list[str] = []
         self._open_merges: list[int] = []
 
-    def saw_program(
+    def on_program(
         self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
     ) -> None:
         """Notes the variables and results of the whole program."""
         self.reads, self.writes, self.results = reads, writes, _letters(results)
 
-    def saw_run(
+    def on_run(
         self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
     ) -> None:
         """Notes what was proved of one replica function."""
         line, count = self._calling_line(), topology.num_replicas
         self.runs[RunProof(name, count, line, _letters(args), _letters(results))] = None
 
-    def saw_segment(self, jaxpr: Any, differs: Sequence[bool], analysis: Any) -> None:
+    def on_segment(self, jaxpr: Any, varying: Sequence[bool], analysis: Any) -> None:
         """Notes reductions of equal values in replica code."""
-        for eqn in equal_reductions(jaxpr, differs, analysis):
+        for eqn in equal_reductions(jaxpr, varying, analysis):
             self._note_reduction(eqn.primitive.name, jax_compat.source_line(eqn))
 
     @contextlib.contextmanager
-    def saw_merge(self, eqn: Any) -> Iterator[None]:
+    def on_merge(self, eqn: Any) -> Iterator[None]:
         """Marks the operations of a merge, so that its line can be found again."""
         index = len(self.merge_lines)
         self.merge_lines.append(jax_compat.source_line(eqn))
@@ -90,7 +90,7 @@ class Notes:
             yield
         self._open_merges.pop()
 
-    def saw_equal_reduction(self, what: str) -> None:
+    def on_equal_reduction(self, what: str) -> None:
         """Notes a reduction of an equal value in cross-replica code."""
         self._note_reduction(what, self._calling_line())
 
@@ -104,4 +104,4 @@ class Notes:
 
 
 def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:
-    return tuple((path, "T" if differs else "M") for path, differs in proofs)
+    return tuple((path, "T" if varying else "M") for path, varying in proofs)

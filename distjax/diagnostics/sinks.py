@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from distjax.errors import explain
+from distjax.errors import message
 
 
 class Sink(Protocol):
@@ -62,7 +62,7 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                explain(
+                message(
                     "TensorBoard event files need the package tensorboardX",
                     got="no such package",
                     why="it is an optional part of distjax",

@@ -21,7 +21,7 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.diagnostics.first_process import is_first_process
 from distjax.diagnostics.sinks import FORMATS, Sink
-from distjax.errors import LocalityError, describe_value, explain
+from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.variables.variable import Variable
 
@@ -51,7 +51,7 @@ class SummaryWriter:
         unknown = [name for name in formats if name not in FORMATS]
         if unknown or isinstance(formats, str):
             raise ValueError(
-                explain(
+                message(
                     f"SummaryWriter: formats needs names among {', '.join(FORMATS)}",
                     got=describe_value(formats),
                     why="each format is written in a way of its own",
@@ -116,7 +116,7 @@ def _scalar(name: str, value: Any) -> Any:
     value = value.value if isinstance(value, Variable) else value
     if isinstance(value, PerReplica):
         raise LocalityError(
-            explain(
+            message(
                 f"write needs one value for {name!r}",
                 got=f"a PerReplica of {value.num_replicas} values",
                 why="a summary has one number per step",
@@ -127,7 +127,7 @@ def _scalar(name: str, value: Any) -> Any:
     if is_number and np.shape(value) == ():
         return value
     raise TypeError(
-        explain(
+        message(
             f"write needs a scalar for {name!r}",
             got=describe_value(value),
             why="a summary has one number per name and step",

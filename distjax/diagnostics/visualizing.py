@@ -11,11 +11,11 @@ from jax.sharding import Sharding
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.diagnostics.picture import Block, Picture
-from distjax.errors import ContextError, describe_value, explain
+from distjax.errors import ContextError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.variables.describing import placement_text
 from distjax.variables.variable import Variable
+from distjax.variables.variable_description import placement_text
 
 Span = tuple[int, int]
 
@@ -62,16 +62,16 @@ def _array_of(x: Any) -> jax.Array:
     is_traced = isinstance(x, Variable) and frames.current().state is not None
     if is_traced or isinstance(array, jax_compat.Tracer):
         raise ContextError(
-            explain(
+            message(
                 "visualize needs a value that exists",
                 got=f"a traced value, in {frames.current().name}",
-                why="where it will live is settled when the program is compiled",
+                why="where it will live is decided when the program is compiled",
                 fix="return it, and visualize the result; or jax.debug.inspect_array_sharding",
             )
         )
     if not isinstance(array, jax.Array):
         raise TypeError(
-            explain(
+            message(
                 "visualize needs a PerReplica, a variable or a JAX array",
                 got=describe_value(array),
                 why="anything else lives on no device",

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
-from distjax.errors import describe_value, explain
-from distjax.flax.homes import Home, HostShards, home_of, placed
+from distjax.errors import describe_value, message
+from distjax.flax.layouts import ArrayLayout, HostShardedLayout, layout_of, place_array
 from distjax.flax.plans import raw_value, take_apart
 
 T = TypeVar("T")
 
 
 def create(fn: Callable[[], T]) -> T:
-    """Returns what ``fn`` builds, made where the strategy in force keeps it.
+    """Returns what ``fn`` builds, made where the active strategy keeps it.
 
     The constructor runs in a trace; one compiled program with an output sharding
     per variable makes all arrays, so nothing is first whole on one device.
@@ -29,7 +29,7 @@ def create(fn: Callable[[], T]) -> T:
         Model(rngs=nnx.Rngs(0))`. Traced twice.
 
     Locality: parameters V, the rest M. Context: cross-replica or default; with no
-      strategy in force it is ``fn()``.
+      active strategy it is ``fn()``.
 
     Raises:
       ValueError: ``fn`` returns no NNX object.
@@ -47,7 +47,7 @@ def create(fn: Callable[[], T]) -> T:
         return fn()
     frames.require_cross_replica(strategy, "flax.create")
     initial, found = initialiser(fn, strategy)
-    arrays = [placed(x, home) for x, home in zip(initial(), found.homes, strict=True)]
+    arrays = [place_array(x, layout) for x, layout in zip(initial(), found.layouts, strict=True)]
     (built,) = nnx.graph.unflatten(found.graphdef, found.treedef.unflatten(arrays))
     take_apart(_objects(built), strategy)
     return built
@@ -59,7 +59,7 @@ class Found:
 
     graphdef: Any = None
     treedef: Any = None
-    homes: Sequence[Home | None] = ()
+    layouts: Sequence[ArrayLayout | None] = ()
 
 
 def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
@@ -72,25 +72,25 @@ def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
             raise ValueError(_no_objects_text("create", built))
         graphdef, flat = nnx.graph.flatten((built,), graph=True)
         arrays, treedef = jax.tree.flatten([raw_value(v) for v in flat.leaves])
-        homes = [
-            home_of(strategy, v, jnp.shape(x), jnp.result_type(x))
+        layouts = [
+            layout_of(strategy, v, jnp.shape(x), jnp.result_type(x))
             for v in flat.leaves
             for x in jax.tree.leaves(raw_value(v))
         ]
-        found.graphdef, found.treedef, found.homes = graphdef, treedef, homes
-        return [_stored(x, home) for x, home in zip(arrays, homes, strict=True)]
+        found.graphdef, found.treedef, found.layouts = graphdef, treedef, layouts
+        return [_to_stored(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
 
     shapes = jax.eval_shape(initial)
     # JAX cannot place empty outputs: those are placed by themselves.
     shardings = [
-        home.sharding if home is not None and x.size else None
-        for x, home in zip(shapes, found.homes, strict=True)
+        layout.sharding if layout is not None and x.size else None
+        for x, layout in zip(shapes, found.layouts, strict=True)
     ]
     return jax.jit(initial, out_shardings=shardings), found
 
 
 def place(module: T) -> T:
-    """Returns `module`, its arrays moved to where the strategy in force keeps them.
+    """Returns `module`, its arrays moved to where the active strategy keeps them.
 
     Done by the first `run` or `dj.jit` under a strategy as well.
 
@@ -118,13 +118,13 @@ def _objects(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_object) if is_object(x)]
 
 
-def _stored(value: Any, home: Home | None) -> jax.Array:
+def _to_stored(value: Any, layout: ArrayLayout | None) -> jax.Array:
     value = jnp.asarray(value)
-    return home.to_stored(value) if isinstance(home, HostShards) else value
+    return layout.to_stored(value) if isinstance(layout, HostShardedLayout) else value
 
 
 def _no_objects_text(name: str, value: Any) -> str:
-    return explain(
+    return message(
         f"{name} needs NNX objects: a module, an optimizer, or a tree of such",
         got=describe_value(value),
         why="it decides where the variables in them live",

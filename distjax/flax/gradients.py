@@ -16,7 +16,7 @@ from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context import frames
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.located import from_user_value, stacked
+from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.variables.layout import PartitionedLayout
 
 
@@ -51,7 +51,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
-        split = _split_parameters(model, wrt)
+        split = _find_split_parameters(model, wrt)
 
         def on_shards(model: Any, *args: Any, **kwargs: Any) -> Any:
             own = [(v, split[path]) for path, v in _variables(model) if path in split]
@@ -86,7 +86,7 @@ class _SplitParameter(NamedTuple):
     state: Any
 
 
-def _split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
+def _find_split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
     """Returns the split parameters of `model` that match the filter, by path."""
     state, matches = frames.current().state, nnx.filterlib.to_predicate(wrt)
     found: dict[Any, _SplitParameter] = {}
@@ -170,19 +170,21 @@ class _Update:
         """Updates global values; returns shards where shards were given."""
         extended = strategy.extended
         whole = [
-            x if layout is None else layout.joined(stacked(from_user_value(x), extended.topology))
+            x
+            if layout is None
+            else layout.join(stack_replicas(from_user_value(x), extended.topology))
             for x, layout in zip(values, self._layouts, strict=True)
         ]
         count = len(self._params)
         params = self._params_tree.unflatten(whole[:count])
         slots = self._slots_tree.unflatten(whole[count:])
-        reduced = _reduced(extended, self._op, grads, whole[:count])
+        reduced = _reduce_gradients(extended, self._op, grads, whole[:count])
         updates, slots = self._optimizer.tx.update(
             self._grads_tree.unflatten(reduced), slots, params
         )
         params = optax.apply_updates(params, updates)
         new = [*jax.tree.leaves(params), *jax.tree.leaves(slots)]
-        return [_as_given(x, y, extended) for x, y in zip(new, self._layouts, strict=True)]
+        return [_return_as_given(x, y, extended) for x, y in zip(new, self._layouts, strict=True)]
 
     def write(self, new: Sequence[Any], state: Any) -> None:
         """Writes what the merge returned to the variables of the model and the optimizer."""
@@ -197,21 +199,21 @@ class _Update:
         optimizer.step[...] += 1
 
 
-def _as_given(value: Any, layout: PartitionedLayout | None, extended: Any) -> Any:
+def _return_as_given(value: Any, layout: PartitionedLayout | None, extended: Any) -> Any:
     topology = extended.topology
     if layout is None:
         return value
     split = value if topology.mesh is None else lax.with_sharding_constraint(value, layout.sharding)
-    return PerReplica(layout.stacked(split), topology)
+    return PerReplica(layout.stack(split), topology)
 
 
-def _reduced(
+def _reduce_gradients(
     extended: Any, op: ReduceOp, grads: Sequence[Any], params: Sequence[Any]
 ) -> list[jax.Array]:
     """Returns gradients reduced over the replicas, split where the strategy splits them."""
     topology = extended.topology
     layouts = [extended.placement.reduction_layout(p) for p in params]
-    arrays = [stacked(from_user_value(g), topology) for g in grads]
+    arrays = [stack_replicas(from_user_value(g), topology) for g in grads]
     done = [g.shape[1:] != p.shape for g, p in zip(arrays, params, strict=True)]
 
     def reduce(*local: jax.Array) -> list[jax.Array]:
@@ -224,13 +226,13 @@ def _reduced(
         out = dict(zip(whole, sums, strict=True))
         for i, layout in enumerate(layouts):
             if i not in out:
-                out[i] = local[i] if done[i] else layout.scattered_sum(local[i])
+                out[i] = local[i] if done[i] else layout.scatter_sum(local[i])
         return [out[i] for i in range(len(local))]
 
     splits = [isinstance(layout, PartitionedLayout) for layout in layouts]
     sums = map_replicas(topology, reduce, arrays, [True] * len(arrays), splits)
     sums = [
-        layout.joined(x) if split else x
+        layout.join(x) if split else x
         for x, layout, split in zip(sums, layouts, splits, strict=True)
     ]
     return [x / topology.num_replicas for x in sums] if op is ReduceOp.MEAN else sums

@@ -2,7 +2,7 @@
 
 Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX refuses to
 compute with one operand in each memory. A hook in the variable's metadata, which Flax
-calls for what is read, copies it. In a program distjax does the copying: stand-ins are
+calls for what is read, copies it. In a program distjax does the copying: traced objects are
 without the hook, so that what a step makes of them has the user's metadata only.
 """
 

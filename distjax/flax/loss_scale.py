@@ -75,7 +75,7 @@ class LossScale(nnx.Pytree):
         for variable, old in zip(variables, before, strict=True):
             new = raw_value(variable)
             if new is not old:
-                variable.set_raw_value(_selected(finite, new, old))
+                variable.set_raw_value(_select(finite, new, old))
         self._adjust(finite)
         return finite
 
@@ -95,7 +95,7 @@ def _all_finite(grads: Any) -> jax.Array:
     return jnp.asarray(bad if context is None else context.all_reduce("sum", bad)) == 0
 
 
-def _selected(finite: jax.Array, new: Any, old: Any) -> Any:
+def _select(finite: jax.Array, new: Any, old: Any) -> Any:
     """Returns `new` or `old`; of split values the shards are selected."""
     state = frames.current().state
     held = None if state is None else state.shard_of(new)

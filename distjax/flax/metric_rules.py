@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distjax.errors import LocalityError, describe_value, explain
+from distjax.errors import LocalityError, describe_value, message
 
 #: Takes name -> [R, ...], the parts; returns name -> [...], the whole.
-Combine = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
+CombineParts = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 #: The combination of metrics whose state is sums: an element-wise sum of the parts.
 SUM = "sum"
@@ -43,14 +43,14 @@ def combine_welford(parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {"count": total, "mean": whole, "m2": jnp.sum(m2) + spread}
 
 
-_COMBINES: dict[type, str | Combine] = {
+_COMBINES: dict[type, str | CombineParts] = {
     nnx.metrics.Average: SUM,
     nnx.metrics.Accuracy: SUM,
     nnx.metrics.Welford: combine_welford,
 }
 
 
-def register_metric(metric: type, combine: str | Combine = SUM) -> None:
+def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
     """Says how the parts of a Flax metric that the replicas computed become one.
 
     Args:
@@ -77,7 +77,7 @@ def register_metric(metric: type, combine: str | Combine = SUM) -> None:
     """
     if not (isinstance(metric, type) and issubclass(metric, nnx.metrics.Metric)):
         raise ValueError(
-            explain(
+            message(
                 "register_metric needs a subclass of nnx.metrics.Metric",
                 got=describe_value(metric),
                 why="the rule is looked up by the class of a metric",
@@ -86,7 +86,7 @@ def register_metric(metric: type, combine: str | Combine = SUM) -> None:
         )
     if combine != SUM and not callable(combine):
         raise ValueError(
-            explain(
+            message(
                 'register_metric needs "sum" or a function of the parts',
                 got=describe_value(combine),
                 why="it says how R parts of the state become one",
@@ -97,7 +97,7 @@ def register_metric(metric: type, combine: str | Combine = SUM) -> None:
     _COMBINES[metric] = combine
 
 
-def combine_of(metric: Any) -> str | Combine | None:
+def combine_of(metric: Any) -> str | CombineParts | None:
     """Returns the combination of a metric's parts; None where none is registered."""
     return _COMBINES.get(type(metric))
 
@@ -111,7 +111,7 @@ def refuse(path: str, metric: str | None) -> NoReturn:
     """Raises for state of a metric without a rule that differs per replica."""
     if metric is None:
         raise LocalityError(
-            explain(
+            message(
                 f"{path} needs to be state of a metric that was made before the step",
                 got="values that differ per replica, in an nnx.metrics.MetricState",
                 why="the class of the metric says how the replicas' parts become one",
@@ -120,7 +120,7 @@ def refuse(path: str, metric: str | None) -> NoReturn:
             )
         )
     raise LocalityError(
-        explain(
+        message(
             f"{path} needs a rule that makes one value of what the replicas wrote",
             got=f"values that differ per replica, and no rule for {metric}",
             why="the sum, the mean or the largest of the replicas' states may be meant",

@@ -1,4 +1,4 @@
-"""Plans: what is static of NNX objects that a program carries, and their arrays."""
+"""Plans: what is static of NNX objects that a program takes, and their arrays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import jax
 from flax import nnx
 
 from distjax import jax_compat
-from distjax.errors import UnsupportedError, explain
-from distjax.flax import host_reads, metric_rules, owners, rules, static_attributes, walks
-from distjax.flax.homes import Home, HostShards, home_of, placed
-from distjax.flax.walks import Walk
+from distjax.errors import UnsupportedError, message
+from distjax.flax import (
+    graph_cache,
+    host_reads,
+    metric_rules,
+    rules,
+    static_attributes,
+    strategy_of,
+)
+from distjax.flax.graph_cache import FlatGraph
+from distjax.flax.layouts import ArrayLayout, HostShardedLayout, layout_of, place_array
 from distjax.placement.per_replica import PerReplica, is_per_replica
 
 BARE = "array"  #: the kind of an array that is an attribute itself, in no variable
@@ -29,7 +36,7 @@ class Entry:
       path: the user's name, such as "Model.linear.kernel".
       kind: the name of the variable's type.
       rule: how what the replicas write becomes its value.
-      homes: where each of its arrays lives.
+      layouts: where each of its arrays lives.
       treedef: its value as a tree of arrays (mostly one).
       metric: number of the metric it belongs to and its name there, or None.
     """
@@ -37,7 +44,7 @@ class Entry:
     path: str
     kind: str
     rule: str
-    homes: tuple[Home | None, ...]
+    layouts: tuple[ArrayLayout | None, ...]
     treedef: Any
     metric: tuple[int, str] | None = None
 
@@ -67,9 +74,9 @@ class Plan:
         return self.strategy() is strategy
 
     @functools.cached_property
-    def homes(self) -> list[Home | None]:
+    def layouts(self) -> list[ArrayLayout | None]:
         """Where each leaf lives."""
-        return [home for entry in self.entries for home in entry.homes]
+        return [layout for entry in self.entries for layout in entry.layouts]
 
     @functools.cached_property
     def in_host_memory(self) -> list[int]:
@@ -77,7 +84,8 @@ class Plan:
         return [
             i
             for i, entry in enumerate(self.entries)
-            if entry.kind != BARE and any(isinstance(home, HostShards) for home in entry.homes)
+            if entry.kind != BARE
+            and any(isinstance(layout, HostShardedLayout) for layout in entry.layouts)
         ]
 
     def __repr__(self) -> str:
@@ -114,22 +122,22 @@ def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
     if strategy is not None:
-        owners.claim(objects, strategy)
+        strategy_of.assign_strategy(objects, strategy)
     else:
-        strategy = owners.common_owner(objects)
+        strategy = strategy_of.common_strategy(objects)
     in_trace = jax_compat.tracing()
-    walk = Walk(objects) if in_trace else walks.walk(objects)
-    values = [raw_value(v) for v in walk.variables]
+    graph = FlatGraph(objects) if in_trace else graph_cache.flatten_graph(objects)
+    values = [raw_value(v) for v in graph.variables]
     leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
-    plan = _plan(objects, strategy, walk, leaves, structure)
+    plan = _plan(objects, strategy, graph, leaves, structure)
     if strategy is None or in_trace:
-        return Objects(objects, plan, walk.variables, leaves)
-    stored = [placed(x, home) for x, home in zip(leaves, plan.homes, strict=True)]
+        return Objects(objects, plan, graph.variables, leaves)
+    stored = [place_array(x, layout) for x, layout in zip(leaves, plan.layouts, strict=True)]
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
-        write_entries(walk.variables, _grouped(plan.entries, stored))
-    if host_reads.add_hooks(walk.variables[i] for i in plan.in_host_memory):
+        write_entries(graph.variables, _group_by_entry(plan.entries, stored))
+    if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
         return take_apart(objects, strategy)  # metadata is part of the graph
-    return Objects(objects, plan, walk.variables, stored)
+    return Objects(objects, plan, graph.variables, stored)
 
 
 def raw_value(variable: Any) -> Any:
@@ -142,8 +150,8 @@ def raw_value(variable: Any) -> Any:
         return variable
     if variable.ref or variable.hijax:
         raise UnsupportedError(
-            explain(
-                f"{type(variable).__name__} needs to hold an array to be carried into a program",
+            message(
+                f"{type(variable).__name__} needs to hold an array to be taken into a program",
                 got="a variable made with ref=True or hijax=True",
                 why="a reference cannot be split over replicas and written back",
                 fix="make it without: nnx.Param(value), or nnx.var_defaults(ref=False)",
@@ -152,18 +160,18 @@ def raw_value(variable: Any) -> Any:
     return variable.get_raw_value()
 
 
-def _grouped(entries: Sequence[Entry], leaves: Sequence[Any]) -> dict[int, Any]:
+def _group_by_entry(entries: Sequence[Entry], leaves: Sequence[Any]) -> dict[int, Any]:
     """Returns the values of all entries, put together from their leaves."""
     remaining = iter(leaves)
     return {
-        i: entry.treedef.unflatten([next(remaining) for _ in entry.homes])
+        i: entry.treedef.unflatten([next(remaining) for _ in entry.layouts])
         for i, entry in enumerate(entries)
     }
 
 
 def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     """Returns the value of each entry of `plan`."""
-    return list(_grouped(plan.entries, leaves).values())
+    return list(_group_by_entry(plan.entries, leaves).values())
 
 
 def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
@@ -187,28 +195,28 @@ _NO_STRATEGY = _NoStrategy()
 
 
 def _plan(
-    objects: Sequence[Any], strategy: Any, walk: Walk, leaves: Sequence[Any], structure: Any
+    objects: Sequence[Any], strategy: Any, graph: FlatGraph, leaves: Sequence[Any], structure: Any
 ) -> Plan:
-    """Returns the plan of walked objects; equal graphs, shapes and rules have one plan."""
+    """Returns the plan of flattened objects; equal graphs, shapes and rules have one plan."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
     key = (structure, tuple(shapes), rules.of_types(), metric_rules.of_classes())
-    known_key, known = walk.found
+    known_key, known = graph.found
     if known_key == key and known.is_for(strategy):
         return known
     plans = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
     try:
-        plan = plans.get((walk.graphdef, *key))
+        plan = plans.get((graph.graphdef, *key))
     except TypeError:  # the graph's
         static_attributes.require_hashable(objects)
         raise
     if plan is None:
-        plan = plans[walk.graphdef, *key] = _made(objects, strategy, walk, leaves, structure)
-    walk.found = key, plan
+        plan = plans[graph.graphdef, *key] = _make_plan(objects, strategy, graph, leaves, structure)
+    graph.found = key, plan
     return plan
 
 
-def _made(
-    objects: Sequence[Any], strategy: Any, walk: Walk, leaves: Sequence[Any], structure: Any
+def _make_plan(
+    objects: Sequence[Any], strategy: Any, graph: FlatGraph, leaves: Sequence[Any], structure: Any
 ) -> Plan:
     metrics = metric_rules.metrics_in(objects)
     members = {id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()}
@@ -216,14 +224,14 @@ def _made(
     remaining = iter(leaves)
     entries, places = [], []
     treedefs = structure.children()
-    for variable, path, treedef in zip(walk.variables, walk.paths, treedefs, strict=True):
+    for variable, path, treedef in zip(graph.variables, graph.paths, treedefs, strict=True):
         own = [next(remaining) for _ in range(treedef.num_leaves)]
         name, metric = ".".join([roots[path[0]], *map(str, path[1:])]), members.get(id(variable))
         entries.append(make_entry(strategy, variable, name, own, treedef, metric))
         places += [path[0]] * len(own)
     classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
     owner = None if strategy is None else weakref.ref(strategy)
-    return Plan(walk.graphdef, tuple(entries), tuple(places), classes, owner)
+    return Plan(graph.graphdef, tuple(entries), tuple(places), classes, owner)
 
 
 def make_entry(
@@ -236,11 +244,11 @@ def make_entry(
 ) -> Entry:
     """Returns what is static of one variable."""
     rule = rules.rule_of(variable)
-    homes = tuple(
-        home_of(strategy, variable, x.shape, x.dtype)
+    layouts = tuple(
+        layout_of(strategy, variable, x.shape, x.dtype)
         if hasattr(x, "dtype") and not isinstance(x, PerReplica)
         else None
         for x in leaves
     )
     kind = type(variable).__name__ if isinstance(variable, nnx.Variable) else BARE
-    return Entry(path, kind, rule, homes, treedef, metric)
+    return Entry(path, kind, rule, layouts, treedef, metric)

@@ -10,7 +10,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.errors import LocalityError, describe_value, explain
+from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import is_array
@@ -88,7 +88,7 @@ def _require_rows(leaf: Any, path: str, topology: Topology) -> None:
     if leaf.ndim and leaf.shape[0] == topology.num_replicas:
         return
     raise LocalityError(
-        explain(
+        message(
             f"from_replicated: {path} needs a leading dimension of {topology.num_replicas}, a row "
             "per replica",
             got=describe_value(leaf),

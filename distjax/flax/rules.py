@@ -10,7 +10,7 @@ from typing import Any
 
 from flax import nnx
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 
 MIRRORED = "mirrored"  #: all replicas must write the same value
 MEAN = "mean"  #: the mean of what the replicas wrote
@@ -68,7 +68,7 @@ def set_rule(target: Any, rule: str, only: Any = ...) -> None:
     """
     if rule not in _CHOICES:
         raise ValueError(
-            explain(
+            message(
                 f"set_rule needs a rule of {', '.join(_CHOICES)}",
                 got=describe_value(rule),
                 why="it says how what the replicas write becomes one value",
@@ -80,7 +80,7 @@ def set_rule(target: Any, rule: str, only: Any = ...) -> None:
         return
     if not isinstance(target, (nnx.Pytree, nnx.Variable)):
         raise ValueError(
-            explain(
+            message(
                 "set_rule needs a type of nnx.Variable or an NNX object",
                 got=describe_value(target),
                 why="rules belong to variables",

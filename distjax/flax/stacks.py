@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from distjax.context import frames
-from distjax.errors import explain
+from distjax.errors import message
 from distjax.flax.plans import raw_value, write_entries
 
 
@@ -51,7 +51,7 @@ def scan_layers(
     variables = list(flat.leaves)
     values = [raw_value(v) for v in variables]
     _require_stack(layers, values)
-    sources = [_sliced(value) for value in values]
+    sources = [_slice_source(value) for value in values]
     changed: list[int] = []
 
     def body(carry: Any, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -74,7 +74,7 @@ def scan_layers(
     return carry
 
 
-def _sliced(value: Any) -> tuple[Any, int | None, str | None]:
+def _slice_source(value: Any) -> tuple[Any, int | None, str | None]:
     """Returns what is scanned over, and along which axis and mesh axis a slice is gathered."""
     state = frames.current().state
     held = state.shard_of(value) if state is not None else None
@@ -97,7 +97,7 @@ def _require_stack(layers: Any, values: Sequence[Any]) -> None:
     if len(lengths) == 1 and None not in lengths:
         return
     raise ValueError(
-        explain(
+        message(
             f"scan_layers needs variables of {type(layers).__name__} with one leading dimension, "
             "the number of layers",
             got=f"leading dimensions {', '.join(sorted(map(str, lengths))) or 'of no variable'}",

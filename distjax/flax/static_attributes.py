@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from distjax import jax_compat
-from distjax.errors import TraceLeakError, describe_value, explain
+from distjax.errors import TraceLeakError, describe_value, message
 
 
 class _Attribute(NamedTuple):
@@ -29,7 +29,7 @@ def require_hashable(objects: Sequence[Any]) -> None:
             hash(attribute.value)
         except TypeError as error:
             raise TypeError(
-                explain(
+                message(
                     f"{attribute.owner}.{attribute.name} needs a static value that is hashable",
                     got=describe_value(attribute.value),
                     why="a program is compiled for the static attributes of a module, and "
@@ -43,7 +43,7 @@ def require_hashable(objects: Sequence[Any]) -> None:
             hash(metadata.value)
         except TypeError as error:
             raise TypeError(
-                explain(
+                message(
                     f"{metadata.owner} needs metadata that is hashable",
                     got=f"{metadata.name}={describe_value(metadata.value)}",
                     why="a program is compiled for the metadata of a variable, and looked up by it",
@@ -62,7 +62,7 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
     for attribute in _static_attributes(objects):
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(attribute.value)):
             raise TraceLeakError(
-                explain(
+                message(
                     f"{attribute.owner}.{attribute.name} needs to be a variable to hold an array "
                     "that a step computes",
                     got="an array set as a new attribute of the module",

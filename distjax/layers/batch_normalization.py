@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.context import frames
-from distjax.errors import BatchError, describe_value, explain
+from distjax.errors import BatchError, describe_value, message
 from distjax.layers.statistics import Statistics, batch_statistics
 from distjax.placement.per_replica import is_per_replica
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
@@ -137,35 +137,35 @@ class BatchNormalization:
         """Calls ``fn`` here, or on every replica if arguments differ per replica."""
         own, frame = self.gamma.strategy, frames.current()
         is_outside = frame.replica_context is None or frame.strategy is not own
-        differs = any(is_per_replica(x) for x in jax.tree.leaves(args, is_leaf=is_per_replica))
-        return own.run(fn, args) if is_outside and differs else fn(*args)
+        varying = any(is_per_replica(x) for x in jax.tree.leaves(args, is_leaf=is_per_replica))
+        return own.run(fn, args) if is_outside and varying else fn(*args)
 
     def _normalize_here(self, x: Any, mask: Any, parameters: Mapping[str, Any]) -> Any:
-        x = self._checked(x)
+        x = self._check_input(x)
         statistics = batch_statistics(x, mask, synchronized=self.synchronized)
-        return self._transformed(x, statistics, parameters), statistics
+        return self._transform(x, statistics, parameters), statistics
 
     def _infer(self, x: Any) -> Any:
         statistics = Statistics(self.moving_mean.value, self.moving_variance.value)
         parameters = {key: v.value for key, v in self.parameters.items()}
-        return self._transformed(self._checked(x), statistics, parameters)
+        return self._transform(self._check_input(x), statistics, parameters)
 
     def _update_here(self, mean: Any, variance: Any) -> None:
         for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
             moving.assign(self.momentum * moving.value + (1 - self.momentum) * new)
 
-    def _transformed(
+    def _transform(
         self, x: jax.Array, statistics: Statistics, parameters: Mapping[str, Any]
     ) -> jax.Array:
         scale = parameters["gamma"] * jax.lax.rsqrt(statistics.variance + self.epsilon)
         return ((x - statistics.mean) * scale + parameters["beta"]).astype(x.dtype)
 
-    def _checked(self, x: Any) -> jax.Array:
+    def _check_input(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim >= 2 and x.shape[-1] == self.num_features:
             return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
         raise BatchError(
-            explain(
+            message(
                 f"BatchNormalization needs [B, ..., {self.num_features}] per replica",
                 got=describe_value(x),
                 why="the last axis holds the features, the first the examples",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax.context import frames
-from distjax.errors import ContextError, explain
+from distjax.errors import ContextError, message
 from distjax.placement.per_replica import is_per_replica
 
 
@@ -32,7 +32,7 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
 
     Raises:
       ValueError: a rate outside of [0, 1).
-      ContextError: a PerReplica with no strategy in force.
+      ContextError: a PerReplica with no active strategy.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -46,7 +46,7 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
     """
     if isinstance(rate, (int, float)) and not 0 <= rate < 1:
         raise ValueError(
-            explain(
+            message(
                 "dropout: rate needs to be at least 0 and less than 1",
                 got=str(rate),
                 why="the elements that stay are scaled by 1 / (1 - rate)",
@@ -59,10 +59,10 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
         return frame.strategy.run(apply, args=(key, rate, x))
     if is_per_replica(x):
         raise ContextError(
-            explain(
+            message(
                 "dropout of a PerReplica needs cross-replica context of its strategy",
                 got=frame.name,
-                why="the strategy in force says what one replica is",
+                why="the active strategy says what one replica is",
                 fix="with strategy.scope(): dropout(key, rate, x); or strategy.run(dropout, ...)",
             )
         )

@@ -54,7 +54,7 @@ def batch_statistics(x: Any, mask: Any = None, *, synchronized: bool = True) -> 
             return value
         return context.all_reduce("sum", value)
 
-    def summed(values: jax.Array) -> jax.Array:
+    def sum_kept(values: jax.Array) -> jax.Array:
         if kept is not None:
             values = jnp.where(kept[..., None], values, jnp.zeros_like(values))
         return over_all(jnp.sum(values, axis=axes))
@@ -64,5 +64,5 @@ def batch_statistics(x: Any, mask: Any = None, *, synchronized: bool = True) -> 
     elif synchronized and context is not None:
         count = count * context.num_replicas_in_sync
     count = jnp.maximum(count, 1)
-    mean = summed(x) / count
-    return Statistics(mean, summed(jnp.square(x - mean)) / count)
+    mean = sum_kept(x) / count
+    return Statistics(mean, sum_kept(jnp.square(x - mean)) / count)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from distjax.collectives.ops import ReduceOp, as_reduce_op, mean_dtype
 from distjax.context import frames
-from distjax.errors import BatchError, describe_value, explain
+from distjax.errors import BatchError, describe_value, message
 
 
 def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "mean") -> jax.Array:
@@ -64,7 +64,7 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "me
 def _weights(losses: jax.Array, mask: Any) -> jax.Array:
     if losses.ndim == 0:
         raise BatchError(
-            explain(
+            message(
                 "average_loss needs a loss for each example, [B, ...]",
                 got=describe_value(losses),
                 why="a loss that is averaged already does not say over how many examples",
@@ -76,7 +76,7 @@ def _weights(losses: jax.Array, mask: Any) -> jax.Array:
     shape, shapes = jnp.shape(mask), dict.fromkeys((losses.shape[:1], losses.shape))
     if shape not in shapes:
         raise BatchError(
-            explain(
+            message(
                 f"average_loss needs a mask of shape {' or '.join(map(str, shapes))}",
                 got=describe_value(mask),
                 why="it says for each example whether it counts",

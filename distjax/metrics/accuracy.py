@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax.errors import BatchError, explain
+from distjax.errors import BatchError, message
 from distjax.metrics.masking import divide_or_zero, masked_sum
 from distjax.metrics.metric import Metric
 
@@ -46,7 +46,7 @@ class Accuracy(Metric):
         is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
         if logits.ndim == 0 or labels.shape != logits.shape[:-1] or not is_integer:
             raise BatchError(
-                explain(
+                message(
                     f"metric {self.name!r} needs logits [B, ..., C] and integer labels [B, ...]",
                     got=f"logits {logits.shape}, labels {labels.dtype}{list(labels.shape)}",
                     why="there is one label for each row of logits",

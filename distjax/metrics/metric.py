@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.context import frames
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.values import is_mirrored
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
@@ -122,22 +122,22 @@ class Metric(abc.ABC):
     # -- adding ---------------------------------------------------------------
 
     def _add_here(self, *args: Any, **kwargs: Any) -> None:
-        for key, amount in self._measured(*args, **kwargs).items():
+        for key, amount in self._measure_totals(*args, **kwargs).items():
             self.variables[key].assign_add(amount)
 
     def _add_on_first_replica(self, *args: Any, **kwargs: Any) -> None:
         replica = frames.current().replica_context.replica_id_in_sync_group
-        for key, amount in self._measured(*args, **kwargs).items():
+        for key, amount in self._measure_totals(*args, **kwargs).items():
             amount = jnp.asarray(amount)
             self.variables[key].assign_add(jnp.where(replica == 0, amount, jnp.zeros_like(amount)))
 
-    def _measured(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    def _measure_totals(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         measured = self.measure(*args, **kwargs)
         if isinstance(measured, Mapping) and set(measured) == set(self.variables):
             return measured
         got = sorted(measured) if isinstance(measured, Mapping) else describe_value(measured)
         raise ValueError(
-            explain(
+            message(
                 f"measure of metric {self.name!r} needs to return its totals, by name",
                 got=f"{got}",
                 why="each amount is added to the total of its name",
@@ -154,7 +154,7 @@ class Metric(abc.ABC):
         elsewhere = [x for x in leaves if isinstance(x, jax.Array)]
         if elsewhere and topology.num_replicas > 1:
             raise ValueError(
-                explain(
+                message(
                     f"update of metric {self.name!r} in cross-replica context needs values on the "
                     "replicas, or host values",
                     got=f"{describe_value(elsewhere[0])}, which lives elsewhere",

@@ -71,14 +71,14 @@ class Accumulation:
           only, but for gradients that are kept split.
         """
         for accumulator, gradient in zip(
-            self.accumulators, self._reduced(grads, reduce, split=True), strict=True
+            self.accumulators, self._reduce_some(grads, reduce, split=True), strict=True
         ):
             self._extended.update(accumulator, _add, args=(gradient,))
         count = self.counter.value + 1
         is_last = count == self._num_steps
 
         def flush() -> None:
-            sums = self._reduced(self.accumulators, reduce, split=False)
+            sums = self._reduce_some(self.accumulators, reduce, split=False)
             apply([(g / self._num_steps).astype(g.dtype) for g in sums])
             for accumulator in self.accumulators:
                 accumulator.assign(jnp.zeros(accumulator.shape, accumulator.dtype))
@@ -87,7 +87,7 @@ class Accumulation:
         count = jnp.where(is_last, 0, count)
         self._extended.update_non_slot(self._devices, self.counter.assign, args=(count,))
 
-    def _reduced(self, values: Sequence[Any], reduce: Any, *, split: bool) -> list[Any]:
+    def _reduce_some(self, values: Sequence[Any], reduce: Any, *, split: bool) -> list[Any]:
         """Returns `values` with those reduced that are kept split, or those that are not."""
         out = list(values)
         chosen = [i for i, is_split in enumerate(self._is_split) if is_split == split]

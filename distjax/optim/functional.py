@@ -8,7 +8,7 @@ import optax
 
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
-from distjax.errors import ContextError, explain
+from distjax.errors import ContextError, message
 
 
 def reduce_gradients(op: Any = "mean") -> optax.GradientTransformation:
@@ -20,7 +20,7 @@ def reduce_gradients(op: Any = "mean") -> optax.GradientTransformation:
     Args:
       op: a ReduceOp or its name.
 
-    Locality: T or M in, M out. Context: replica; with no strategy in force the
+    Locality: T or M in, M out. Context: replica; with no active strategy the
       identity.
     Cost: one all-reduce per leaf. State: none.
 
@@ -44,7 +44,7 @@ def reduce_gradients(op: Any = "mean") -> optax.GradientTransformation:
         frame = frames.current()
         if frame.replica_context is None:
             raise ContextError(
-                explain(
+                message(
                     "reduce_gradients needs a replica context",
                     got=frame.name,
                     why="in cross-replica context there is one gradient for all replicas, not one "

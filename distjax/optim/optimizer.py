@@ -11,13 +11,13 @@ import optax
 
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.context import frames
-from distjax.errors import ContextError, StrategyMismatchError, describe_value, explain
+from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 from distjax.integers import is_int
-from distjax.optim import gradients
+from distjax.optim import gradient_pairs
 from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
-from distjax.optim.updating import update_variables
-from distjax.replica.jit import jit
+from distjax.optim.variable_update import update_variables
+from distjax.program.jit import jit
 from distjax.variables.variable import Variable
 
 
@@ -95,7 +95,7 @@ class Optimizer:
         Raises:
           ContextError: before `init`.
         """
-        state = self._required_state("a checkpoint")
+        state = self._require_state("a checkpoint")
         return {"state": state.tree, "accumulators": self.accumulators}
 
     def init(self, variables: Any) -> None:
@@ -117,10 +117,10 @@ class Optimizer:
             variables.
           StrategyMismatchError: variables of several strategies.
         """
-        self._variables = gradients.require_variables(variables)
+        self._variables = gradient_pairs.require_variables(variables)
         self._tree = variables
         self._step = jit(self._step_in_trace)  # the former programs hold the former state
-        with _in_force(self._strategy):
+        with _active(self._strategy):
             jit(self._make)()
 
     def _make(self) -> None:
@@ -166,7 +166,7 @@ class Optimizer:
         if context is None or (frame.is_default and frame.strategy is not self._strategy):
             self._apply_across(self._strategy, grads, extra)
             return
-        gradients.require_local((grads, extra))
+        gradient_pairs.require_local((grads, extra))
         grads = [jnp.asarray(g) for g in grads]
         context.merge_call(self._apply_across, args=(grads, extra))
 
@@ -174,7 +174,7 @@ class Optimizer:
         """Updates the variables in cross-replica context.
 
         Args:
-          strategy: the strategy in force, or the face of it in `dj.compat`, as a merge
+          strategy: the active strategy, or its adapter of `dj.compat`, as a merge
             function is handed it.
           grads_and_vars: as in `apply_gradients`, PerReplica or Mirrored (which
             counts as R equal gradients).
@@ -183,19 +183,19 @@ class Optimizer:
         Locality: T or M in; V(v) written. Context: cross-replica or default.
         Source: `_distributed_apply` of seeds 001 and 002.
         """
-        extended = getattr(strategy, "extended", None)  # a face has that of its strategy
-        in_force = getattr(extended, "strategy", strategy)
-        self._apply_across(in_force, self._in_order(grads_and_vars), extra)
+        extended = getattr(strategy, "extended", None)  # an adapter has that of its strategy
+        current = getattr(extended, "strategy", strategy)
+        self._apply_across(current, self._in_order(grads_and_vars), extra)
 
     def _in_order(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        self._required_state()
-        return gradients.in_order(grads_and_vars, self._variables)
+        self._require_state()
+        return gradient_pairs.in_order(grads_and_vars, self._variables)
 
-    def _required_state(self, what: str = "apply_gradients") -> OptimizerState:
+    def _require_state(self, what: str = "apply_gradients") -> OptimizerState:
         if self._state is not None:
             return self._state
         raise ContextError(
-            explain(
+            message(
                 f"{what} needs an optimizer that has its state",
                 got="an optimizer whose init was not called",
                 why="moments and counts are variables that init makes",
@@ -207,8 +207,8 @@ class Optimizer:
         own = self._strategy
         if strategy is not own:
             raise StrategyMismatchError(
-                explain(
-                    f"apply_gradients needs {own!r} to be in force, where its variables live",
+                message(
+                    f"apply_gradients needs {own!r} to be active, where its variables live",
                     got=f"{strategy!r}",
                     why="an update runs on the devices of its variables",
                     fix="create the variables under `with strategy.scope():` of the strategy that "
@@ -216,10 +216,10 @@ class Optimizer:
                 )
             )
         frames.require_cross_replica(own, "distributed_apply")
-        gradients.require_one_value(extra)
+        gradient_pairs.require_one_value(extra)
         if self._op is ReduceOp.SUM and own.num_replicas_in_sync > 1:
-            gradients.require_placed(own.extended, grads, self._variables)
-        with _in_force(own):
+            gradient_pairs.require_placed(own.extended, grads, self._variables)
+        with _active(own):
             self._step(list(grads), extra)
 
     def _step_in_trace(self, grads: list[Any], extra: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ class Optimizer:
             return self._strategy.extended.batch_reduce_to(self._op, pairs)
 
         def apply(reduced: list[Any]) -> None:
-            update_variables(self._tx, self._required_state(), self._tree, reduced, extra)
+            update_variables(self._tx, self._require_state(), self._tree, reduced, extra)
 
         if self._accumulation is None:
             apply(reduce(list(zip(grads, self._variables, strict=True))))
@@ -239,8 +239,8 @@ class Optimizer:
         return f"Optimizer({self._op.name}, accumulate_steps={self._accumulate_steps}, of {names})"
 
 
-def _in_force(strategy: Any) -> Any:
-    """Returns a context in which `strategy` is in force."""
+def _active(strategy: Any) -> Any:
+    """Returns a context in which `strategy` is active."""
     is_now = frames.current().strategy is strategy
     return contextlib.nullcontext() if is_now else strategy.scope()
 
@@ -249,7 +249,7 @@ def _require_transformation(tx: Any) -> None:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return
     raise TypeError(
-        explain(
+        message(
             "Optimizer needs an optax transformation",
             got=describe_value(tx),
             why="it has init(params) and update(grads, state, params)",
@@ -262,7 +262,7 @@ def _require_steps(count: Any) -> None:
     if is_int(count) and count >= 1:
         return
     raise ValueError(
-        explain(
+        message(
             "Optimizer: accumulate_steps needs a positive int",
             got=describe_value(count),
             why="it counts the calls of apply_gradients per update",

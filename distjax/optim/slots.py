@@ -38,7 +38,7 @@ class OptimizerState:
         """Returns the optax state of arrays that the current context sees."""
         return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
 
-    def paired_with(self, new: Any) -> dict[Variable, Any]:
+    def pair_with(self, new: Any) -> dict[Variable, Any]:
         """Returns for each variable of the state its value in the state `new`."""
         pairs = jax.tree.map(lambda old, value: (old, value), self.tree, new)
         leaves = jax.tree.structure(self.tree).flatten_up_to(pairs)
@@ -71,12 +71,16 @@ def make_state(tx: Any, extended: Any, variables: Any) -> OptimizerState:
         if not (is_array(leaf.value) or is_number(leaf.value)):
             return leaf.value
         if leaf.owner is None:
-            beside, kin, name = extended.non_slot_devices(optimized), non_slots, _field(path, "")
+            colocate_with, kin, name = (
+                extended.non_slot_devices(optimized),
+                non_slots,
+                _field(path, ""),
+            )
         else:
             owner, depth = leaf.owner
-            beside, kin = owner, slots[owner]
+            colocate_with, kin = owner, slots[owner]
             name = f"{owner.name}/{_field(path[: len(path) - depth], 'slot')}"
-        with extended.colocate_vars_with(beside):
+        with extended.colocate_vars_with(colocate_with):
             kin.append(Variable(leaf.value, name=name or "non_slot", trainable=False))
         return kin[-1]
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
-from distjax.errors import LocalityError, explain
+from distjax.errors import LocalityError, message
 from distjax.placement.topology import Topology
 
 
@@ -103,7 +103,7 @@ class PerReplica:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
-            explain(
+            message(
                 "an operator needs one value, not one value per replica",
                 got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
                 why="in cross-replica context nothing says how the values combine",
@@ -156,7 +156,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     if value.topology == topology:
         return
     raise LocalityError(
-        explain(
+        message(
             f"{where} needs a PerReplica over {topology.num_replicas} replicas ({topology})",
             got=f"a PerReplica over {value.num_replicas} replicas ({value.topology})",
             why="each replica takes its own value, so both must have the same replicas",
@@ -171,7 +171,7 @@ def require_local(value: Any, method: str) -> None:
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(
-        explain(
+        message(
             f"{method} needs this replica's value",
             got=f"a PerReplica of {value.num_replicas} values",
             why="a replica sees its own value of an argument of run, but a PerReplica that the "

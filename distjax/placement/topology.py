@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
 #: The default name of the mesh axis that runs over the replicas.
@@ -126,7 +126,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
     """Returns a topology in which R replicas share one device."""
     if not isinstance(device, jax.Device):
         raise ValueError(
-            explain(
+            message(
                 "device needs a jax.Device",
                 got=describe_value(device),
                 why="replicas are laid on a device of the running backend",
@@ -136,7 +136,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
     _require_axis_name(axis_name)
     if not is_int(num_replicas) or num_replicas < 1:
         raise ValueError(
-            explain(
+            message(
                 "num_replicas needs a positive int",
                 got=describe_value(num_replicas),
                 why="a step runs on at least one replica",
@@ -158,7 +158,7 @@ def _require_devices(devices: tuple[jax.Device, ...]) -> None:
     if len(set(devices)) != len(devices) or not devices:
         repeated = sorted({str(d) for d in devices if devices.count(d) > 1})
         raise ValueError(
-            explain(
+            message(
                 "devices needs at least one device. No duplicates allowed",
                 got=f"{len(devices)} devices, repeated: {', '.join(repeated) or 'none'}",
                 why="each replica has devices of its own",
@@ -169,7 +169,7 @@ def _require_devices(devices: tuple[jax.Device, ...]) -> None:
 
 
 def _devices_text(got: object) -> str:
-    return explain(
+    return message(
         "devices needs a sequence of jax.Device",
         got=describe_value(got),
         why="replicas are laid on devices of the running backend",
@@ -181,7 +181,7 @@ def _require_axis_name(axis_name: object) -> None:
     if isinstance(axis_name, str) and axis_name:
         return
     raise ValueError(
-        explain(
+        message(
             "axis_name needs a string",
             got=describe_value(axis_name),
             why="collectives inside run find the replica axis by its name",
@@ -197,7 +197,7 @@ def _as_axes(model_axes: Any) -> dict[str, int]:
     ):
         return dict(axes)
     raise ValueError(
-        explain(
+        message(
             "model_axes needs a dict from names to sizes",
             got=describe_value(model_axes),
             why="each item is a mesh axis inside one replica",
@@ -210,7 +210,7 @@ def _require_axes(devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping
     per_replica = int(np.prod(tuple(axes.values()), dtype=int))
     if axis_name in axes:
         raise ValueError(
-            explain(
+            message(
                 f"model_axes needs names other than the replica axis {axis_name!r}",
                 got=f"model_axes={dict(axes)}",
                 why="one mesh axis cannot be both",
@@ -219,7 +219,7 @@ def _require_axes(devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping
         )
     if per_replica < 1 or len(devices) % per_replica:
         raise ValueError(
-            explain(
+            message(
                 f"model_axes={dict(axes)} needs a number of devices divisible by {per_replica}",
                 got=f"{len(devices)} devices",
                 why="every replica owns the same number of devices",

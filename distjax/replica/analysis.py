@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from distjax import jax_compat
-from distjax.errors import DivergenceError, explain
+from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 
 #: Collectives whose result is the same on every member of the whole axis.
@@ -50,24 +50,24 @@ class Analysis:
     def __init__(self, axis_name: str):
         self.axis_name = axis_name
 
-    def run(self, eqns: Sequence[Any], differs: dict[Any, bool]) -> None:
-        """Adds to `differs` the locality of every output of `eqns`, in order.
+    def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None:
+        """Adds to `varying` the locality of every output of `eqns`, in order.
 
         Raises:
           DivergenceError: a collective stands under a predicate that differs.
         """
         for eqn in eqns:
-            ins = [not isinstance(v, Literal) and differs[v] for v in eqn.invars]
+            ins = [not isinstance(v, Literal) and varying[v] for v in eqn.invars]
             outs = [True] * len(eqn.outvars) if _blind.get() else None
             proved = self._outputs(eqn, ins)
-            differs.update(zip(eqn.outvars, outs or proved, strict=True))
+            varying.update(zip(eqn.outvars, outs or proved, strict=True))
 
     def outputs(self, jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
         """Returns which outputs of `jaxpr` differ, given which inputs do."""
-        differs = dict(zip(jaxpr.invars, ins, strict=True))
-        differs.update((v, False) for v in jaxpr.constvars)
-        self.run(jaxpr.eqns, differs)
-        return [not isinstance(v, Literal) and differs[v] for v in jaxpr.outvars]
+        varying = dict(zip(jaxpr.invars, ins, strict=True))
+        varying.update((v, False) for v in jaxpr.constvars)
+        self.run(jaxpr.eqns, varying)
+        return [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
 
     def _outputs(self, eqn: Any, ins: list[bool]) -> list[bool]:
         name = eqn.primitive.name
@@ -154,7 +154,7 @@ class Analysis:
         switch = construct == "cond" and len(eqn.params["branches"]) > 2
         construct = "switch" if switch else construct
         raise DivergenceError(
-            explain(
+            message(
                 f"a lax.{construct} that holds {what} needs a predicate that is equal on every "
                 "replica",
                 got=f"a predicate that differs per replica, at {jax_compat.source_line(eqn)}; "

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.variables.conversion import is_number
 
@@ -40,7 +40,7 @@ class Static:
 jax.tree_util.register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
 
 
-class Template:
+class PartitionedTree:
     """A tree in which some leaves are arrays, and the rest Python objects.
 
     Args:
@@ -63,23 +63,23 @@ class Template:
         for i in self._where:
             self._all[i] = None
 
-    def release(self) -> list[Any]:
+    def take_leaves(self) -> list[Any]:
         """Returns the data leaves and keeps none: a trace must not outlive itself in them."""
         leaves, self.leaves = self.leaves, [None] * len(self.leaves)
         return leaves
 
-    def fill(self, leaves: Sequence[Any]) -> Any:
+    def combine(self, leaves: Sequence[Any]) -> Any:
         """Returns the tree with `leaves` in the places of the data leaves."""
-        return jax.tree_util.tree_unflatten(self.treedef, self.spread(leaves))
+        return jax.tree_util.tree_unflatten(self.treedef, self.combine_leaves(leaves))
 
-    def spread(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def combine_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Returns all leaves of the tree, with `leaves` in the places of the data leaves."""
         if len(self._where) == len(self._all):
             return leaves
-        spread = list(self._all)
+        combine_leaves = list(self._all)
         for i, leaf in zip(self._where, leaves, strict=True):
-            spread[i] = leaf
-        return spread
+            combine_leaves[i] = leaf
+        return combine_leaves
 
 
 def _is_leaf(value: Any) -> bool:
@@ -96,7 +96,7 @@ def as_static(value: Any, name: str) -> Static:
         hash(value)
     except TypeError:
         raise ValueError(
-            explain(
+            message(
                 f"argument {name} needs an array, a number or a hashable object",
                 got=describe_value(value),
                 why="a Python object is part of what a compiled program is looked up by",
@@ -106,7 +106,7 @@ def as_static(value: Any, name: str) -> Static:
     return Static(value)
 
 
-def hide_objects(tree: Any, names: Sequence[str] = ()) -> Any:
+def mark_static(tree: Any, names: Sequence[str] = ()) -> Any:
     """Returns `tree` with every leaf that is neither array nor number made Static.
 
     Args:
@@ -130,7 +130,7 @@ def require_callable(fn: Any, method: str) -> None:
     if callable(fn):
         return
     raise TypeError(
-        explain(
+        message(
             f"{method} needs a function",
             got=describe_value(fn),
             why="it is what is called or compiled",
@@ -151,7 +151,7 @@ def require_call(
     require_callable(fn, method)
     if not isinstance(args, (tuple, list)):
         raise ValueError(
-            explain(
+            message(
                 f"{method}: positional args must be a list or tuple",
                 got=describe_value(args),
                 why="each item is one positional argument of the function",
@@ -160,7 +160,7 @@ def require_call(
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ValueError(
-            explain(
+            message(
                 f"{method}: kwargs must be a dict",
                 got=describe_value(kwargs),
                 why="each item is one keyword argument of the function",

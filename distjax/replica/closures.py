@@ -29,7 +29,7 @@ class ClosureValues:
         self._values = [(cell, _content(cell)) for cell in _cells(fn, {}).values()]
 
     @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Gives the names these values; afterwards those they had, unless set inside."""
         others = [
             (cell, value, _content(cell))
@@ -43,7 +43,7 @@ class ClosureValues:
         finally:
             for cell, value, other in others:
                 if _content(cell) is value:
-                    _set(cell, other)
+                    _write_cell(cell, other)
 
 
 def _cells(fn: Any, found: dict[int, types.CellType]) -> dict[int, types.CellType]:
@@ -65,7 +65,7 @@ def _content(cell: types.CellType) -> Any:
         return _EMPTY
 
 
-def _set(cell: types.CellType, value: Any) -> None:
+def _write_cell(cell: types.CellType, value: Any) -> None:
     if value is _EMPTY:
         del cell.cell_contents
     else:

@@ -10,7 +10,7 @@ import jax
 from distjax.collectives import ops
 from distjax.context import frames
 from distjax.context.frames import Frame, mixing_text
-from distjax.errors import MergeError, StrategyMismatchError, explain
+from distjax.errors import MergeError, StrategyMismatchError, message
 from distjax.replica.arguments import require_call
 
 
@@ -47,7 +47,7 @@ class DefaultReplicaContext:
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         self._require_current("merge_call")
         frame = Frame(self._strategy, state=frames.current().state)
-        with frames.entered(frame):
+        with frames.with_frame(frame):
             return merge_fn(self._strategy, *args, **kwargs)
 
     def all_reduce(self, op: Any, value: Any) -> Any:
@@ -74,7 +74,7 @@ class DefaultReplicaContext:
                 mixing_text(self._strategy, frame, f"{what} of the default replica context")
             )
         raise MergeError(
-            explain(
+            message(
                 f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
                 got=frame.name,
                 why="a merge function runs in cross-replica context",

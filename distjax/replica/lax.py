@@ -35,7 +35,7 @@ from jax import lax
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.errors import TraceLeakError, explain
+from distjax.errors import TraceLeakError, message
 from distjax.variables.state import TraceState
 
 _NOT_GIVEN = object()
@@ -54,7 +54,7 @@ def scan(
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.scan(f, init, xs, **options))
-    written = _written_by(outer, lambda x: f(init, x), jax.tree.map(_slice_shape, xs))
+    written = _find_written(outer, lambda x: f(init, x), jax.tree.map(_slice_shape, xs))
 
     def body(carry: Any, x: Any) -> Any:
         (inner, y), values = _with_values(outer, written, carry[1], lambda: f(carry[0], x))
@@ -73,7 +73,7 @@ def while_loop(
     if outer is None:
         return _step_by_step(lambda: lax.while_loop(cond_fun, body_fun, init_val))
     _require_no_writes(outer, lambda: cond_fun(init_val))
-    written = _written_by(outer, lambda: body_fun(init_val))
+    written = _find_written(outer, lambda: body_fun(init_val))
 
     def cond(carry: Any) -> Any:
         return _with_values(outer, written, carry[1], lambda: cond_fun(carry[0]))[0]
@@ -98,7 +98,7 @@ def fori_loop(
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll))
-    written = _written_by(outer, lambda: body_fun(lower, init_val))
+    written = _find_written(outer, lambda: body_fun(lower, init_val))
 
     def body(i: Any, carry: Any) -> Any:
         return _with_values(outer, written, carry[1], lambda: body_fun(i, carry[0]))
@@ -144,7 +144,7 @@ def _all_operands(method: str, operands: tuple[Any, ...], operand: Any) -> tuple
     if not operands:
         return (operand,)
     raise TypeError(
-        explain(
+        message(
             f"{method} needs its operands by position, or one as operand=",
             got=f"{len(operands)} by position and operand=",
             why="the branches take either the one or the others",
@@ -161,7 +161,7 @@ def _branch(
 ) -> Any:
     written: dict[Any, None] = {}
     for fn in branches:
-        written.update(dict.fromkeys(_written_by(outer, lambda fn=fn: fn(*operands))))
+        written.update(dict.fromkeys(_find_written(outer, lambda fn=fn: fn(*operands))))
     start = _values(outer, list(written))
 
     def traced(fn: Callable[..., Any]) -> Callable[[], Any]:
@@ -193,21 +193,21 @@ def _slice_shape(x: Any) -> jax.ShapeDtypeStruct:
 
 def in_inner_trace(outer: TraceState, fn: Callable[[], Any]) -> Any:
     """Returns ``fn()`` run in a trace inside that of `outer`; what it writes is dropped."""
-    with frames.entered(dataclasses.replace(frames.current(), state=_inner_state(outer))):
+    with frames.with_frame(dataclasses.replace(frames.current(), state=_inner_state(outer))):
         return fn()
 
 
-def _written_by(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list[Any]:
+def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list[Any]:
     """Returns the variables that ``fn`` writes, found by one trace for shapes."""
     written: list[Any] = []
 
     def traced(*args: Any) -> Any:
         state = _inner_state(outer)
-        with frames.entered(dataclasses.replace(frames.current(), state=state)):
+        with frames.with_frame(dataclasses.replace(frames.current(), state=state)):
             fn(*args)
         written[:] = list(state.written)
 
-    with frames.unobserved():
+    with frames.without_observer():
         jax_compat.trace_jaxpr(traced, shapes)
     for variable in written:
         outer.require_writable(variable)
@@ -215,9 +215,9 @@ def _written_by(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list
 
 
 def _require_no_writes(outer: TraceState, fn: Callable[[], Any]) -> None:
-    for variable in _written_by(outer, fn):
+    for variable in _find_written(outer, fn):
         raise TraceLeakError(
-            explain(
+            message(
                 f"cond_fun of while_loop needs to leave variable {variable.name!r} as it is",
                 got="a write inside cond_fun",
                 why="a condition has no carry of its own",
@@ -232,7 +232,7 @@ def _with_values(
     state = _inner_state(outer)
     for variable, value in zip(variables, values, strict=True):
         state.bind(variable, value)
-    with frames.entered(dataclasses.replace(frames.current(), state=state)):
+    with frames.with_frame(dataclasses.replace(frames.current(), state=state)):
         out = fn()
     return out, [state.read(v) for v in variables]
 

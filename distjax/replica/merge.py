@@ -1,7 +1,7 @@
 """merge_call as a primitive: binding, derivatives, batching.
 
 A merge holds a function of the global view. Its operands and results are values
-of the replica view; the cutter evaluates it between two segments, with proved
+of the replica view; the emitter evaluates it between two segments, with proved
 localities.
 """
 
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.errors import MergeError, explain
+from distjax.errors import MergeError, message
 from distjax.jax_compat import ShapedArray, Zero
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME
-from distjax.replica.located import Located, replica_mean, replica_sum, stacked
+from distjax.replica.global_value import GlobalValue, replica_mean, replica_sum, stack_replicas
 
 
 class Merge(Protocol):
@@ -30,7 +30,7 @@ class Merge(Protocol):
 
     out_avals: Sequence[ShapedArray]
 
-    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+    def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Evaluates the merge in the global view."""
         ...
 
@@ -66,23 +66,23 @@ class TangentMerge:
         self.base, self.num_operands, self.live = base, num_operands, live
         self.out_avals = [_plain(a) for a in base.out_avals if _is_differentiable(a)]
 
-    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+    def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Returns the tangents, each with the locality of its result."""
         operands, tangents = values[: self.num_operands], values[self.num_operands :]
         fn = _Flat(self.base, operands, self.live, topology)
         aligned = [
-            _aligned_tangent(t, operands[i].differs, topology)
+            _align_tangent(t, operands[i].varying, topology)
             for i, t in zip(self.live, tangents, strict=True)
         ]
         _, outs = jax.jvp(fn, fn.primals, aligned)
-        return [Located(o, f) for o, f in zip(outs, fn.out_differs, strict=True)]
+        return [GlobalValue(o, f) for o, f in zip(outs, fn.out_varying, strict=True)]
 
 
-def _aligned_tangent(tangent: Located, operand_differs: bool, topology: Topology) -> jax.Array:
+def _align_tangent(tangent: GlobalValue, operand_varying: bool, topology: Topology) -> jax.Array:
     # An equal operand stands for R equal copies, of which the function sees one:
     # tangents that differ enter by their mean, the transpose of the 1/R below.
-    if operand_differs:
-        return stacked(tangent, topology)
+    if operand_varying:
+        return stack_replicas(tangent, topology)
     return replica_mean(tangent, topology)
 
 
@@ -90,17 +90,17 @@ class _Flat:
     """A merge as a function of its live operands to its differentiable results."""
 
     def __init__(
-        self, base: Merge, operands: Sequence[Located], live: Sequence[int], topology: Topology
+        self, base: Merge, operands: Sequence[GlobalValue], live: Sequence[int], topology: Topology
     ):
         self._base, self._operands, self._live = base, list(operands), live
         self._topology = topology
         self.primals = [jnp.asarray(operands[i].array) for i in live]
-        self.out_differs: list[bool] = []
+        self.out_varying: list[bool] = []
 
     def __call__(self, *live: Any) -> list[Any]:
         values = list(self._operands)
         for i, array in zip(self._live, live, strict=True):
-            values[i] = Located(array, values[i].differs)
+            values[i] = GlobalValue(array, values[i].varying)
         outs = [
             o
             for o, aval in zip(
@@ -108,7 +108,7 @@ class _Flat:
             )
             if _is_differentiable(aval)
         ]
-        self.out_differs = [o.differs for o in outs]
+        self.out_varying = [o.varying for o in outs]
         return [jnp.asarray(o.array) for o in outs]
 
 
@@ -153,7 +153,7 @@ class CotangentMerge:
         self.tangent, self.given = tangent, given
         self.out_avals = [_plain(a) for a in avals]
 
-    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+    def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Returns the cotangents, each with the locality of its operand."""
         tangent = self.tangent
         operands, sent = values[: tangent.num_operands], values[tangent.num_operands :]
@@ -161,20 +161,20 @@ class CotangentMerge:
         outs, pull_back = jax.vjp(fn, *fn.primals)
         cotangents = [jnp.zeros_like(o) for o in outs]
         for i, value in zip(self.given, sent, strict=True):
-            combine = stacked if fn.out_differs[i] else replica_sum
+            combine = stack_replicas if fn.out_varying[i] else replica_sum
             cotangents[i] = combine(value, topology).astype(outs[i].dtype)
         returned = pull_back(cotangents)
-        differs = [operands[i].differs for i in tangent.live]
+        varying = [operands[i].varying for i in tangent.live]
         return [
-            Located(r if d else r / topology.num_replicas, d)
-            for r, d in zip(returned, differs, strict=True)
+            GlobalValue(r if d else r / topology.num_replicas, d)
+            for r, d in zip(returned, varying, strict=True)
         ]
 
 
 def _merge_transpose(cotangents: Sequence[Any], *operands: Any, merge: Merge) -> list[Any]:
     if not isinstance(merge, TangentMerge):
         raise MergeError(
-            explain(
+            message(
                 "jax.linear_transpose needs a function without a merge_call",
                 got="a merge_call in the function to transpose",
                 why="nothing says that a merge function is linear; its derivatives are",
@@ -205,26 +205,26 @@ class BatchedMerge:
         self.base, self.dims, self.size = base, tuple(dims), size
         self.out_avals = [ShapedArray((size, *a.shape), a.dtype) for a in base.out_avals]
 
-    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+    def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Maps the global function one axis in."""
-        out_differs: list[bool] = []
+        out_varying: list[bool] = []
 
         def one(*arrays: Any) -> list[Any]:
-            located = [Located(a, v.differs) for a, v in zip(arrays, values, strict=True)]
-            outs = self.base.emit(located, topology)
-            out_differs[:] = [o.differs for o in outs]
+            global_values = [GlobalValue(a, v.varying) for a, v in zip(arrays, values, strict=True)]
+            outs = self.base.emit(global_values, topology)
+            out_varying[:] = [o.varying for o in outs]
             return [jnp.asarray(o.array) for o in outs]
 
         axes = tuple(
-            None if d is None else d + int(v.differs)
+            None if d is None else d + int(v.varying)
             for d, v in zip(self.dims, values, strict=True)
         )
         outs = jax.vmap(one, in_axes=axes, out_axes=0, axis_size=self.size)(
             *(v.array for v in values)
         )
         return [
-            Located(jnp.moveaxis(o, 0, 1) if f else o, f)
-            for o, f in zip(outs, out_differs, strict=True)
+            GlobalValue(jnp.moveaxis(o, 0, 1) if f else o, f)
+            for o, f in zip(outs, out_varying, strict=True)
         ]
 
 

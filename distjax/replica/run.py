@@ -14,23 +14,23 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.errors import LocalityError, explain
+from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.replica.arguments import (
-    Template,
+    PartitionedTree,
     argument_names,
     function_name,
     is_array,
     user_path,
 )
-from distjax.replica.context import ReplicaContext
-from distjax.replica.cut import Cutter
-from distjax.replica.located import Located, as_user_value, replica_aval
+from distjax.replica.emit import JaxprEmitter
+from distjax.replica.global_value import GlobalValue, as_user_value, replica_aval
+from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge
 from distjax.replica.views import global_view, replica_view
 from distjax.variables.conversion import is_number
-from distjax.variables.creation import Creation
+from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, variable_p
 
 
@@ -49,7 +49,7 @@ class ReplicaTrace:
 
     jaxpr: Any
     consts: list[Any]
-    result: Template
+    result: PartitionedTree
     written: list[Any]
     created: list[Any]
     merges: list[UserMerge]
@@ -72,38 +72,40 @@ def run_in_trace(
       where not, Python objects and variables as they are.
     """
     topology = strategy.extended.topology
-    template = Template((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
+    partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = argument_names(fn, len(args))
-    for leaf, path in zip(template.leaves, template.paths, strict=True):
+    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
         if isinstance(leaf, PerReplica):
             where = f"argument {user_path(path, names)} of {function_name(fn)}"
             require_same_topology(leaf, topology, where)
-    located = [_as_located(leaf) for leaf in template.leaves]
-    traced = trace_replica(strategy, fn, template, located, outer)
-    outs = _emit(topology, traced, located, outer)
+    global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
+    traced = trace_replica(strategy, fn, partitioned, global_values, outer)
+    outs = _emit(topology, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
-        first = value.array[0] if value.differs else value.array
+        first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, global_view(variable, value, topology))
     observer = frames.observer()
     if observer is not None:
-        ins = _proofs([user_path(path, names) for path in template.paths], located)
+        ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
         outs = _proofs(traced.result.paths, results)
-        observer.saw_run(topology, function_name(fn), ins, outs)
+        observer.on_run(topology, function_name(fn), ins, outs)
     if topology.num_replicas > 1:
-        check_state(fn, names, template, located, traced.result, results)
-    return traced.result.fill([as_user_value(r, topology) for r in _pinned(results, topology)])
+        check_state(fn, names, partitioned, global_values, traced.result, results)
+    return traced.result.combine(
+        [as_user_value(r, topology) for r in _pin_results(results, topology)]
+    )
 
 
-def _proofs(paths: Sequence[str], values: Sequence[Located]) -> list[tuple[str, bool]]:
-    return [(path, value.differs) for path, value in zip(paths, values, strict=True)]
+def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:
+    return [(path, value.varying) for path, value in zip(paths, values, strict=True)]
 
 
-def _pinned(results: list[Located], topology: Any) -> list[Located]:
+def _pin_results(results: list[GlobalValue], topology: Any) -> list[GlobalValue]:
     """Returns `results` on the strategy's device, where the program does not say it itself.
 
     Without a mesh and with uncommitted arguments only, `jit` would take the default device.
@@ -111,13 +113,13 @@ def _pinned(results: list[Located], topology: Any) -> list[Located]:
     if topology.mesh is not None:
         return results
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
-    return [Located(a, r.differs) for a, r in zip(arrays, results, strict=True)]
+    return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
 
 
-def _as_located(leaf: Any) -> Located:
+def _as_global_value(leaf: Any) -> GlobalValue:
     if isinstance(leaf, PerReplica):
-        return Located(leaf.stacked, True)
-    return Located(jnp.asarray(leaf), False)
+        return GlobalValue(leaf.stacked, True)
+    return GlobalValue(jnp.asarray(leaf), False)
 
 
 # -- tracing ------------------------------------------------------------------
@@ -126,8 +128,8 @@ def _as_located(leaf: Any) -> Located:
 def trace_replica(
     strategy: Any,
     fn: Callable[..., Any],
-    template: Template,
-    located: Sequence[Located],
+    partitioned: PartitionedTree,
+    global_values: Sequence[GlobalValue],
     outer: Any,
 ) -> ReplicaTrace:
     """Traces ``fn`` once, as one replica sees it."""
@@ -135,15 +137,15 @@ def trace_replica(
     found: dict[str, Any] = {}
 
     def traced(*local: Any) -> list[Any]:
-        creation = Creation.within(outer)
+        creation = CreationLog.within(outer)
         state = TraceState(local_view=True, creations=creation)
-        args, kwargs = template.fill(local)
+        args, kwargs = partitioned.combine(local)
         context = ReplicaContext(strategy)
-        with frames.entered(Frame(strategy, context, state)):
-            result = Template(fn(*args, **kwargs), is_array)
+        with frames.with_frame(Frame(strategy, context, state)):
+            result = PartitionedTree(fn(*args, **kwargs), is_array)
         if context.merge_error is not None:
             raise context.merge_error
-        leaves = [_refuse_per_replica(leaf, fn) for leaf in result.release()]
+        leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=list(state.written), created=created)
         found["merges"], context.merges = context.merges, []
@@ -151,7 +153,7 @@ def trace_replica(
         return [*leaves, *(state.read(v) for v in state.written), *inits]
 
     _name_after(traced, fn)
-    avals = [replica_aval(x) for x in located]
+    avals = [replica_aval(x) for x in global_values]
     axis_env = [(topology.axis_name, topology.num_replicas)]
     with _model_axes_in_scope(topology):
         jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
@@ -175,7 +177,7 @@ def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     raise LocalityError(
-        explain(
+        message(
             f"{function_name(fn)} needs to return values of one replica",
             got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
             why="inside a replica function a value is that replica's own",
@@ -184,10 +186,12 @@ def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
     )
 
 
-def _emit(topology: Any, traced: ReplicaTrace, args: Sequence[Located], outer: Any) -> list[Any]:
+def _emit(
+    topology: Any, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: Any
+) -> list[Any]:
     known = {}
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive is variable_p:
             variable = eqn.params["variable"]()
             known[eqn.outvars[0]] = replica_view(variable, outer.read(variable))
-    return Cutter(topology).emit(traced.jaxpr, traced.consts, args, known)
+    return JaxprEmitter(topology).emit(traced.jaxpr, traced.consts, args, known)

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from distjax import jax_compat
-from distjax.errors import LocalityError, LocalityWarning, explain
-from distjax.replica.arguments import Template, function_name, user_path
-from distjax.replica.located import Located
+from distjax.errors import LocalityError, LocalityWarning, message
+from distjax.replica.arguments import PartitionedTree, function_name, user_path
+from distjax.replica.global_value import GlobalValue
 
 
 class _Leaf(NamedTuple):
     """A leaf that is data, with its path."""
 
     path: str
-    value: Located
+    value: GlobalValue
 
 
 class _Tree(NamedTuple):
@@ -52,14 +52,14 @@ class _Tree(NamedTuple):
 def check_state(
     fn: Any,
     names: Sequence[str],
-    template: Template,
-    located: Sequence[Located],
-    result: Template,
-    results: Sequence[Located],
+    partitioned: PartitionedTree,
+    global_values: Sequence[GlobalValue],
+    result: PartitionedTree,
+    results: Sequence[GlobalValue],
 ) -> None:
     """Warns (for Flax parameters: raises) where state went in M and came out T."""
-    args, _ = _taken_apart(template, located).children()
-    candidates = _subtrees(_taken_apart(result, results))
+    args, _ = _take_apart(partitioned, global_values).children()
+    candidates = _subtrees(_take_apart(result, results))
     for arg in args.children():
         if arg.treedef.node_data() is None:  # a lone value is no state
             continue
@@ -72,9 +72,9 @@ def check_state(
                 break
 
 
-def _taken_apart(template: Template, values: Sequence[Located]) -> _Tree:
-    leaves = [_Leaf(path, value) for path, value in zip(template.paths, values, strict=True)]
-    return _Tree(template.treedef, template.spread(leaves))
+def _take_apart(partitioned: PartitionedTree, values: Sequence[GlobalValue]) -> _Tree:
+    leaves = [_Leaf(path, value) for path, value in zip(partitioned.paths, values, strict=True)]
+    return _Tree(partitioned.treedef, partitioned.combine_leaves(leaves))
 
 
 def _subtrees(tree: _Tree) -> list[_Tree]:
@@ -89,8 +89,8 @@ def _changed_paths(arg: _Tree, out: _Tree) -> list[str]:
         for before, after in zip(arg.leaves, out.leaves, strict=True)
         if isinstance(before, _Leaf)
         and isinstance(after, _Leaf)
-        and not before.value.differs
-        and after.value.differs
+        and not before.value.varying
+        and after.value.varying
         and before.value.array.shape == after.value.array.shape[1:]
     ]
 
@@ -99,7 +99,7 @@ def _report(fn: Any, arg: _Tree, paths: list[str]) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
-    text = explain(
+    text = message(
         f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),

@@ -9,17 +9,17 @@ from typing import Any
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.errors import MergeError, explain
+from distjax.errors import MergeError, message
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica, require_local, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
-from distjax.replica.arguments import Template, function_name, is_array
+from distjax.replica.arguments import PartitionedTree, function_name, is_array
 from distjax.replica.closures import ClosureValues
-from distjax.replica.located import Located, as_user_value, from_user_value, replica_aval
+from distjax.replica.global_value import GlobalValue, as_user_value, from_user_value, replica_aval
 from distjax.replica.merge import merge_p
 from distjax.replica.views import global_view, replica_view
-from distjax.variables.creation import Creation
+from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import ShapeState, TraceState
 
 
@@ -30,7 +30,7 @@ class UserMerge:
     Results: the array results, then a value for each variable in `written`.
     """
 
-    def __init__(self, strategy: Any, fn: Callable[..., Any], args: Template):
+    def __init__(self, strategy: Any, fn: Callable[..., Any], args: PartitionedTree):
         self.strategy, self.fn, self.args = strategy, fn, args
         self.closure = ClosureValues(fn)
         self.read: list[Any] = []
@@ -75,11 +75,11 @@ class UserMerge:
             avals.append(ShapedArray(shape, aval.dtype, weak_type=aval.weak_type))
 
         def traced(*arrays: Any) -> list[Any]:
-            creation = Creation(makes_at_once=True)
+            creation = CreationLog(makes_at_once=True)
             state = ShapeState(local_view=False, creations=creation)
             values = [PerReplica(a, topology) if as_per_replica else a for a in arrays]
             result = self._call(values, state)
-            outs = self._located(result.release())
+            outs = self._as_global_values(result.take_leaves())
             self.read, self.written = state.read_order, list(state.written)
             self.created = creation.remembered
             self.result = result
@@ -88,34 +88,34 @@ class UserMerge:
             return [o.array for o in outs]
 
         # The replica function's mesh (its model axes) is not that of cross-replica code.
-        with jax_compat.outside_manual_axes(), frames.unobserved():
+        with jax_compat.outside_manual_axes(), frames.without_observer():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
 
-    def _call(self, values: Sequence[Any], state: TraceState) -> Template:
-        args, kwargs = self.args.fill(values)
-        with frames.entered(Frame(self.strategy, state=state)), self.closure.in_force():
-            return Template(self.fn(self.strategy, *args, **kwargs), is_array)
+    def _call(self, values: Sequence[Any], state: TraceState) -> PartitionedTree:
+        args, kwargs = self.args.combine(values)
+        with frames.with_frame(Frame(self.strategy, state=state)), self.closure.restore():
+            return PartitionedTree(self.fn(self.strategy, *args, **kwargs), is_array)
 
-    def _located(self, results: Sequence[Any]) -> list[Located]:
+    def _as_global_values(self, results: Sequence[Any]) -> list[GlobalValue]:
         for result in results:
             if isinstance(result, PerReplica):
                 where = f"a result of merge function {function_name(self.fn)}"
                 require_same_topology(result, self.topology, where)
         return [from_user_value(result) for result in results]
 
-    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+    def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Calls the function in the global view, on proved localities."""
         num_args = len(self.args.leaves)
-        creation = Creation(made=self.created, makes_at_once=True)
+        creation = CreationLog(made=self.created, makes_at_once=True)
         state = TraceState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
             state.bind(variable, global_view(variable, value, topology))
         result = self._call([as_user_value(v, topology) for v in values[:num_args]], state)
-        outs = self._located(result.leaves)
+        outs = self._as_global_values(result.leaves)
         if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
             raise MergeError(
-                explain(
+                message(
                     f"merge function {function_name(self.fn)} needs to do the same on every call",
                     got="other results or other variables than at its first trace",
                     why="a merge function may be traced more than once and must be pure except "
@@ -131,7 +131,7 @@ class UserMerge:
         if found is None:
             return
         raise MergeError(
-            explain(
+            message(
                 f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
                 "of replicas",
                 got=f"a bare {found.primitive.name} over axis {self.topology.axis_name!r}, at "
@@ -153,7 +153,7 @@ class WeakMerge:
     def __init__(self, merge: UserMerge):
         self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
 
-    def emit(self, values: Sequence[Located], topology: Topology) -> list[Located]:
+    def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Emits the merge, which the trace of the replica function keeps alive."""
         merge = self._reference()
         assert merge is not None
@@ -172,16 +172,16 @@ def bind_merge(
 
     The equation holds the merge weakly: ``keep`` is given it to keep it alive.
     """
-    merge = UserMerge(strategy, fn, Template((args, kwargs), is_array))
+    merge = UserMerge(strategy, fn, PartitionedTree((args, kwargs), is_array))
     for leaf in merge.args.leaves:
         require_local(leaf, "merge_call")
     merge.find_shapes()
     for variable in merge.written:
         state.require_writable(variable)
-    operands = [*merge.args.release(), *(state.read(v) for v in merge.read)]
+    operands = [*merge.args.take_leaves(), *(state.read(v) for v in merge.read)]
     keep(merge)
     outs = merge_p.bind(*operands, merge=WeakMerge(merge))
     num_results = len(merge.result.leaves)
     for variable, value in zip(merge.written, outs[num_results:], strict=True):
         state.write(variable, value)
-    return merge.result.fill(outs[:num_results])
+    return merge.result.combine(outs[:num_results])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
@@ -24,7 +24,7 @@ class CentralStoragePlacement:
     memory_kind: str
     synchronizes: bool = True
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
+    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
         if jax_compat.is_key_dtype(dtype) or 0 in shape:
             return mirrored_layout(self.topology)
@@ -67,7 +67,7 @@ class CentralStorageStrategy(Strategy):
         known = sorted(m.kind for m in topology.devices[0].addressable_memories())
         if parameter_memory not in known:
             raise ValueError(
-                explain(
+                message(
                     f"CentralStorageStrategy: parameter_memory needs one of {', '.join(known)}",
                     got=describe_value(parameter_memory),
                     why="these are the memories that the devices can address",

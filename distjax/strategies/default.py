@@ -11,15 +11,15 @@ from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext
 from distjax.data.options import ERROR, as_input_options
-from distjax.errors import UnsupportedError, explain
+from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
 from distjax.replica.arguments import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.reducing import require_pairs
 from distjax.strategies.strategy import Strategy
-from distjax.variables.placement import PlainPlacement
 from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import PlainPlacement
 
 
 class DefaultExtended(StrategyExtended):
@@ -81,7 +81,7 @@ class DefaultExtended(StrategyExtended):
         frame = Frame(
             self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
         )
-        with frames.entered(frame):
+        with frames.with_frame(frame):
             return fn(*args, **kwargs)
 
     def place_arguments(self, tree: Any) -> Any:
@@ -124,7 +124,7 @@ class DefaultExtended(StrategyExtended):
 
 
 def _no_devices_text(what: str) -> str:
-    return explain(
+    return message(
         f"{what} needs a strategy that has devices",
         got="the default strategy",
         why="it stands for code that knows nothing of strategies and leaves placement to JAX",
@@ -133,7 +133,7 @@ def _no_devices_text(what: str) -> str:
 
 
 class DefaultStrategy(Strategy):
-    """The strategy in force where there is none. Got by `dj.get_strategy()`."""
+    """The active strategy where none was chosen. Got by `dj.get_strategy()`."""
 
     def __init__(self) -> None:
         super().__init__(DefaultExtended())

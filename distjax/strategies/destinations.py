@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import jax_compat
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.variables.variable import Variable
 
@@ -84,7 +84,7 @@ def place_on(value: Any, target: Sharding | None) -> Any:
 
 
 def _text(method: str, destinations: Any) -> str:
-    return explain(
+    return message(
         f"{method}: destinations can not be empty and needs a variable, an array, a PerReplica, a "
         "jax.Device, a sequence of devices, or None",
         got=describe_value(destinations),

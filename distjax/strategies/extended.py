@@ -10,22 +10,22 @@ from typing import Any
 import jax
 
 from distjax.collectives.communication import CommunicationOptions, as_communication_options
-from distjax.collectives.launch import compiled
+from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
 from distjax.data import dataset as datasets
-from distjax.errors import ContextError, explain
+from distjax.errors import ContextError, message
 from distjax.placement.topology import Topology
+from distjax.program.function_cache import FunctionCache
+from distjax.program.replica_runner import ReplicaRunner
 from distjax.replica.arguments import require_call
-from distjax.replica.function_cache import FunctionCache
-from distjax.strategies import colocating, reducing, updating, values
-from distjax.strategies.containers import ContainerRegistry
-from distjax.strategies.running import ReplicaRunner
+from distjax.strategies import colocation, reducing, update, values
+from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.steps import MultiStepContext, run_steps
-from distjax.variables.creating import copied_variable, make_variable
-from distjax.variables.placement import VariablePlacement
+from distjax.variables.construct import copy_variable, make_variable
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import VariablePlacement
 
 
 class StrategyExtended:
@@ -80,7 +80,7 @@ class StrategyExtended:
         if strategy is not None:
             return strategy
         raise ContextError(
-            explain(
+            message(
                 "extended needs its strategy, which nobody has kept",
                 got="methods of the inside of a strategy that is gone",
                 why="a strategy holds its extended, and not the other way round",
@@ -160,7 +160,7 @@ class StrategyExtended:
 
     def place_arguments(self, tree: Any) -> Any:
         """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""
-        return self._runner.placed(tree)
+        return self._runner.place_arguments(tree)
 
     # -- cross-replica operations ---------------------------------------------
 
@@ -287,7 +287,7 @@ class StrategyExtended:
 
     def copy_variable(self, variable: Variable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
-        made = copied_variable(variable)
+        made = copy_variable(variable)
         self.variables.add(made)
         return made
 
@@ -320,7 +320,7 @@ class StrategyExtended:
         """
         frames.require_cross_replica(self.strategy, "update")
         args, kwargs = require_call(fn, args, kwargs, "update")
-        return updating.update(self, var, fn, args, kwargs, group)
+        return update.update(self, var, fn, args, kwargs, group)
 
     def update_non_slot(
         self,
@@ -348,7 +348,7 @@ class StrategyExtended:
         """
         frames.require_cross_replica(self.strategy, "update_non_slot")
         args, kwargs = require_call(fn, args, kwargs, "update_non_slot")
-        return updating.update_non_slot(self, colocate_with, fn, args, kwargs, group)
+        return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Returns the devices for variables that belong to no other variable.
@@ -367,11 +367,11 @@ class StrategyExtended:
         Locality: variables created inside have V(variable), or N.
         Context: inside this strategy's scope. Source: seed 001.
         """
-        return colocating.colocated(self, colocate_with_variable)
+        return colocation.colocate(self, colocate_with_variable)
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""
-        updating.require_variable(v, "read_var")
+        update.require_variable(v, "read_var")
         return v.value
 
     def value_container(self, value: Any) -> Any:
@@ -380,7 +380,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Returns whether `v` belongs to this strategy."""
-        updating.require_variable(v, "variable_created_in_scope")
+        update.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
 
     def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
@@ -394,4 +394,4 @@ class StrategyExtended:
 
     def combine_components(self, rule: Combine, stored: jax.Array) -> jax.Array:
         """Returns components [R, ...] as one value."""
-        return compiled(combine_components, stored, self.topology, rule.name)
+        return call_compiled(combine_components, stored, self.topology, rule.name)

@@ -10,7 +10,7 @@ from distjax.collectives.communication import CommunicationOptions
 from distjax.placement.topology import REPLICA_AXIS, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
-from distjax.variables.placement import MirroredPlacement
+from distjax.variables.variable_placement import MirroredPlacement
 
 
 class MirroredStrategy(Strategy):

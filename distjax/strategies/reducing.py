@@ -12,20 +12,20 @@ import numpy as np
 from distjax import jax_compat
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
+from distjax.collectives.eager import call_compiled
 from distjax.collectives.gathering import require_gather_axis
-from distjax.collectives.launch import compiled
 from distjax.collectives.ops import ReduceOp, as_reduce_op, require_sums
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
 from distjax.data.masks import require_mask
-from distjax.errors import LocalityError, describe_value, explain
+from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
-from distjax.replica.layout import laid_out
-from distjax.replica.located import Located, replica_aval
+from distjax.replica.global_value import GlobalValue, replica_aval
+from distjax.replica.output_layout import place_output
 from distjax.strategies.destinations import place_on, resolve
 from distjax.strategies.values import is_mirrored
-from distjax.variables.access import stored_components
+from distjax.variables.access import read_components
 from distjax.variables.layout import PartitionedLayout
 from distjax.variables.variable import Variable
 
@@ -38,7 +38,7 @@ def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
     is_one = bool(leaves) and jax.tree_util.treedef_is_leaf(treedef)  # [] counts as a leaf too
     if (axis is not None or mask is not None) and not is_one:
         raise TypeError(
-            explain(
+            message(
                 "reduce with an axis or a mask needs one value",
                 got=f"a tree of {len(leaves)} values",
                 why="an axis belongs to one shape",
@@ -60,21 +60,21 @@ def _reduce_leaves(
     options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: Sequence[Any] = (),
 ) -> Any:
-    located = [_locate(extended, op, leaf) for leaf in leaves]
-    found = [x for x in located if x is not None]
+    global_values = [_as_global_value(extended, op, leaf) for leaf in leaves]
+    found = [x for x in global_values if x is not None]
     for x in found:
         require_sums(x.array.dtype, f"reduce({op.name})")
     observer = frames.observer()
-    if observer is not None and extended.num_replicas > 1 and not all(x.differs for x in found):
-        observer.saw_equal_reduction(f"reduce({op.name})")
-    found_splits = [s for x, s in zip(located, splits, strict=False) if x is not None]
+    if observer is not None and extended.num_replicas > 1 and not all(x.varying for x in found):
+        observer.on_equal_reduction(f"reduce({op.name})")
+    found_splits = [s for x, s in zip(global_values, splits, strict=False) if x is not None]
     reduced = iter(
-        compiled(
+        call_compiled(
             reduce_arrays,
             [x.array for x in found],
             extended.topology,
             op,
-            tuple(x.differs for x in found),
+            tuple(x.varying for x in found),
             axes,
             options,
             tuple(found_splits),
@@ -83,44 +83,44 @@ def _reduce_leaves(
         else ()
     )
     return [
-        next(reduced) if x is not None else _reduced_elsewhere(extended, op, leaf, axes)
-        for x, leaf in zip(located, leaves, strict=True)
+        next(reduced) if x is not None else _reduce_elsewhere(extended, op, leaf, axes)
+        for x, leaf in zip(global_values, leaves, strict=True)
     ]
 
 
-def _locate(
+def _as_global_value(
     extended: Any, op: ReduceOp, leaf: Any, role: str = "the value to reduce"
-) -> Located | None:
+) -> GlobalValue | None:
     """Returns where `leaf` is, or None if it is not on the replicas."""
     if isinstance(leaf, PerReplica):
         require_same_topology(leaf, extended.topology, role)
-        return Located(leaf.stacked, True)
+        return GlobalValue(leaf.stacked, True)
     if isinstance(leaf, Variable):
         return _locate_variable(extended, op, leaf)
     if is_mirrored(extended.topology, leaf):
-        return Located(leaf, False)
+        return GlobalValue(leaf, False)
     return None
 
 
-def _locate_variable(extended: Any, op: ReduceOp, variable: Variable) -> Located:
+def _locate_variable(extended: Any, op: ReduceOp, variable: Variable) -> GlobalValue:
     if variable.policy.stacked:
-        return Located(stored_components(variable), True)
+        return GlobalValue(read_components(variable), True)
     if op is ReduceOp.SUM and extended.num_replicas > 1:
         raise LocalityError(
-            explain(
+            message(
                 f"reduce(SUM) needs a value per replica, not mirrored variable {variable.name!r}",
                 got=repr(variable),
                 why="its copies are equal: their sum would be R times the variable",
                 fix="use v.value as it is; R times it is reduce('sum', v.value)",
             )
         )
-    return Located(variable.value, False)
+    return GlobalValue(variable.value, False)
 
 
-def _reduced_elsewhere(extended: Any, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
+def _reduce_elsewhere(extended: Any, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
     if op is ReduceOp.SUM and extended.num_replicas > 1:
         raise ValueError(
-            explain(
+            message(
                 f"A non-DistributedValues value {describe_value(leaf)} cannot be reduced with the "
                 "given reduce op ReduceOp.SUM: reduce(SUM) needs a value on the replicas",
                 got=describe_value(leaf),
@@ -140,7 +140,7 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
     for a in axes:
         if not is_int(a):
             raise TypeError(
-                explain(
+                message(
                     "reduce: axis needs to be None, an int or a tuple of ints",
                     got=describe_value(axis),
                     why="it names axes of one replica's value",
@@ -151,7 +151,7 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
     for a in axes:
         if not -ndim <= a < ndim:
             raise ValueError(
-                explain(
+                message(
                     f"reduce: axis needs to be between {-ndim} and {ndim - 1}"
                     if ndim
                     else "reduce: axis needs to be None for values without axes",
@@ -163,7 +163,7 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
     axes = tuple(int(a) % ndim for a in axes)
     if len(set(axes)) < len(axes):
         raise ValueError(
-            explain(
+            message(
                 "reduce: axis needs to name each axis once",
                 got=f"{axis} of a value with {ndim} axes per replica",
                 why="an axis can be summed over once; a negative number counts from the end",
@@ -174,19 +174,25 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
 
 
 def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any) -> Any:
-    located = _locate(extended, ReduceOp.MEAN, value) or Located(jnp.asarray(value), False)
-    located_mask = _locate(extended, ReduceOp.MEAN, mask, "the mask")
-    located_mask = located_mask or Located(jnp.asarray(mask), False)
-    shape = located.array.shape[int(located.differs) :]
+    global_value = _as_global_value(extended, ReduceOp.MEAN, value) or GlobalValue(
+        jnp.asarray(value), False
+    )
+    global_mask = _as_global_value(extended, ReduceOp.MEAN, mask, "the mask")
+    global_mask = global_mask or GlobalValue(jnp.asarray(mask), False)
+    shape = global_value.array.shape[int(global_value.varying) :]
     fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
-    require_mask(replica_aval(located_mask), shape, "reduce: mask", fix)
-    axes = _axes(axis, jax.ShapeDtypeStruct(shape, located.array.dtype)) if axis is not None else ()
-    return compiled(
+    require_mask(replica_aval(global_mask), shape, "reduce: mask", fix)
+    axes = (
+        _axes(axis, jax.ShapeDtypeStruct(shape, global_value.array.dtype))
+        if axis is not None
+        else ()
+    )
+    return call_compiled(
         reduce_masked,
-        (located.array, located_mask.array),
+        (global_value.array, global_mask.array),
         extended.topology,
         op,
-        (located.differs, located_mask.differs),
+        (global_value.varying, global_mask.varying),
         axes,
     )
 
@@ -203,7 +209,7 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     flat = [jax.tree.flatten(value, is_leaf=is_per_replica) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
     splits = [
-        _split_of(extended, destinations)
+        _split_layout_of(extended, destinations)
         for (values, _), (_, destinations) in zip(flat, pairs, strict=True)
         for _ in values
     ]
@@ -214,7 +220,7 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     ]
 
 
-def _split_of(extended: Any, destinations: Any) -> PartitionedLayout | None:
+def _split_layout_of(extended: Any, destinations: Any) -> PartitionedLayout | None:
     """Returns the layout of a value that arrives split over the replicas, or None."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
         return None
@@ -237,7 +243,7 @@ def _require_pair(pair: Any) -> tuple[Any, Any]:
 
 def _pair_error(got: Any) -> ValueError:
     return ValueError(
-        explain(
+        message(
             "batch_reduce_to needs a sequence of (value, destinations) pairs",
             got=describe_value(got),
             why="each value is reduced to destinations of its own",
@@ -253,7 +259,7 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, PerReplica):
             raise LocalityError(
-                explain(
+                message(
                     "broadcast_to needs one value",
                     got=f"a PerReplica of {x.num_replicas} values",
                     why="every destination gets the same value",
@@ -266,7 +272,7 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
         if is_for_all and isinstance(x, jax_compat.Tracer):
             if extended.topology.mesh is None:  # else a step without arguments runs elsewhere
                 return jax.lax.with_sharding_constraint(x, target)
-            return laid_out(x, extended.topology)
+            return place_output(x, extended.topology)
         return place_on(x, target)
 
     return jax.tree.map(leaf, value, is_leaf=is_per_replica)
@@ -279,20 +285,24 @@ def gather(extended: Any, value: Any, axis: int) -> Any:
     """Returns the replicas' values end to end: see `Strategy.gather`."""
     require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    located = [_locate(extended, ReduceOp.MEAN, leaf, "the value to gather") for leaf in leaves]
-    found = [x for x in located if x is not None]
+    global_values = [
+        _as_global_value(extended, ReduceOp.MEAN, leaf, "the value to gather") for leaf in leaves
+    ]
+    found = [x for x in global_values if x is not None]
     for x in found:
-        require_gather_axis(x.array.ndim - int(x.differs), axis, "gather")
+        require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")
     gathered = iter(
-        compiled(
+        call_compiled(
             gather_arrays,
             [x.array for x in found],
             extended.topology,
-            tuple(x.differs for x in found),
+            tuple(x.varying for x in found),
             axis,
         )
         if found
         else ()
     )
-    outs = [next(gathered) if x is not None else v for x, v in zip(located, leaves, strict=True)]
+    outs = [
+        next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
+    ]
     return jax.tree.unflatten(treedef, outs)

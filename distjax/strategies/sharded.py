@@ -11,7 +11,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
@@ -40,19 +40,19 @@ class ShardedPlacement:
     partitioner: Partitioner | None
     synchronizes: bool = True
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, beside: Any = None) -> Layout:
+    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
         """Returns the split layout where this kind of variable is split."""
-        if beside is not None or self.partition == "parameters":
-            return self._split(shape, dtype)
+        if colocate_with is not None or self.partition == "parameters":
+            return self._split_layout(shape, dtype)
         return mirrored_layout(self.topology)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the split layout of a gradient from stage 2 on."""
         if self.partition == "optimizer":
             return mirrored_layout(self.topology)
-        return self._split(variable.shape, variable.dtype)
+        return self._split_layout(variable.shape, variable.dtype)
 
-    def _split(self, shape: tuple[int, ...], dtype: Any) -> Layout:
+    def _split_layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         axis = self._axis(tuple(shape), dtype)
         if axis is None:
             return mirrored_layout(self.topology)
@@ -76,7 +76,7 @@ def _as_shards(given: Any, shape: tuple[int, ...]) -> list[int]:
     if len(shards) == len(shape) and all(map(is_count, shards)):
         return shards
     raise ValueError(
-        explain(
+        message(
             "ShardedStrategy: partitioner needs to return a number of shards for each axis",
             got=f"{describe_value(given)} for shape {shape}",
             why="the first axis with more than one shard is the one that is split",
@@ -129,7 +129,7 @@ class ShardedStrategy(Strategy):
     ):
         if partition not in PARTITIONS:
             raise ValueError(
-                explain(
+                message(
                     f"ShardedStrategy: partition needs one of {', '.join(PARTITIONS)}",
                     got=describe_value(partition),
                     why="it says what is split over the replicas: ZeRO stage 1, 2 or 3",
@@ -138,7 +138,7 @@ class ShardedStrategy(Strategy):
             )
         if partitioner is not None and not callable(partitioner):
             raise TypeError(
-                explain(
+                message(
                     "ShardedStrategy: partitioner needs a function of shape and dtype, or None",
                     got=describe_value(partitioner),
                     why="it is asked for each variable into how many parts each axis is split",

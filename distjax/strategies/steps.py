@@ -14,13 +14,13 @@ from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.frames import Frame
+from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator, Steps
-from distjax.data.layout import InputLayout
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.integers import is_int
+from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.arguments import Static, function_name, is_array, require_callable
-from distjax.replica.program import Program
 from distjax.variables.conversion import is_number
 from distjax.variables.variable import Variable
 
@@ -68,7 +68,7 @@ class MultiStepContext:
             return
         if reduce_op is None:
             raise ValueError(
-                explain(
+                message(
                     f"set_last_step_output({name!r}) needs a reduce_op in a replica context",
                     got="reduce_op=None",
                     why="each replica has an output of its own, and one is kept",
@@ -133,7 +133,7 @@ def _require_arrays(output: Any, name: str) -> None:
     for leaf in jax.tree.leaves(output):
         if not (is_array(leaf) or is_number(leaf) or isinstance(leaf, Variable)):
             raise TypeError(
-                explain(
+                message(
                     f"set_last_step_output({name!r}) needs arrays and numbers",
                     got=describe_value(leaf),
                     why="it is carried through the compiled loop of steps",
@@ -146,7 +146,7 @@ def _require_iterator(iterator: Any) -> None:
     if hasattr(iterator, "__next__"):
         return
     raise TypeError(
-        explain(
+        message(
             "run_steps_on_iterator needs an iterator",
             got=describe_value(iterator),
             why="each call goes on where the last one ended, and a dataset has no such place",
@@ -159,7 +159,7 @@ def _require_initial(values: Any) -> None:
     if values is None or isinstance(values, Mapping):
         return
     raise TypeError(
-        explain(
+        message(
             "run_steps_on_iterator: initial_loop_values needs a dict, or None",
             got=describe_value(values),
             why="each value is an output of the step before the first, by name",
@@ -172,7 +172,7 @@ def _count(iterations: Any) -> int:
     if is_int(iterations) and iterations >= 1:
         return int(iterations)
     raise ValueError(
-        explain(
+        message(
             "run_steps_on_iterator: iterations needs an int of 1 or more",
             got=describe_value(iterations),
             why="it is the number of steps to run",
@@ -231,12 +231,12 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: Any) -> Any:
     found: list[Any] = []
     outer = frames.current().state
 
-    def traced() -> list[Any]:
+    def trace() -> list[Any]:
         outs = lax.in_inner_trace(outer, run)
         found[:] = [jax.tree.structure(outs)]
         return jax.tree.leaves(outs)
 
-    with frames.unobserved():
-        avals = jax_compat.traced_avals(traced)
+    with frames.without_observer():
+        avals = jax_compat.traced_avals(trace)
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}

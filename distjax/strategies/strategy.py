@@ -1,4 +1,4 @@
-"""Strategy: the thin face of a StrategyExtended."""
+"""Strategy: the thin facade of a StrategyExtended."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from distjax.context import frames
-from distjax.errors import explain
-from distjax.replica.hints import add_hint
-from distjax.strategies import scoping
-from distjax.strategies.describing import StrategyDescription, describe
-from distjax.strategies.drift import require_equal_copies
+from distjax.context import frames, scoping
+from distjax.errors import message
+from distjax.program.error_notes import add_cause_note
 from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.mirrored_check import require_equal_copies
+from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.tracebacks import keep_user_lines
 
 
@@ -55,10 +54,10 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Enters cross-replica context; variables made inside belong to this strategy.
 
-        Context: cross-replica of this strategy, or none in force.
+        Context: cross-replica of this strategy, or none active.
 
         Raises:
-          StrategyMismatchError: another strategy is in force.
+          StrategyMismatchError: another strategy is active.
           ContextError: in a replica context, or when left out of order.
 
         Example:
@@ -115,7 +114,7 @@ class Strategy:
         try:
             return self._extended.call_for_each_replica(fn, args, kwargs)
         except Exception as error:
-            add_hint(error, self)
+            add_cause_note(error, self)
             keep_user_lines(error)
             raise
 
@@ -330,7 +329,7 @@ class Strategy:
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
-            explain(
+            message(
                 f"{self!r} needs to stay one object",
                 got="copy.copy or copy.deepcopy of a strategy",
                 why="variables and compiled programs belong to this very object",

@@ -12,7 +12,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
-from distjax.errors import LocalityError, describe_value, explain
+from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import locality as kinds
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
@@ -123,17 +123,17 @@ def _leaf_results(extended: Any, leaf: Any) -> tuple[Any, ...]:
     return (leaf,)
 
 
-def split(topology: Topology, array: jax.Array, differs: bool) -> tuple[jax.Array, ...]:
+def split(topology: Topology, array: jax.Array, varying: bool) -> tuple[jax.Array, ...]:
     """Returns R arrays [...]: the slices of [R, ...], or the copies of a mirrored array."""
     count = topology.num_replicas
     is_traced = isinstance(array, jax_compat.Tracer)
     if is_traced or topology.mesh is None or topology.model_axes:
-        return tuple(array[i] for i in range(count)) if differs else (array,) * count
+        return tuple(array[i] for i in range(count)) if varying else (array,) * count
     shards = {s.device: s.data for s in array.addressable_shards}
     local = [shards[d] for d in topology.devices if d in shards]
     if len(local) != count:
         return (array,) * count
-    return tuple(x[0] for x in local) if differs else tuple(local)
+    return tuple(x[0] for x in local) if varying else tuple(local)
 
 
 # -- making -------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _off_device(value: Any) -> Any:
 
 
 def _values_text(got: str) -> str:
-    return explain(
+    return message(
         "distribute_values_from_function needs arrays or numbers of one tree and one shape from "
         "all replicas",
         got=got,

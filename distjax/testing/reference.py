@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.context import frames
-from distjax.errors import LocalityError, UnsupportedError, describe_value, explain
+from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_call, run_replicas
 from distjax.testing.reference_values import (
-    combined,
-    combined_within,
+    combine,
+    combine_within,
     components,
-    concatenated,
+    concatenate,
     is_array,
     is_number,
     regroup,
@@ -108,14 +108,14 @@ class ReferenceExtended:
         as_arrays = jax.tree.map(
             lambda x: jnp.asarray(x) if is_number(x) else x, (args, kwargs), is_leaf=is_per_replica
         )
-        local = [self._selected(i, as_arrays, "an argument of run") for i in self._replicas()]
+        local = [self._select(i, as_arrays, "an argument of run") for i in self._replicas()]
         calls = [lambda a=a, k=k: fn(*a, **k) for a, k in local]
         return regroup(run_replicas(self.strategy, calls), self.topology, "a result of run")
 
     def _replicas(self) -> range:
         return range(self.num_replicas)
 
-    def _selected(self, replica: int, tree: Any, where: str) -> Any:
+    def _select(self, replica: int, tree: Any, where: str) -> Any:
         return select(tree, replica, self.topology, where)
 
     def _require_context(self, method: str) -> None:
@@ -123,7 +123,7 @@ class ReferenceExtended:
         if frames.current().state is None and not jax_compat.tracing():
             return
         raise UnsupportedError(
-            explain(
+            message(
                 f"{method} of {self.strategy!r} needs to be called outside of JAX traces",
                 got="a call inside dj.jit, jax.jit, grad or vmap",
                 why="the reference interpreter runs replicas as threads on concrete values",
@@ -138,19 +138,19 @@ class ReferenceExtended:
         op = as_reduce_op(op)
         self._require_context("reduce")
         if axis is None and mask is None:
-            return jax.tree.map(lambda x: self._reduced(op, x), value, is_leaf=is_per_replica)
+            return jax.tree.map(lambda x: self._reduce_value(op, x), value, is_leaf=is_per_replica)
         parts = self._parts(op, value)
         if parts is None:
             self._require_mean(op, value)
             parts = [jnp.asarray(value)] * self.num_replicas
         if mask is not None and not isinstance(mask, PerReplica):
             mask = jnp.asarray(mask)
-        return combined_within(op, parts, axis, components(mask, self.num_replicas))
+        return combine_within(op, parts, axis, components(mask, self.num_replicas))
 
-    def _reduced(self, op: ReduceOp, value: Any) -> Any:
+    def _reduce_value(self, op: ReduceOp, value: Any) -> Any:
         parts = self._parts(op, value)
         if parts is not None:
-            return combined(op, parts)
+            return combine(op, parts)
         self._require_mean(op, value)
         return value
 
@@ -160,7 +160,7 @@ class ReferenceExtended:
             return components(value, self.num_replicas)
         if op is ReduceOp.SUM and not value.is_on_read and self.num_replicas > 1:
             raise LocalityError(
-                explain(
+                message(
                     f"reduce(SUM) needs a value per replica, not mirrored variable {value.name!r}",
                     got=repr(value),
                     why="its components are equal: the sum would be R times the variable",
@@ -173,7 +173,7 @@ class ReferenceExtended:
         if op is ReduceOp.MEAN or self.num_replicas == 1:
             return
         raise ValueError(
-            explain(
+            message(
                 "A non-DistributedValues value cannot be reduced with the given reduce op "
                 "ReduceOp.SUM",
                 got=describe_value(value),
@@ -201,7 +201,7 @@ class ReferenceExtended:
 
         def leaf(x: Any) -> Any:
             parts = self._parts(ReduceOp.MEAN, x)
-            return x if parts is None else concatenated(parts, axis, "gather")
+            return x if parts is None else concatenate(parts, axis, "gather")
 
         return jax.tree.map(leaf, value, is_leaf=is_per_replica)
 
@@ -236,7 +236,7 @@ class ReferenceExtended:
         value = value.value if isinstance(value, ReferenceVariable) else value
         if isinstance(value, PerReplica):
             raise LocalityError(
-                explain(
+                message(
                     f"variable {name!r} needs one initial value",
                     got=f"a PerReplica of {value.num_replicas} values",
                     why="every component starts from the same value",
@@ -247,7 +247,7 @@ class ReferenceExtended:
 
         def make(values: Sequence[Any]) -> list[ReferenceVariable]:
             options = {"name": name, "trainable": trainable, "modes": modes}
-            made = ReferenceVariable.made(self.strategy, values[0], **options)
+            made = ReferenceVariable.make(self.strategy, values[0], **options)
             self._variables.add(made)
             return [made] * len(values)
 
@@ -269,7 +269,7 @@ class ReferenceExtended:
         given = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
         if not var.is_on_read and any(isinstance(x, PerReplica) for x in given):
             raise LocalityError(
-                explain(
+                message(
                     f"update of variable {var.name!r} needs arguments equal on every component",
                     got="a PerReplica",
                     why="every component of a mirrored variable gets the same update",
@@ -294,9 +294,9 @@ class ReferenceExtended:
         self._require_context("update")
         results = []
         for i in self._replicas():
-            local_args, local_kwargs = self._selected(i, (args, kwargs), "an argument of update")
+            local_args, local_kwargs = self._select(i, (args, kwargs), "an argument of update")
             frame = ComponentFrame(self.strategy, in_update=True, component=i)
-            with frames.entered(frame):
+            with frames.with_frame(frame):
                 results.append(fn(*local_args, **local_kwargs))
         if group:
             return regroup(results, self.topology, "a result of update")

@@ -18,9 +18,9 @@ from distjax import jax_compat
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.errors import ContextError, LocalityError, MergeError, explain
+from distjax.errors import ContextError, LocalityError, MergeError, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.testing.reference_values import combined, concatenated, regroup, select, summable
+from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
 from distjax.variables.variable import Variable
 
 
@@ -108,7 +108,7 @@ def run_replicas(strategy: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]
         def body(thread: ReplicaThread) -> Any:
             frame = Frame(strategy, ReferenceReplicaContext(strategy, thread))
             # Inner jit, scan, while_loop and cond run step by step on concrete values.
-            with frames.handed((*around, frame)), jax.disable_jit():
+            with frames.with_stack((*around, frame)), jax.disable_jit():
                 return call()
 
         return body
@@ -134,7 +134,7 @@ def _hold_meeting(strategy: Any, meetings: Sequence[Meeting | None]) -> Sequence
     if len(set(places)) > 1:
         arrived = ", ".join(f"replica {i} at {place}" for i, place in enumerate(places))
         raise MergeError(
-            explain(
+            message(
                 "all replicas need to make the same merge_call and collective calls, in the same "
                 "order. Some replicas made a different number of merge_call calls",
                 got=arrived,
@@ -143,7 +143,7 @@ def _hold_meeting(strategy: Any, meetings: Sequence[Meeting | None]) -> Sequence
             )
         )
     present = [m for m in meetings if m is not None]
-    with frames.entered(Frame(strategy)), jax.disable_jit():
+    with frames.with_frame(Frame(strategy)), jax.disable_jit():
         return present[0].hold([m.value for m in present])
 
 
@@ -155,7 +155,7 @@ _reduce_p.def_abstract_eval(lambda x, *, context, op: jax_compat.ShapedArray(x.s
 
 @_reduce_p.def_impl
 def _reduce_now(x: Any, *, context: ReferenceReplicaContext, op: ReduceOp) -> Any:
-    hold = lambda values: [combined(op, values)] * len(values)
+    hold = lambda values: [combine(op, values)] * len(values)
     return context.meet(f"all_reduce({op.name})", x, hold)
 
 
@@ -232,7 +232,7 @@ class ReferenceReplicaContext:
         """Returns the replicas' values of each leaf end to end."""
 
         def leaf(x: Any) -> Any:
-            hold = lambda values: [concatenated(values, axis, "all_gather")] * len(values)
+            hold = lambda values: [concatenate(values, axis, "all_gather")] * len(values)
             return self.meet("all_gather", _own(x, "all_gather"), hold)
 
         return jax.tree.map(leaf, value, is_leaf=is_per_replica)
@@ -246,7 +246,7 @@ class ReferenceReplicaContext:
         self._require_current(what)
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value)):
             raise MergeError(
-                explain(
+                message(
                     f"{what} in the reference interpreter needs concrete values",
                     got="values of a JAX trace (grad, vmap, jvp, remat)",
                     why="replicas meet as threads; of all meetings only all_reduce has derivatives "
@@ -262,7 +262,7 @@ class ReferenceReplicaContext:
             return
         is_merge = frame.strategy is self._strategy and frame.replica_context is None
         raise (MergeError if is_merge else ContextError)(
-            explain(
+            message(
                 f"{what} needs its own replica context. Need to be inside "
                 "`call_for_each_replica()`",
                 got=frame.name,
@@ -276,7 +276,7 @@ class ReferenceReplicaContext:
 def _own(value: Any, method: str) -> Any:
     if isinstance(value, PerReplica):
         raise LocalityError(
-            explain(
+            message(
                 f"{method} needs this replica's value",
                 got=f"a PerReplica of {value.num_replicas} values that the function closes over",
                 why="a replica sees its own value of an argument of run only",
@@ -291,7 +291,7 @@ def require_call(args: Any, kwargs: Any, method: str) -> tuple[tuple[Any, ...], 
     if isinstance(args, (tuple, list)) and isinstance(kwargs, (dict, type(None))):
         return tuple(args), dict(kwargs or {})
     raise ValueError(
-        explain(
+        message(
             f"{method}: positional args must be a list or tuple, kwargs a dict",
             got=f"args of type {type(args).__name__}, kwargs of type {type(kwargs).__name__}",
             why="each item is one argument of the function",

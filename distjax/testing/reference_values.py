@@ -14,7 +14,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.ops import ReduceOp
-from distjax.errors import LocalityError, describe_value, explain
+from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
@@ -50,10 +50,10 @@ def regroup(trees: Sequence[Any], topology: Topology, where: str) -> Any:
         if other != treedef:
             raise LocalityError(_differing_text(where, f"a tree {treedef} and a tree {other}"))
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return jax.tree.unflatten(treedef, [_regrouped(c, topology, where) for c in columns])
+    return jax.tree.unflatten(treedef, [_regroup_column(c, topology, where) for c in columns])
 
 
-def _regrouped(column: Sequence[Any], topology: Topology, where: str) -> Any:
+def _regroup_column(column: Sequence[Any], topology: Topology, where: str) -> Any:
     first = column[0]
     if any(isinstance(x, PerReplica) for x in column):
         raise LocalityError(_differing_text(where, "a PerReplica that a replica closes over"))
@@ -85,7 +85,7 @@ def _content(array: jax.Array) -> bytes:
 
 
 def _differing_text(where: str, got: str) -> str:
-    return explain(
+    return message(
         f"{where} needs the same tree, shapes, dtypes and Python objects from all replicas",
         got=got,
         why="only the numbers in arrays may differ per replica: a compiled program is traced once "
@@ -110,13 +110,13 @@ def summable(op: ReduceOp, value: Any) -> jax.Array:
     return array.astype(jnp.int32 if array.dtype == jnp.bool_ else array.dtype)
 
 
-def combined(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
+def combine(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
     """Returns the sum or mean of the replicas' values, added up in replica order."""
     total = functools.reduce(operator.add, [summable(op, v) for v in values])
     return total / len(values) if op is ReduceOp.MEAN else total
 
 
-def combined_within(op: ReduceOp, values: Sequence[Any], axis: Any, mask: Any) -> jax.Array:
+def combine_within(op: ReduceOp, values: Sequence[Any], axis: Any, mask: Any) -> jax.Array:
     """Returns sum or mean over replicas and over `axis`, of what the masks keep.
 
     Args:
@@ -141,12 +141,12 @@ def combined_within(op: ReduceOp, values: Sequence[Any], axis: Any, mask: Any) -
     return total / functools.reduce(operator.add, counts)
 
 
-def concatenated(values: Sequence[Any], axis: int, method: str) -> jax.Array:
+def concatenate(values: Sequence[Any], axis: int, method: str) -> jax.Array:
     """Returns the replicas' values end to end along `axis`."""
     ndim = jnp.ndim(values[0])
     if not is_int(axis) or not 0 <= axis < ndim:
         raise ValueError(
-            explain(
+            message(
                 f"{method} needs an axis between 0 and {ndim - 1}",
                 got=f"axis {axis!r} of a value with {ndim} axes",
                 why="the replicas' values are put end to end along an axis that they have",

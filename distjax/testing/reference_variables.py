@@ -24,10 +24,10 @@ from distjax.errors import (
     StrategyMismatchError,
     TraceLeakError,
     describe_value,
-    explain,
+    message,
 )
 from distjax.placement.per_replica import PerReplica
-from distjax.testing.reference_values import all_equal, combined, is_array, is_number
+from distjax.testing.reference_values import all_equal, combine, is_array, is_number
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
@@ -52,7 +52,7 @@ class ReferenceVariable(Variable):
     is_on_read: bool
 
     @classmethod
-    def made(
+    def make(
         cls, strategy: Any, initial: Any, *, name: str, trainable: bool | None, modes: Any
     ) -> ReferenceVariable:
         """Returns a new variable (`Variable` itself would ask the strategy for one)."""
@@ -77,7 +77,7 @@ class ReferenceVariable(Variable):
             return self.components[0]
         if self.aggregation is _NONE:
             raise AggregationError(_across_text(self, "a read"))
-        return combined(ReduceOp[self.aggregation.name], self.components)
+        return combine(ReduceOp[self.aggregation.name], self.components)
 
     def local_results(self) -> tuple[jax.Array, ...]:
         """Returns the components; in a replica context this replica's own."""
@@ -98,7 +98,7 @@ class ReferenceVariable(Variable):
 
     def _write(self, method: str, value: Any, apply: Callable[[Any, Any], Any]) -> jax.Array:
         number = self._own_component(method)
-        array = self._converted(method, value)
+        array = self._convert(method, value)
         if number is not None and (frames.current().in_update or self.is_on_read):
             self.components[number] = apply(self.components[number], array)
         elif number is not None:
@@ -121,7 +121,7 @@ class ReferenceVariable(Variable):
             if self.aggregation is _FIRST:
                 new = values[0]
             else:
-                new = combined(ReduceOp[self.aggregation.name], values).astype(self.dtype)
+                new = combine(ReduceOp[self.aggregation.name], values).astype(self.dtype)
             self.components = [apply(old, new) for old in self.components]
             return [None] * len(values)
 
@@ -145,7 +145,7 @@ class ReferenceVariable(Variable):
         if all_equal(self.components):
             return
         raise LocalityError(
-            explain(
+            message(
                 f"an update of variable {self.name!r} needs to leave its components equal",
                 got="components that differ",
                 why="it is mirrored: the function has read what differs per replica",
@@ -167,7 +167,7 @@ class ReferenceVariable(Variable):
             return updates[-1].component
         return None if frame.replica_context is None else frame.replica_context.number
 
-    def _converted(self, method: str, value: Any) -> jax.Array:
+    def _convert(self, method: str, value: Any) -> jax.Array:
         value = value.value if isinstance(value, Variable) else value
         if isinstance(value, PerReplica):
             raise LocalityError(_one_value_text(self, method, value))
@@ -182,7 +182,7 @@ class ReferenceVariable(Variable):
     def __deepcopy__(self, memo: dict[int, Any]) -> ReferenceVariable:
         modes = (self.synchronization, self.aggregation)
         options = {"name": self.name, "trainable": self.trainable, "modes": modes}
-        made = self.made(self.strategy, self.components[0], **options)
+        made = self.make(self.strategy, self.components[0], **options)
         made.components = list(self.components)
         memo[id(self)] = made
         return made
@@ -208,7 +208,7 @@ def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) ->
     if frame.state is None and not (jax_compat.tracing() if is_write else jax_compat.staging()):
         return
     raise TraceLeakError(
-        explain(
+        message(
             f"{action} of variable {variable.name!r} of a reference strategy needs concrete values",
             got="a call inside a JAX trace (jit outside of run, dj.jit, grad, vmap)",
             why="the reference interpreter reads and writes at once, nothing is traced",
@@ -221,7 +221,7 @@ def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) ->
 def _require_modes(variable: ReferenceVariable) -> None:
     if variable.synchronization is VariableSynchronization.NONE:
         raise ValueError(
-            explain(
+            message(
                 f"`NONE` variable synchronization mode is not supported for {variable.name!r}",
                 got="synchronization=VariableSynchronization.NONE under a strategy",
                 why="a strategy has to know when the components meet",
@@ -230,7 +230,7 @@ def _require_modes(variable: ReferenceVariable) -> None:
         )
     if variable.aggregation is _MEAN and not jnp.issubdtype(variable.dtype, jnp.inexact):
         raise ValueError(
-            explain(
+            message(
                 f"variable {variable.name!r} needs a floating dtype for aggregation MEAN",
                 got=f"dtype {variable.dtype}",
                 why="a mean of integers is no integer",
@@ -240,7 +240,7 @@ def _require_modes(variable: ReferenceVariable) -> None:
 
 
 def _no_aggregation_text(variable: ReferenceVariable, method: str) -> str:
-    return explain(
+    return message(
         f"You must specify an aggregation method to update variable {variable.name!r} in a "
         f"replica context ({method})",
         got="aggregation NONE",
@@ -251,7 +251,7 @@ def _no_aggregation_text(variable: ReferenceVariable, method: str) -> str:
 
 
 def _python_number_text(variable: ReferenceVariable, method: str, value: Any) -> str:
-    return explain(
+    return message(
         f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
         got=f"the Python number {value!r}",
         why="it is the same object on every replica: unclear whether it is to be summed",
@@ -260,7 +260,7 @@ def _python_number_text(variable: ReferenceVariable, method: str, value: Any) ->
 
 
 def _across_text(variable: ReferenceVariable, what: str) -> str:
-    return explain(
+    return message(
         f"{what} of sync-on-read variable {variable.name!r} in cross-replica context needs another "
         "aggregation",
         got=f"aggregation {variable.aggregation.name}",
@@ -271,7 +271,7 @@ def _across_text(variable: ReferenceVariable, what: str) -> str:
 
 
 def _one_value_text(variable: ReferenceVariable, method: str, value: PerReplica) -> str:
-    return explain(
+    return message(
         f"{method} of variable {variable.name!r} needs one value",
         got=f"a PerReplica of {value.num_replicas} values",
         why="one assignment gives every component the same value",
@@ -280,7 +280,7 @@ def _one_value_text(variable: ReferenceVariable, method: str, value: PerReplica)
 
 
 def _conversion_text(variable: ReferenceVariable, method: str, value: Any) -> str:
-    return explain(
+    return message(
         f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
         got=describe_value(value),
         why="a conversion that loses information is not made in silence",
@@ -289,7 +289,7 @@ def _conversion_text(variable: ReferenceVariable, method: str, value: Any) -> st
 
 
 def _shape_text(variable: ReferenceVariable, method: str, array: jax.Array) -> str:
-    return explain(
+    return message(
         f"{method} of variable {variable.name!r} needs shape {variable.shape}",
         got=f"shape {array.shape}",
         why="a variable keeps its shape",

@@ -16,14 +16,14 @@ from distjax.errors import (
     ContextError,
     LocalityError,
     StrategyMismatchError,
-    explain,
+    message,
 )
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
-from distjax.variables.conversion import converted, is_number
+from distjax.variables.conversion import convert, is_number
+from distjax.variables.donation import alias_storage, reuse_aliases, storage_lock
 from distjax.variables.layout import PartitionedLayout
-from distjax.variables.lending import as_lent_before, lend, storage_lock
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -32,11 +32,11 @@ def read(variable: Any) -> jax.Array:
     frame = frames.current()
     state = _state_for(variable, frame, "read")
     if state is not states.STORAGE:
-        return _seen(variable, state, frame)
+        return _read_view(variable, state, frame)
     if variable.policy.stacked:
         with storage_lock:  # else another thread may donate it before it is combined
-            return _seen(variable, state, frame)
-    return _kept(variable, state)
+            return _read_view(variable, state, frame)
+    return _read_storage(variable, state)
 
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
@@ -47,7 +47,7 @@ def write(variable: Any, value: Any, method: str) -> jax.Array:
     value = value.value if hasattr(value, "require_initialized") else value
     _require_one_value(variable, value, method, frame)
     _require_arithmetic(variable, method)
-    array = converted(variable, value, method)
+    array = convert(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
         _write_component(variable, state, array, method)
     elif _is_local(variable, frame):
@@ -64,13 +64,15 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
     if state.local_view:
         return (state.read(variable),)
     with storage_lock:  # the parts and the storage that they are remembered for belong together
-        parts = variable.strategy.extended.split_components(variable, _kept(variable, state))
-        return as_lent_before(variable, parts) if state is states.STORAGE else parts
+        parts = variable.strategy.extended.split_components(
+            variable, _read_storage(variable, state)
+        )
+        return reuse_aliases(variable, parts) if state is states.STORAGE else parts
 
 
-def stored_components(variable: Any) -> jax.Array:
+def read_components(variable: Any) -> jax.Array:
     """Returns the components [R, ...] of a sync-on-read variable, for a reduction."""
-    return _kept(variable, _state_for(variable, frames.current(), "read"))
+    return _read_storage(variable, _state_for(variable, frames.current(), "read"))
 
 
 def initialize(variable: Any, value: Any) -> None:
@@ -99,9 +101,9 @@ def _state_for(variable: Any, frame: Frame, action: str) -> Any:
     if owner.extended.is_default and frame.replica_context is None:
         return state
     raise StrategyMismatchError(
-        explain(
+        message(
             f"a {action} of variable {variable.name!r} needs its own strategy, {owner!r}, to be "
-            "in force",
+            "active",
             got=frame.name,
             why="Mixing different tf.distribute.Strategy objects: the variable lives on the "
             "devices of another strategy",
@@ -118,23 +120,23 @@ def _is_local(variable: Any, frame: Frame) -> bool:
 # -- reads --------------------------------------------------------------------
 
 
-def _kept(variable: Any, state: Any) -> jax.Array:
+def _read_storage(variable: Any, state: Any) -> jax.Array:
     """Returns the value in global form, whatever other threads make of its storage."""
     with storage_lock:
         value = state.read(variable)
         is_copy = variable.layout.kind is kinds.HOST
-        return value if state is not states.STORAGE or is_copy else lend(variable)
+        return value if state is not states.STORAGE or is_copy else alias_storage(variable)
 
 
-def _seen(variable: Any, state: Any, frame: Frame) -> jax.Array:
+def _read_view(variable: Any, state: Any, frame: Frame) -> jax.Array:
     stored = state.read(variable)
     if state.local_view and isinstance(variable.layout, PartitionedLayout):
-        return state.gathered(variable)
+        return state.gather(variable)
     if not variable.policy.stacked or state.local_view:
         return stored
     if frame.in_update:
         raise ContextError(
-            explain(
+            message(
                 f"a read of sync-on-read variable {variable.name!r} needs a context with one value",
                 got=f"{frame.name} for another variable",
                 why="the function runs once for all copies, and each has a component of its own",
@@ -142,15 +144,15 @@ def _seen(variable: Any, state: Any, frame: Frame) -> jax.Array:
                 ".value,))",
             )
         )
-    return aggregated(variable, stored)
+    return aggregate(variable, stored)
 
 
-def aggregated(variable: Any, stored: jax.Array) -> jax.Array:
+def aggregate(variable: Any, stored: jax.Array) -> jax.Array:
     """Returns the cross-replica value of stored components [R, ...]."""
     rule = variable.policy.cross_read
     if rule is Combine.REFUSE:
         raise AggregationError(
-            explain(
+            message(
                 f"a cross-replica read of variable {variable.name!r} needs an aggregation",
                 got="aggregation NONE. Could not convert from `VariableAggregation.NONE`",
                 why=f"its {variable.layout.num_copies} components differ and nothing says how they "
@@ -173,7 +175,7 @@ def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -
             variable.is_lost = False  # there is no former value to look at
             new = jnp.broadcast_to(array, variable.global_shape)
         else:
-            new = _applied(state.read(variable), array, method)
+            new = _apply(state.read(variable), array, method)
         is_users = state is states.STORAGE and method == "assign"
         state.write(variable, variable.copied(new) if is_users else new)
 
@@ -184,7 +186,7 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
         raise AggregationError(_no_aggregation_text(variable, method))
     if rule is Combine.SUM and is_number(value):
         raise ValueError(
-            explain(
+            message(
                 f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
                 got=f"the Python number {value!r}. A non-DistributedValues value {value} cannot be "
                 "reduced with the given reduce op ReduceOp.SUM",
@@ -197,16 +199,16 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
     if rule is Combine.EACH or is_equal:
         array = own_part(variable, array)
     else:
-        array = _combined_in_replica(rule, variable, array)
+        array = _combine_in_replica(rule, variable, array)
     _write_component(variable, state, array.astype(variable.dtype), method)
 
 
-def _combined_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
+def _combine_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
     topology = variable.strategy.extended.topology
     if rule is Combine.FIRST:
         return own_part(variable, ops.from_first_replica(array, topology.axis_name))
     if isinstance(variable.layout, PartitionedLayout):
-        total = variable.layout.scattered_sum(jnp.asarray(array))
+        total = variable.layout.scatter_sum(jnp.asarray(array))
         return total if rule is Combine.SUM else total / topology.num_replicas
     return ops.all_reduce(ReduceOp[rule.name], array, topology.axis_name, topology.num_replicas)
 
@@ -216,13 +218,13 @@ def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> N
     if rule is Combine.REFUSE:
         raise AggregationError(_cross_write_text(variable, method))
     if rule is Combine.SPLIT:
-        array = _split(array, variable.layout.num_copies)
+        array = _split_total(array, variable.layout.num_copies)
     elif variable.policy.stacked:
         array = jnp.broadcast_to(array, variable.global_shape)
     _write_component(variable, state, array, method)
 
 
-def _split(total: jax.Array, num_components: int) -> jax.Array:
+def _split_total(total: jax.Array, num_components: int) -> jax.Array:
     """Returns components [R, ...] whose sum is `total`, exactly for integers."""
     if jnp.issubdtype(total.dtype, jnp.integer):
         index = jnp.arange(num_components, dtype=total.dtype)
@@ -234,7 +236,7 @@ def _split(total: jax.Array, num_components: int) -> jax.Array:
     )
 
 
-def _applied(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
+def _apply(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
     if method == "assign":
         return array if array.shape == old.shape else jnp.broadcast_to(array, old.shape)
     return old + array if method == "assign_add" else old - array
@@ -247,7 +249,7 @@ def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> 
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(
-        explain(
+        message(
             f"{method} of variable {variable.name!r} needs one value",
             got=f"a PerReplica of {value.num_replicas} values in {frame.name}",
             why="in one assignment every copy of the variable gets the same value",
@@ -261,7 +263,7 @@ def _require_arithmetic(variable: Any, method: str) -> None:
     if method == "assign" or jnp.issubdtype(variable.dtype, jnp.number):
         return
     raise TypeError(
-        explain(
+        message(
             f"{method} of variable {variable.name!r} needs a dtype that has sums",
             got=f"dtype {variable.dtype}",
             why="neither truth values nor PRNG keys can be added",
@@ -271,7 +273,7 @@ def _require_arithmetic(variable: Any, method: str) -> None:
 
 
 def _no_aggregation_text(variable: Any, method: str) -> str:
-    return explain(
+    return message(
         f"You must specify an aggregation method to update variable {variable.name!r} "
         f"in a replica context ({method})",
         got="aggregation NONE",
@@ -285,7 +287,7 @@ def _no_aggregation_text(variable: Any, method: str) -> str:
 def _cross_write_text(variable: Any, method: str) -> str:
     on_read = variable.synchronization is VariableSynchronization.ON_READ
     mode = f"{'ON_READ' if on_read else 'ON_WRITE'} + {variable.aggregation.name}"
-    return explain(
+    return message(
         f"SyncOnReadVariable does not support `{method}` in cross-replica context with "
         f"aggregation {variable.aggregation.name} (variable {variable.name!r})",
         got=f"{mode}, in cross-replica context",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -28,7 +28,7 @@ def dtype_rank(dtype: Any) -> int | None:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
-def converted(variable: Any, value: Any, method: str) -> Any:
+def convert(variable: Any, value: Any, method: str) -> Any:
     """Returns `value` as an array with the shape and dtype of `variable`.
 
     Args:
@@ -46,7 +46,7 @@ def converted(variable: Any, value: Any, method: str) -> Any:
         raise TypeError(_dtype_text(variable, method, f"dtype {array.dtype}"))
     if array.shape != variable.shape:
         raise ValueError(
-            explain(
+            message(
                 f"{method} of variable {variable.name!r} needs shape {variable.shape}",
                 got=f"shape {array.shape}",
                 why="a variable keeps its shape",
@@ -77,7 +77,7 @@ def _can_hold(wanted: Any, given: Any) -> bool:
 
 
 def _dtype_text(variable: Any, method: str, got: str) -> str:
-    return explain(
+    return message(
         f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
         got=got,
         why="a conversion that loses information is not made in silence",

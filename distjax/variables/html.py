@@ -9,8 +9,8 @@ import numpy as np
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.tables import Table, as_html, format_bytes
-from distjax.variables.describing import describe_variable
-from distjax.variables.lending import storage_lock
+from distjax.variables.donation import storage_lock
+from distjax.variables.variable_description import describe_variable
 
 
 def variable_html(variable: Any) -> str:

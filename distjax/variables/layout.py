@@ -135,14 +135,14 @@ class PartitionedLayout:
         """Returns `stored`."""
         return stored
 
-    def stacked(self, value: jax.Array) -> jax.Array:
+    def stack(self, value: jax.Array) -> jax.Array:
         """Returns the shards of a global value as [R, ...]: nothing is moved."""
         count = self.topology.num_replicas
         shape = value.shape
         split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
         return jnp.moveaxis(value.reshape(split), self.axis, 0)
 
-    def joined(self, shards: jax.Array) -> jax.Array:
+    def join(self, shards: jax.Array) -> jax.Array:
         """Returns the global value of shards [R, ...]: nothing is moved."""
         split = jnp.moveaxis(shards, 0, self.axis)
         shape = split.shape
@@ -152,11 +152,11 @@ class PartitionedLayout:
             return joined
         return lax.with_sharding_constraint(joined, self.sharding)
 
-    def gathered(self, shard: jax.Array) -> jax.Array:
+    def gather(self, shard: jax.Array) -> jax.Array:
         """Returns the whole value, in the replica view, from one's own shard."""
         return lax.all_gather(shard, self.topology.axis_name, axis=self.axis, tiled=True)
 
-    def scattered_sum(self, value: jax.Array) -> jax.Array:
+    def scatter_sum(self, value: jax.Array) -> jax.Array:
         """Returns one's own shard of the sum of the replicas' values [...]."""
         if value.dtype == jnp.bool_:  # a psum counts them as int32, this would refuse them
             value = value.astype(jnp.int32)

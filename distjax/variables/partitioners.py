@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distjax.errors import describe_value, explain
+from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
 
@@ -16,7 +16,7 @@ def _require_count(owner: str, name: str, value: Any) -> None:
     if is_int(value) and value >= 1:
         return
     raise ValueError(
-        explain(
+        message(
             f"{owner}: {name} needs an int of 1 or more",
             got=describe_value(value),
             why="it bounds the number or the size of shards",

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distjax.errors import explain
+from distjax.errors import message
 
 
 class VariableSynchronization(enum.Enum):
@@ -91,7 +91,7 @@ def resolve_modes(
     """Returns the two modes of a new variable, AUTO resolved, or raises ValueError."""
     if not isinstance(synchronization, VariableSynchronization):
         raise ValueError(
-            explain(
+            message(
                 f"Invalid variable synchronization mode: {synchronization} for variable: {name}",
                 got=repr(synchronization),
                 why="it says when the copies of the variable meet",
@@ -102,7 +102,7 @@ def resolve_modes(
         aggregation = VariableAggregation.NONE
     if not isinstance(aggregation, VariableAggregation):
         raise ValueError(
-            explain(
+            message(
                 f"Invalid variable aggregation mode: {aggregation} for variable: {name}",
                 got=repr(aggregation),
                 why="it says how values of several replicas combine",
@@ -127,7 +127,7 @@ def policy_for(
     synchronization, aggregation = modes
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
-            explain(
+            message(
                 f"`NONE` variable synchronization mode is not supported for variable {name!r}",
                 got="synchronization=VariableSynchronization.NONE under a strategy",
                 why="a strategy has to know when the copies meet",
@@ -136,7 +136,7 @@ def policy_for(
         )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
-            explain(
+            message(
                 f"variable {name!r} needs a floating dtype for aggregation MEAN",
                 got=f"dtype {jnp.dtype(dtype)}",
                 why="a mean of integers is no integer",

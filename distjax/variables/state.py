@@ -16,7 +16,7 @@ import jax
 from distjax import jax_compat
 from distjax.errors import TraceLeakError
 from distjax.jax_compat import ShapedArray
-from distjax.variables.leaks import leak_text
+from distjax.variables.leak_errors import leak_text
 
 variable_p = jax_compat.Primitive("distjax_variable")
 
@@ -67,7 +67,7 @@ class StorageState:
         """Replaces the storage of `variable` by a value in global form."""
         self.require_writable(variable)
         variable.store(value)
-        variable.lent_handles = []  # what was handed out has the former buffers
+        variable.aliases = []  # what was handed out has the former buffers
 
     def require_writable(self, variable: Any) -> None:
         """Raises a TraceLeakError inside any JAX trace."""
@@ -116,7 +116,7 @@ class TraceState:
         with jax_compat.in_trace(self.trace):
             return variable_p.bind(variable=WeakVariable(variable), local_view=self.local_view)
 
-    def gathered(self, variable: Any) -> Any:
+    def gather(self, variable: Any) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.
 
         Gathered once in the state's own trace; anew in an inner trace, so that
@@ -124,10 +124,10 @@ class TraceState:
         """
         shard = self.read(variable)
         if jax_compat.current_trace() is not self.trace:
-            return variable.layout.gathered(shard)
+            return variable.layout.gather(shard)
         held, whole = self._gathered.get(variable, (None, None))
         if held is not shard:
-            whole = variable.layout.gathered(shard)
+            whole = variable.layout.gather(shard)
             self._gathered[variable] = (shard, whole)
         return whole
 
@@ -137,7 +137,7 @@ class TraceState:
         Whoever handles the whole as one value can go back to the shard: then the
         gather is dead code.
         """
-        whole = layout.gathered(shard)
+        whole = layout.gather(shard)
         self._shards[id(whole)] = (whole, shard, layout)
         return whole
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax.context import frames
-from distjax.errors import ContextError, UnsupportedError, explain
+from distjax.errors import ContextError, UnsupportedError, message
 from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layout import Layout
@@ -28,7 +28,7 @@ _serial_numbers = itertools.count()
 
 
 class Variable:
-    """State of one shape and dtype, placed by the strategy in force.
+    """State of one shape and dtype, placed by the active strategy.
 
     Mirrored (ON_WRITE): one value, a copy on each replica. Sync-on-read
     (ON_READ): a component per replica, brought together when it is read in
@@ -75,8 +75,8 @@ class Variable:
     serial_number: int
     is_being_made: bool
     is_lost: bool
-    lent_handles: list[weakref.ref[Any]]
-    lent_components: tuple[weakref.ref[Any] | None, tuple[weakref.ref[Any], ...]]
+    aliases: list[weakref.ref[Any]]
+    aliased_components: tuple[weakref.ref[Any] | None, tuple[weakref.ref[Any], ...]]
 
     def __new__(
         cls,
@@ -122,8 +122,8 @@ class Variable:
         self.serial_number = next(_serial_numbers)
         self.storage = None
         self.is_being_made = self.is_lost = False
-        self.lent_handles = []
-        self.lent_components = None, ()
+        self.aliases = []
+        self.aliased_components = None, ()
         return self
 
     # -- storage --------------------------------------------------------------
@@ -169,7 +169,7 @@ class Variable:
 
     def lose_value(self) -> None:
         """Says that a program took the stored array and did not return a new one."""
-        self.storage, self.lent_handles, self.is_lost = None, [], True
+        self.storage, self.aliases, self.is_lost = None, [], True
 
     def require_initialized(self) -> None:
         """Raises a ContextError if there is no value: never made, or lost."""
@@ -180,7 +180,7 @@ class Variable:
         """Raises an UnsupportedError if the devices of the variable are only described."""
         if isinstance(self.storage, jax.ShapeDtypeStruct):
             raise UnsupportedError(
-                explain(
+                message(
                     f"variable {self.name!r} needs devices that are there to have a value",
                     got="a strategy on devices of jax.experimental.topologies",
                     why="programs can be compiled for such devices, but nothing runs on them",
@@ -306,7 +306,7 @@ class Variable:
 
 
 def _unmade_text(variable: Variable) -> str:
-    return explain(
+    return message(
         f"variable {variable.name!r} needs an initial value",
         got="a variable whose creating function did not finish",
         why="the values of a traced function exist only when its trace ends",
@@ -315,7 +315,7 @@ def _unmade_text(variable: Variable) -> str:
 
 
 def _lost_text(variable: Variable) -> str:
-    return explain(
+    return message(
         f"variable {variable.name!r} needs a value",
         got="none since a program that writes it was interrupted, or failed, while it was started",
         why="such a program reuses the memory of the former value, and returned no new one",
@@ -343,7 +343,7 @@ for _name in "neg pos abs invert lt le gt ge round".split():
 def _in_place(name: str) -> Callable[..., NoReturn]:
     def refuse(self: Variable, other: Any) -> NoReturn:
         raise TypeError(
-            explain(
+            message(
                 f"an in-place operator needs an array, not variable {self.name!r}",
                 got=f"`v {name}= ...`",
                 why="it would bind the name to a new array and leave the variable as it was",

@@ -14,7 +14,7 @@ import jax
 
 import distjax as dj
 from distjax.placement.topology import REPLICA_AXIS, mesh_topology
-from distjax.variables.placement import MirroredPlacement
+from distjax.variables.variable_placement import MirroredPlacement
 
 ON_READ, MEAN = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.MEAN
 

@@ -36,7 +36,7 @@ def batches(images: np.ndarray, labels: np.ndarray, num_steps: int):
 
 
 class Classifier:
-    """Two layers, in variables of the strategy in force."""
+    """Two layers, in variables of the active strategy."""
 
     def __init__(self, seed: int, hidden: int = 64):
         first, second = jax.random.split(jax.random.key(seed))

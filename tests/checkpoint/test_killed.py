@@ -4,16 +4,16 @@ import random
 
 import numpy as np
 import pytest
-from killed_children import (
+
+import distjax as dj
+from tests.checkpoint.killed_children import (
     Training,
     contents,
     running,
     save_again_and_again,
     train_on_two_replicas,
 )
-from storages import STORAGES
-
-import distjax as dj
+from tests.checkpoint.storages import STORAGES
 
 pytestmark = pytest.mark.multiprocess
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from storages import STORAGES
 
 import distjax as dj
+from tests.checkpoint.storages import STORAGES
 
 W = np.arange(16.0, dtype=np.float32).reshape(8, 2)
 ON_READ_SUM = {

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from storages import STORAGES
 
 import distjax as dj
+from tests.checkpoint.storages import STORAGES
 
 SIZE = 1 << 18  # large enough that the writing goes on while the next steps run
 

@@ -1,16 +1,16 @@
-"""Seed 002: what it shows runs under the names of the tower age."""
+"""Seed 002: what it shows runs under the names of the tower API."""
 
-import ages
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ages import numbers
 
 import distjax as dj
 from distjax.compat import v1_12
+from tests.compat import api_versions
+from tests.compat.api_versions import numbers
 
-count, plain = ages.count, ages.plain  # fixtures
+count, plain = api_versions.count, api_versions.plain  # fixtures
 
 
 @pytest.fixture

@@ -1,16 +1,16 @@
 """Seed 000: what it shows runs under the names of 1.15."""
 
-import ages
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ages import FACES, numbers, replicas
 
 import distjax as dj
 from distjax.compat import v1_15
+from tests.compat import api_versions
+from tests.compat.api_versions import ADAPTERS, numbers, replicas
 
-count, plain = ages.count, ages.plain  # fixtures
+count, plain = api_versions.count, api_versions.plain  # fixtures
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def test_constructors():
     assert v1_15.OneDeviceStrategy().num_replicas_in_sync == 1
 
 
-@pytest.mark.parametrize("age", FACES)
-def test_a_face_compiles_once(age):
-    """A function called through a face is traced once, though faces are made anew."""
+@pytest.mark.parametrize("version", ADAPTERS)
+def test_an_adapter_compiles_once(version):
+    """A function called through an adapter is traced once, though adapters are made anew."""
     traced = []
 
     def fn(x):
@@ -171,8 +171,8 @@ def test_a_face_compiles_once(age):
 
     plain = replicas("virtual", 2)
     for _ in range(3):
-        face = FACES[age](plain)
-        assert face.extended.call_for_each_replica(fn, args=(jnp.float32(1),)) == 2.0
+        adapter = ADAPTERS[version](plain)
+        assert adapter.extended.call_for_each_replica(fn, args=(jnp.float32(1),)) == 2.0
     assert len(traced) == 1
 
 

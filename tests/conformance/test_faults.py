@@ -1,4 +1,4 @@
-"""Laws of what goes wrong: nothing half done, nothing left in force, nothing mixed up."""
+"""Laws of what goes wrong: nothing half done, nothing left active, nothing mixed up."""
 
 import copy
 import threading
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import counted, everywhere, ids, local
 
 import distjax as dj
 from distjax.errors import StrategyMismatchError
 from distjax.strategies.default import DEFAULT_STRATEGY
+from tests.replicas import counted, everywhere, ids, local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 
@@ -182,7 +182,7 @@ def test_a_second_strategy_of_the_same_shape(strategy, request):
     if strategy is DEFAULT_STRATEGY:
         assert dj.get_strategy() is strategy  # there is one, and it is always the same
         return
-    from conftest import STRATEGIES
+    from tests.conftest import STRATEGIES
 
     other = STRATEGIES[request.node.callspec.params["strategy"]]()
     theirs = make(other, jnp.zeros(24), name="theirs")

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import everywhere, local
 
 import distjax as dj
+from tests.replicas import everywhere, local
 
 
 def rid():

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import num_copies
 
 import distjax as dj
+from tests.replicas import num_copies
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local, num_copies
 
 import distjax as dj
+from tests.replicas import local, num_copies
 
 
 def make(strategy, initial=1.0, **options):

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import everywhere, local, num_copies
 
 import distjax as dj
 from distjax.errors import TraceLeakError
 from distjax.strategies.default import DEFAULT_STRATEGY
+from tests.replicas import everywhere, local, num_copies
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 

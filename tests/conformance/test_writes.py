@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import num_copies, per_replica
 
 import distjax as dj
 from distjax.errors import AggregationError, LocalityError
 from distjax.strategies.default import DEFAULT_STRATEGY
+from tests.replicas import num_copies, per_replica
 
 NONE, SUM, MEAN = (getattr(dj.VariableAggregation, n) for n in ("NONE", "SUM", "MEAN"))
 FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA

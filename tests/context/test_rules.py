@@ -1,15 +1,15 @@
-"""Which context is in force, and who may call what in it."""
+"""Which context is active, and who may call what in it."""
 
 import contextlib
 
 import jax
 import jax.numpy as jnp
 import pytest
-from replicas import ids
 
 import distjax as dj
 from distjax.errors import ContextError, MergeError, StrategyMismatchError
 from distjax.strategies.default import DEFAULT_STRATEGY
+from tests.replicas import ids
 
 MIXING = "Mixing different tf.distribute.Strategy objects"
 
@@ -307,7 +307,7 @@ def test_another_strategys_scope_in_the_default_strategys_run(pair):
 
 
 def test_other_methods_of_another_strategy_in_the_default_strategys_run(pair):
-    """They put nothing in force: TF asks for the scope there, too."""
+    """They make nothing active: TF asks for the scope there, too."""
     with raised_first(StrategyMismatchError, "reduce of"):
         DEFAULT_STRATEGY.run(lambda: pair.reduce("mean", 1.0))
 

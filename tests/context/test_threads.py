@@ -4,11 +4,11 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from replicas import ids, local
 
 import distjax as dj
 from distjax.context import frames
 from distjax.errors import ContextError
+from tests.replicas import ids, local
 
 
 def in_thread(fn):
@@ -64,7 +64,7 @@ def test_threads_of_ours_are_handed_a_stack(pair):
         stack = frames.stack()
 
     def ask():
-        with frames.handed(stack):
+        with frames.with_stack(stack):
             inside = dj.get_strategy()
         return inside, dj.has_strategy()
 

@@ -8,7 +8,7 @@ import pytest
 
 import distjax as dj
 from distjax.data import block
-from distjax.data.layout import InputLayout
+from distjax.data.input_layout import InputLayout
 from distjax.placement.topology import mesh_topology, one_device_topology
 
 ROWS = 16  # float32: 64 bytes, so that the part of each replica is aligned

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
 from distjax.errors import BatchError, ContextError, StrategyMismatchError
+from tests.replicas import local
 
 ERROR, DROP, PAD = (dj.InputOptions(partial=p) for p in ("error", "drop", "pad"))
 DEFAULT = dj.get_strategy()

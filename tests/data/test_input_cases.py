@@ -5,10 +5,10 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local, per_replica
 
 import distjax as dj
 from distjax.errors import BatchError
+from tests.replicas import local, per_replica
 
 DROP, PAD = dj.InputOptions("drop"), dj.InputOptions("pad")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distjax as dj
-from conftest import STRATEGIES
+from tests.conftest import STRATEGIES
 
 PAD = dj.InputOptions("pad", prefetch=0)
 NAMES = [name for name in STRATEGIES if name not in ("mirrored3", "virtual8")]

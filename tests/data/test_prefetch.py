@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefetching import (
+
+import distjax as dj
+from distjax.context import frames
+from tests.data.prefetching import (
     SECONDS,
     endless,
     no_thread_is_left,  # noqa: F401  (a fixture)
     prefetchers,
     started,
 )
-from replicas import local
-
-import distjax as dj
-from distjax.context import frames
+from tests.replicas import local
 
 
 @pytest.fixture(params=[0, 1, 2, 5])

@@ -7,7 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from prefetching import (
+
+import distjax as dj
+from distjax.data.prefetch import Prefetcher
+from tests.data.prefetching import (
     SECONDS,
     assert_ends,
     endless,
@@ -15,10 +18,7 @@ from prefetching import (
     prefetchers,
     started,
 )
-from replicas import local
-
-import distjax as dj
-from distjax.data.prefetch import Prefetcher
+from tests.replicas import local
 
 
 class SourceError(Exception):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
 from distjax.errors import BatchError
+from tests.replicas import local
 
 DROP, PAD = dj.InputOptions("drop"), dj.InputOptions("pad")
 DEFAULT = dj.get_strategy()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import local
 
 import distjax as dj
+from tests.replicas import local
 
 
 @pytest.fixture(params=[0, 2, 5])

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
+from tests.replicas import local
 
 
 @pytest.fixture(params=[0, 2])

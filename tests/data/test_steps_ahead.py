@@ -6,11 +6,11 @@ import traceback
 import jax
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
 from distjax.context import frames
 from distjax.data.prefetch import THREAD_NAME
+from tests.replicas import local
 
 SECONDS = 60
 COUNT = 7

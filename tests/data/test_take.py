@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
-from conftest import STRATEGIES
 from distjax.errors import BatchError
+from tests.conftest import STRATEGIES
+from tests.replicas import local
 
 
 @pytest.fixture(params=[0, 7])

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from lines import line_of
-from replicas import ids, local, per_replica
 
 import distjax as dj
+from tests.diagnostics.lines import line_of
+from tests.replicas import ids, local, per_replica
 
 MEAN, SUM = dj.VariableAggregation.MEAN, dj.VariableAggregation.SUM
 ON_READ = dj.VariableSynchronization.ON_READ

@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from lines import line_of
-from replicas import per_replica
 
 import distjax as dj
+from tests.diagnostics.lines import line_of
+from tests.replicas import per_replica
 
 MEAN = dj.VariableAggregation.MEAN
 F32 = 4

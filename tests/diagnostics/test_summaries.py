@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids
 
 import distjax as dj
 from distjax.diagnostics import sinks
+from tests.replicas import ids
 
 
 def records(folder):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from replicas import ids
 
 import distjax as dj
+from tests.replicas import ids
 
 
 def labels(x):

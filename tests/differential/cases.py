@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from outcomes import Case
 
 import distjax as dj
+from tests.differential.outcomes import Case
 
 SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
 FIRST, NONE = dj.VariableAggregation.ONLY_FIRST_REPLICA, dj.VariableAggregation.NONE

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from jax import lax
-from outcomes import Case
 
 import distjax as dj
+from tests.differential.outcomes import Case
 
 PAIRS = {
     f"{mode.name}_{aggregation.name}": (mode, aggregation)

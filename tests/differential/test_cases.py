@@ -1,12 +1,12 @@
 """Hand-written programs: compiled result = reference result = closed form."""
 
-import cases
 import numpy as np
 import pytest
 import variable_cases  # noqa: F401 - adds its cases to the table
-from outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 import distjax as dj
+from tests.differential import cases
+from tests.differential.outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 REPLICA_COUNTS = (1, 2, 3, 8)
 #: Cases that are refused where nothing is proved: they write mirrored variables in replicas or

@@ -1,12 +1,12 @@
 """Random programs: compiled and reference agree, and proving less changes no number."""
 
-import programs
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 import distjax as dj
+from tests.differential import programs
+from tests.differential.outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 # Registers go in equal and come out different on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning")

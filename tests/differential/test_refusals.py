@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import MEAN, ON_READ, SUM, context, rid, rows, variable
-from outcomes import compiled_strategies
 
 import distjax as dj
 from distjax.errors import AggregationError, ContextError, LocalityError, MergeError
+from tests.differential.cases import MEAN, ON_READ, SUM, context, rid, rows, variable
+from tests.differential.outcomes import compiled_strategies
 
 
 def write_without_aggregation(strategy):

@@ -2,10 +2,22 @@
 
 import jax.numpy as jnp
 import numpy as np
-from cases import FIRST, MEAN, NONE, ON_READ, SUM, case, context, ids, rid, rows, variable
-from outcomes import Case
 
 import distjax as dj
+from tests.differential.cases import (
+    FIRST,
+    MEAN,
+    NONE,
+    ON_READ,
+    SUM,
+    case,
+    context,
+    ids,
+    rid,
+    rows,
+    variable,
+)
+from tests.differential.outcomes import Case
 
 
 @case

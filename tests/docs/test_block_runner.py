@@ -1,7 +1,8 @@
 """The runner of code blocks notices what goes wrong."""
 
 import pytest
-from code_blocks import blocks_of, run_page
+
+from tests.docs.code_blocks import blocks_of, run_page
 
 
 @pytest.fixture

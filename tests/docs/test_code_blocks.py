@@ -6,9 +6,9 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from code_blocks import FENCE, blocks_of, run_page
 
 import distjax as dj
+from tests.docs.code_blocks import FENCE, blocks_of, run_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"

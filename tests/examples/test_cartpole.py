@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripts import EXAMPLES, last_line
+
+from tests.examples.scripts import EXAMPLES, last_line
 
 HALF_LENGTH, SECONDS = 0.5, 0.02
 

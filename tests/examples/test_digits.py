@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from scripts import last_line
+
+from tests.examples.scripts import last_line
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 NUM_STEPS = 44  # two of the ten epochs

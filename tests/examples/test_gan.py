@@ -2,7 +2,7 @@
 
 import re
 
-from scripts import last_line
+from tests.examples.scripts import last_line
 
 JUDGEMENT = re.compile(r"\w+: a judge is (\d+)% sure of the images, and sees (\d+) digits")
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from scripts import EXAMPLES, last_line, lines_of
+
+from tests.examples.scripts import EXAMPLES, last_line, lines_of
 
 SCRIPT = "language_model/train.py"
 SMALL = [

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripts import EXAMPLES, last_line
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.examples.scripts import EXAMPLES, last_line
 
 TARGETS = np.array([1.0, 3.0], np.float32)  # each replica pulls w to its own
 LEARNING_RATE = 0.25

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from image_loop import make_batches, make_state, values
-from replicas import ids
 
 import distjax as dj
 from distjax.errors import LocalityError, UnsupportedError
+from tests.flax.image_loop import make_batches, make_state, values
+from tests.replicas import ids
 
 
 class Own(nnx.Variable):

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from image_loop import (
+
+import distjax as dj
+from tests.flax.image_loop import (
     axis_of,
     eval_step,
     eval_step_on_view,
@@ -13,8 +15,6 @@ from image_loop import (
     train_step,
     train_step_on_view,
 )
-
-import distjax as dj
 
 STRATEGIES = {
     "one_device": lambda: dj.OneDeviceStrategy(),

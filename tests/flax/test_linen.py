@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import jax_utils
-from image_loop import make_batches
 from jax import lax
-from linen_step import make_state, train_step
 
 import distjax as dj
 from distjax.errors import LocalityError, LocalityWarning
+from tests.flax.image_loop import make_batches
+from tests.flax.linen_step import make_state, train_step
 
 NUM_REPLICAS = 4
 BATCHES = make_batches(3)

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from image_loop import Classifier, values
 
 import distjax as dj
 from distjax.errors import StrategyMismatchError
 from distjax.flax.create import initialiser
+from tests.flax.image_loop import Classifier, values
 
 PLACES = {
     "one_device": lambda: dj.OneDeviceStrategy(jax.devices()[1]),

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from image_loop import Classifier, values
 
 import distjax as dj
+from tests.flax.image_loop import Classifier, values
 
 STRATEGIES = {
     "one_device": lambda: dj.OneDeviceStrategy(),

@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from image_loop import values
 
 import distjax as dj
 from distjax.testing import hlo
+from tests.flax.image_loop import values
 
 STRATEGIES = {
     "one_device": lambda: dj.OneDeviceStrategy(),

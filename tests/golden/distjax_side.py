@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from closed_form import numbers
-from records import plain
 
 import distjax as dj
+from tests.golden.closed_form import numbers
+from tests.golden.records import plain
 
 
 def make_strategy(name):

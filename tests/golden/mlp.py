@@ -1,6 +1,6 @@
 """The small model that both sides train: its data, its first weights, its constants."""
 
-from closed_form import smooth
+from tests.golden.closed_form import smooth
 
 GLOBAL_BATCH, NUM_STEPS = 24, 10
 SIZES = {"w1": [4, 5], "b1": [5], "w2": [5, 2], "b2": [2]}

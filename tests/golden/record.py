@@ -8,7 +8,7 @@ import json
 import pathlib
 import sys
 
-from recording import tensorflow_side
+from tests.golden.recording import tensorflow_side
 
 AREAS = (
     "training",
@@ -44,7 +44,7 @@ def main(areas):
     tensorflow_side.start()
     DATA.mkdir(exist_ok=True)
     for area in areas or AREAS:
-        module = importlib.import_module(f"recording.{area}")
+        module = importlib.import_module(f"tests.golden.recording.{area}")
         records = [{"id": i, "case": case, "outcome": out} for i, case, out in module.records()]
         write(area, records)
 

@@ -6,8 +6,9 @@ cross-replica assignment; the replay does these two.
 
 import numpy as np
 import pytest
-from distjax_side import array, make_strategy, make_variable, per_replica, plain
-from records import Ruling, check, load
+
+from tests.golden.distjax_side import array, make_strategy, make_variable, per_replica, plain
+from tests.golden.records import Ruling, check, load
 
 RECORDS = load("checkpoints")
 

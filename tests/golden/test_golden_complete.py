@@ -4,13 +4,14 @@ import importlib
 import json
 
 import pytest
-from records import DATA, Record, load
+
+from tests.golden.records import DATA, Record, load
 
 AREAS = sorted(path.stem for path in DATA.glob("*.json"))
 
 
 def module_of(area):
-    return importlib.import_module(f"test_golden_{area}")
+    return importlib.import_module(f"tests.golden.test_golden_{area}")
 
 
 def replayed(module):

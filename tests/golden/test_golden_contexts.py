@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ambient_contexts import enter
-from distjax_side import make_strategy, plain
-from records import Ruling, check, load, outcome_of
 
 import distjax as dj
 from distjax.errors import ContextError
+from tests.golden.ambient_contexts import enter
+from tests.golden.distjax_side import make_strategy, plain
+from tests.golden.records import Ruling, check, load, outcome_of
 
 RECORDS = load("contexts")
 

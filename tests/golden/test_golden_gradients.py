@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from closed_form import numbers
-from distjax_side import locals_of, make_strategy, make_variable, numbers_per_replica
-from records import check, load
 
 import distjax as dj
+from tests.golden.closed_form import numbers
+from tests.golden.distjax_side import locals_of, make_strategy, make_variable, numbers_per_replica
+from tests.golden.records import check, load
 
 RECORDS = load("gradients")
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distjax_side import make_strategy, plain
-from records import Ruling, check, difference, load, outcome_of
 
 import distjax as dj
 from distjax.errors import BatchError
 from distjax.variables import partitioners
+from tests.golden.distjax_side import make_strategy, plain
+from tests.golden.records import Ruling, check, difference, load, outcome_of
 
 RECORDS = load("inputs")
 OF_DATA = [r for r in RECORDS if r.case["what"] in ("split", "from_function", "unbatched")]

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closed_form import labelled
-from distjax_side import make_strategy, make_variable, plain
-from records import Ruling, check, difference, load
 
 import distjax as dj
+from tests.golden.closed_form import labelled
+from tests.golden.distjax_side import make_strategy, make_variable, plain
+from tests.golden.records import Ruling, check, difference, load
 
 RECORDS = load("metrics")
 PAD = dj.InputOptions(partial="pad")

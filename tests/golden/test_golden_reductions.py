@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closed_form import numbers
-from distjax_side import (
+
+import distjax as dj
+from distjax.errors import LocalityError
+from tests.golden.closed_form import numbers
+from tests.golden.distjax_side import (
     array,
     locals_of,
     make_strategy,
@@ -13,10 +16,7 @@ from distjax_side import (
     numbers_per_replica,
     plain,
 )
-from records import CLEAN_ERROR, Ruling, check, load
-
-import distjax as dj
-from distjax.errors import LocalityError
+from tests.golden.records import CLEAN_ERROR, Ruling, check, load
 
 RECORDS = load("reductions")
 

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distjax_side import make_strategy, plain
-from records import Ruling, check, load
+
+from tests.golden.distjax_side import make_strategy, plain
+from tests.golden.records import Ruling, check, load
 
 RECORDS = load("steps")
 

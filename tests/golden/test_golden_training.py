@@ -2,14 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import mlp
 import numpy as np
 import optax
 import pytest
-from distjax_side import make_strategy, make_variable, per_replica, plain
-from records import check, difference, load
 
 import distjax as dj
+from tests.golden import mlp
+from tests.golden.distjax_side import make_strategy, make_variable, per_replica, plain
+from tests.golden.records import check, difference, load
 
 RECORDS = load("training")
 WITH_SLOTS = ("momentum_merge_call", "adam_merge_call")

@@ -3,11 +3,18 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distjax_side import array, locals_of, make_strategy, make_variable, per_replica, plain
-from records import Ruling, check, load, outcome_of
 
 import distjax as dj
 from distjax.errors import AggregationError, LocalityError
+from tests.golden.distjax_side import (
+    array,
+    locals_of,
+    make_strategy,
+    make_variable,
+    per_replica,
+    plain,
+)
+from tests.golden.records import Ruling, check, load, outcome_of
 
 RECORDS = load("variables")
 

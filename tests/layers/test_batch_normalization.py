@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from replicas import per_replica
 
 import distjax as dj
 from distjax.errors import BatchError
+from tests.replicas import per_replica
 
 EPSILON = 1e-3
 G, C = 24, 3

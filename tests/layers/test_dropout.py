@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import per_replica
 
 import distjax as dj
 from distjax.errors import ContextError
+from tests.replicas import per_replica
 
 KEY = jax.random.key(5)
 
@@ -113,7 +113,7 @@ def test_a_rate_outside_of_its_range(rate):
         dj.layers.dropout(KEY, rate, np.ones(3))
 
 
-def test_a_per_replica_with_no_strategy_in_force(pair):
+def test_a_per_replica_with_no_active_strategy(pair):
     x = ones(pair)
     with pytest.raises(ContextError, match="^dropout of a PerReplica needs cross-replica context"):
         dj.layers.dropout(KEY, 0.5, x)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids, per_replica
 
 import distjax as dj
+from tests.replicas import ids, per_replica
 
 
 class MeanTensor(dj.metrics.Metric):

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from replicas import per_replica
 
 import distjax as dj
+from tests.replicas import per_replica
 
 NUM_EXAMPLES = 24  # divides by 1, 2, 3 and 8
 

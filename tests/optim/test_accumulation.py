@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import assert_close, make_data, plain, train
-from replicas import ids, local
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.optim.regression import assert_close, make_data, plain, train
+from tests.replicas import ids, local
 
 
 def test_equals_optax_multi_steps(strategy, how):

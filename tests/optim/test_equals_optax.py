@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from regression import (
+
+import distjax as dj
+from tests.optim.regression import (
     assert_close,
     loss_fn,
     make_data,
@@ -14,8 +16,6 @@ from regression import (
     train,
     values,
 )
-
-import distjax as dj
 
 WEIGHTS_ONLY = {"b": False, "w": True}
 TRANSFORMATIONS = {

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from replicas import ids, per_replica
 
 import distjax as dj
 from distjax.compat import v1_12, v1_13, v1_15
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError
+from tests.replicas import ids, per_replica
 
 
 def make(strategy, tx=None, op="sum", shape=()):
@@ -230,14 +230,14 @@ def test_under_another_strategy(pair):
     assert float(w.value) == 0.0
 
 
-@pytest.mark.parametrize("age", [v1_12.DistributionStrategy, v1_13.Strategy, v1_15.Strategy])
-def test_distributed_apply_of_the_strategy_of_an_older_age(pair, age):
-    """A merge function of an older age is handed its strategy under that age's names."""
+@pytest.mark.parametrize("version", [v1_12.DistributionStrategy, v1_13.Strategy, v1_15.Strategy])
+def test_distributed_apply_of_the_strategy_of_an_older_api_version(pair, version):
+    """A merge function of an older API version is handed its strategy under its names."""
     optimizer, w = make(pair)
     with pair.scope():
-        optimizer.distributed_apply(age(pair), [(ids(pair), w)])
+        optimizer.distributed_apply(version(pair), [(ids(pair), w)])
     assert float(w.value) == -1.0
-    with pytest.raises(StrategyMismatchError, match="^apply_gradients needs .* to be in force"):
+    with pytest.raises(StrategyMismatchError, match="^apply_gradients needs .* to be active"):
         optimizer.distributed_apply(None, [(ids(pair), w)])
 
 

@@ -5,9 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import assert_close, loss_fn, make_data, make_variables, plain, train, values
 
 import distjax as dj
+from tests.optim.regression import (
+    assert_close,
+    loss_fn,
+    make_data,
+    make_variables,
+    plain,
+    train,
+    values,
+)
 
 DEVICES = jax.devices()[:2]
 PLACED = {

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import initial, loss_fn, make_data, plain, split
-from replicas import ids, local
 
 import distjax as dj
 from distjax.errors import ContextError
+from tests.optim.regression import initial, loss_fn, make_data, plain, split
+from tests.replicas import ids, local
 
 
 @pytest.mark.parametrize("op", ["sum", "MEAN", dj.ReduceOp.SUM])

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import make_variables
 
 import distjax as dj
+from tests.optim.regression import make_variables
 
 
 def state_variables(optimizer):

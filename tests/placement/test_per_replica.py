@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import LocalityError
+from tests.replicas import ids, local, per_replica
 
 # -- arithmetic ----------------------------------------------------------------
 

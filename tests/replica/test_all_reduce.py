@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import sparse
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import LocalityError
+from tests.replicas import ids, local, per_replica
 
 
 def context():

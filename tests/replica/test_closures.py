@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from replicas import ids, local
 
 import distjax as dj
 from distjax.replica.closures import ClosureValues
+from tests.replicas import ids, local
 
 
 def merge(fn, *args):
@@ -79,11 +79,11 @@ def test_names_without_a_value_and_names_set_inside():
 
     values = ClosureValues(fn)
     count, later = 5, "now"
-    with values.in_force():
+    with values.restore():
         assert count == 0
         assert fn() == "now"
     assert count == 1  # set inside: it stays
-    with values.in_force():
+    with values.restore():
         assert count == 0
     assert count == 1  # not set inside: as before
 
@@ -92,7 +92,7 @@ def test_names_come_back_after_an_error():
     name = "then"
     values = ClosureValues(lambda: name)
     name = "now"
-    with pytest.raises(KeyError), values.in_force():
+    with pytest.raises(KeyError), values.restore():
         assert name == "then"
         raise KeyError
     assert name == "now"

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import ids, local
 
 import distjax as dj
 from distjax.errors import MergeError
+from tests.replicas import ids, local
 
 W = 3.0
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import DivergenceError, TraceLeakError
+from tests.replicas import ids, local, per_replica
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 ONE = np.float32(1)

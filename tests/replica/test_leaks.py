@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import ids
 
 import distjax as dj
 from distjax.errors import TraceLeakError
+from tests.replicas import ids
 
 AGG = dj.VariableAggregation
 

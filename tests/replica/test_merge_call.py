@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from merging import context, merge, sum_of
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import (
@@ -16,6 +14,8 @@ from distjax.errors import (
     StrategyMismatchError,
 )
 from distjax.replica.analysis import blind
+from tests.replica.merging import context, merge, sum_of
+from tests.replicas import ids, local, per_replica
 
 # -- what the function gets, and what comes back -------------------------------
 

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from merging import context, merge, sum_of
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import (
@@ -15,6 +13,8 @@ from distjax.errors import (
     MergeError,
     TraceLeakError,
 )
+from tests.replica.merging import context, merge, sum_of
+from tests.replicas import ids, local, per_replica
 
 # -- inside control flow and transformations: decision 5 -----------------------
 
@@ -84,7 +84,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("kind", ["mirrored1", "mirrored2", "virtual2", "one_device"])
 def test_collectives_under_a_predicate_that_differs(construct, collective, kind, how):
     """Refused on every strategy, those of one replica too: a step must not depend on R."""
-    from conftest import STRATEGIES
+    from tests.conftest import STRATEGIES
 
     strategy = STRATEGIES[kind]()
 

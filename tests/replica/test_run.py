@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import LocalityError, RecompilationWarning
+from tests.replicas import ids, local, per_replica
 
 Point = collections.namedtuple("Point", "x y")
 

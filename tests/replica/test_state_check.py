@@ -6,10 +6,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from replicas import ids, local
 
 import distjax as dj
 from distjax.errors import LocalityError, LocalityWarning
+from tests.replicas import ids, local
 
 
 @jax.tree_util.register_pytree_node_class

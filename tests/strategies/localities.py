@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from replicas import per_replica
 
 import distjax as dj
+from tests.replicas import per_replica
 
 DEVICES = jax.devices()[2:4]  # not the first ones: nothing gets there by itself
 SHAPE = (4, 2)  # split in halves by ShardedStrategy
@@ -48,7 +48,7 @@ def t(d):
 
 
 def context_of(strategy):
-    """Returns the name of the context in force, which has to be one of `strategy`."""
+    """Returns the name of the active context, which has to be one of `strategy`."""
     if not dj.has_strategy():
         return "default"
     assert dj.get_strategy() is strategy

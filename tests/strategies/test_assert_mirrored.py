@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids
 
 import distjax as dj
+from tests.replicas import ids
 
 SUM = dj.VariableAggregation.SUM
 ON_READ = dj.VariableSynchronization.ON_READ

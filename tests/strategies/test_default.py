@@ -13,7 +13,7 @@ from distjax.errors import LocalityError, StrategyMismatchError, UnsupportedErro
 DEFAULT = dj.get_strategy()
 
 
-def in_force():
+def active():
     return dj.has_strategy(), dj.in_cross_replica_context(), dj.get_strategy() is DEFAULT
 
 
@@ -21,12 +21,12 @@ def in_force():
 def test_r025_scope_changes_nothing():
     with DEFAULT.scope() as entered:
         assert entered is DEFAULT
-        assert in_force() == (False, False, True)
+        assert active() == (False, False, True)
         with DEFAULT.scope():
-            assert in_force() == (False, False, True)
-        assert in_force() == (False, False, True)
+            assert active() == (False, False, True)
+        assert active() == (False, False, True)
         assert dj.get_replica_context().replica_id_in_sync_group == 0
-    assert in_force() == (False, False, True)
+    assert active() == (False, False, True)
 
 
 def test_default_scope_nests_with_others():
@@ -35,7 +35,7 @@ def test_default_scope_nests_with_others():
     with DEFAULT.scope():
         with other.scope():
             assert dj.get_strategy() is other
-        assert in_force() == (False, False, True)
+        assert active() == (False, False, True)
         with DEFAULT.scope(), other.scope():
             assert dj.get_strategy() is other
 
@@ -139,7 +139,7 @@ def test_update_functions_stay_in_the_context_of_the_caller():
     """As in TensorFlow: there are no copies, so nothing changes for the function."""
     v = dj.Variable(1.0)
     seen = []
-    note = lambda *args: seen.append((in_force(), dj.get_replica_context() is not None))
+    note = lambda *args: seen.append((active(), dj.get_replica_context() is not None))
     DEFAULT.extended.update(v, note)
     DEFAULT.extended.update_non_slot(DEFAULT.extended.non_slot_devices([v]), note)
     merge = lambda strategy: strategy.extended.update(v, note)

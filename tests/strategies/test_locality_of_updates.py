@@ -5,11 +5,16 @@ As in `test_locality_rules.py`: the context, where inputs and outputs live, and 
 
 import jax
 import jax.numpy as jnp
-import localities
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from localities import (
+
+import distjax as dj
+from distjax.compat import v1_12
+from distjax.errors import ContextError, LocalityError
+from tests.replicas import local, per_replica
+from tests.strategies import localities
+from tests.strategies.localities import (
     KINDS,
     SHAPE,
     assert_m,
@@ -20,11 +25,6 @@ from localities import (
     placed,
     refused,
 )
-from replicas import local, per_replica
-
-import distjax as dj
-from distjax.compat import v1_12
-from distjax.errors import ContextError, LocalityError
 
 d, v, t = localities.d, localities.v, localities.t  # fixtures
 

@@ -6,11 +6,15 @@ their sharding), and the error that says that the rule is broken.
 
 import jax
 import jax.numpy as jnp
-import localities
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from localities import (
+
+import distjax as dj
+from distjax.errors import ContextError, LocalityError, MergeError, TraceLeakError
+from tests.replicas import local, per_replica
+from tests.strategies import localities
+from tests.strategies.localities import (
     KINDS,
     SHAPE,
     assert_m,
@@ -21,10 +25,6 @@ from localities import (
     placed,
     refused,
 )
-from replicas import local, per_replica
-
-import distjax as dj
-from distjax.errors import ContextError, LocalityError, MergeError, TraceLeakError
 
 d, v, t = localities.d, localities.v, localities.t  # fixtures
 

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids, pads, per_replica
 
 import distjax as dj
 from distjax.errors import BatchError
+from tests.replicas import ids, pads, per_replica
 
 
 def test_r111_mean_over_examples_where_replicas_have_more_or_fewer(pair, how):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids
 
 import distjax as dj
 from distjax.compat import v1_13
 from distjax.errors import LocalityError
+from tests.replicas import ids
 
 
 def refused(error, text, call):

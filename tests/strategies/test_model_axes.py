@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
-from replicas import local, per_replica
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.replicas import local, per_replica
 
 RATE = 0.1
 

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from replicas import ids
 
 import distjax as dj
 from distjax.placement.topology import mesh_topology
-from distjax.variables.placement import MirroredPlacement
+from distjax.variables.variable_placement import MirroredPlacement
+from tests.replicas import ids
 
 
 class CountingExtended(dj.StrategyExtended):

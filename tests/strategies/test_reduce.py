@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import LocalityError
 from distjax.replica.analysis import blind
+from tests.replicas import ids, local, per_replica
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ VALUES = {
 @pytest.mark.parametrize("kind", ["mirrored3", "virtual3"])
 def test_mirrored_counts_as_equal_copies(name, kind, how):
     """The same numbers, shapes, dtypes and weak types as if nothing had been proved."""
-    from conftest import STRATEGIES
+    from tests.conftest import STRATEGIES
 
     def outcome():
         strategy = STRATEGIES[kind]()  # made anew: programs compiled before are not used

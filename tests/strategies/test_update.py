@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError
+from tests.replicas import ids, local, per_replica
 
 ON_READ = dj.VariableSynchronization.ON_READ
 SUM = dj.VariableAggregation.SUM

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from replicas import ids
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.replicas import ids
 
 DEVICES = tuple(jax.devices()[2:5])
 

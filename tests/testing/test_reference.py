@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from on_reference import context, local, rid, variable
 
 import distjax as dj
 from distjax.errors import (
@@ -18,6 +17,7 @@ from distjax.errors import (
     TraceLeakError,
     UnsupportedError,
 )
+from tests.testing.on_reference import context, local, rid, variable
 
 SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
 ON_READ, ON_WRITE = dj.VariableSynchronization.ON_READ, dj.VariableSynchronization.ON_WRITE

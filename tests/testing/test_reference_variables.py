@@ -5,7 +5,6 @@ import copy
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from on_reference import context, local, rid, variable
 
 import distjax as dj
 from distjax.errors import (
@@ -14,6 +13,7 @@ from distjax.errors import (
     LocalityError,
     StrategyMismatchError,
 )
+from tests.testing.on_reference import context, local, rid, variable
 
 SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
 FIRST, NONE = dj.VariableAggregation.ONLY_FIRST_REPLICA, dj.VariableAggregation.NONE

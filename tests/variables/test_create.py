@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local, per_replica
 
 import distjax as dj
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError, TraceLeakError
+from tests.replicas import local, per_replica
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 
@@ -310,7 +310,7 @@ def test_r213_variable_of_another_strategy(pair):
             with pytest.raises(StrategyMismatchError) as caught:
                 call()
             assert first_line(caught) == (
-                f"a {action} of variable 'v' needs its own strategy, {pair!r}, to be in force."
+                f"a {action} of variable 'v' needs its own strategy, {pair!r}, to be active."
             )
             assert "Mixing different tf.distribute.Strategy objects" in str(caught.value)
     assert float(v.value) == 1

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
+from tests.replicas import local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 

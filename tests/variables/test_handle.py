@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local
 
 import distjax as dj
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError
+from tests.replicas import local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids
 
 import distjax as dj
 from distjax.errors import ContextError
+from tests.replicas import ids
 
 MEAN = dj.VariableAggregation.MEAN
 LOST = (

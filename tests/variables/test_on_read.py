@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local, per_replica
 
 import distjax as dj
 from distjax.errors import AggregationError
+from tests.replicas import local, per_replica
 
 AGG = dj.VariableAggregation
 ALL = list(AGG)

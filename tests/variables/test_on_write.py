@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import ids, local, per_replica
 
 import distjax as dj
 from distjax.errors import AggregationError
+from tests.replicas import ids, local, per_replica
 
 AGG = dj.VariableAggregation
 ALL = list(AGG)
@@ -107,7 +107,7 @@ def test_r207_scatter_across_replicas(pair, how):
 
 @pytest.mark.parametrize("method", ["assign", "assign_add"])
 def test_r209_no_aggregation_never_diverges(pair, method):
-    """The rule of the seeds; later ages wrote [1, 2]."""
+    """The rule of the seeds; later API versions wrote [1, 2]."""
     v = make(pair, 10.0)
     x = per_replica(pair, [np.float32(1), np.float32(2)])
     with pytest.raises(AggregationError, match="You must specify an aggregation"):

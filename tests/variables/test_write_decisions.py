@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import local, per_replica
 
 import distjax as dj
 from distjax.errors import AggregationError
+from tests.replicas import local, per_replica
 
 NONE, SUM, MEAN = (getattr(dj.VariableAggregation, n) for n in ("NONE", "SUM", "MEAN"))
 FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA

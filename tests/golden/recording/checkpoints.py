@@ -6,7 +6,7 @@ import tempfile
 import numpy as np
 import tensorflow as tf
 
-from recording import tensorflow_side as side
+from tests.golden.recording import tensorflow_side as side
 
 MODES = [("ON_WRITE", "MEAN")] + [
     ("ON_READ", aggregation) for aggregation in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")

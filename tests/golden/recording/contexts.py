@@ -3,9 +3,9 @@
 import itertools
 
 import tensorflow as tf
-from ambient_contexts import CONTEXTS, enter
 
-from recording import tensorflow_side as side
+from tests.golden.ambient_contexts import CONTEXTS, enter
+from tests.golden.recording import tensorflow_side as side
 
 CALLS = ("facts", "run", "reduce", "scope", "gather", "merge_call", "all_reduce", "update")
 CALLS += ("reduce_to", "broadcast_to", "local_results", "another_run", "another_scope")

@@ -3,9 +3,9 @@
 import itertools
 
 import tensorflow as tf
-from closed_form import numbers
 
-from recording import tensorflow_side as side
+from tests.golden.closed_form import numbers
+from tests.golden.recording import tensorflow_side as side
 
 FUNCTIONS = ("linear", "square", "reduced_twice", "loss", "variable", "all_gather")
 

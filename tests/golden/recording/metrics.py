@@ -3,9 +3,9 @@
 import itertools
 
 import tensorflow as tf
-from closed_form import labelled
 
-from recording import tensorflow_side as side
+from tests.golden.closed_form import labelled
+from tests.golden.recording import tensorflow_side as side
 
 
 def records():

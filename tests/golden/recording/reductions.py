@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import tensorflow as tf
-from closed_form import numbers
 
-from recording import tensorflow_side as side
+from tests.golden.closed_form import numbers
+from tests.golden.recording import tensorflow_side as side
 
 OPS = ("sum", "mean")
 SHAPES_AND_AXES = [

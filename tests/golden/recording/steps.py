@@ -4,7 +4,7 @@ import itertools
 
 import tensorflow as tf
 
-from recording import tensorflow_side as side
+from tests.golden.recording import tensorflow_side as side
 
 
 def records():

@@ -9,7 +9,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import numpy as np
 import tensorflow as tf
-from closed_form import numbers
+
+from tests.golden.closed_form import numbers
 
 NUM_DEVICES = 8
 DEVICES = [f"CPU:{i}" for i in range(NUM_DEVICES)]

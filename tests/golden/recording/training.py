@@ -2,10 +2,10 @@
 
 import itertools
 
-import mlp
 import tensorflow as tf
 
-from recording import tensorflow_side as side
+from tests.golden import mlp
+from tests.golden.recording import tensorflow_side as side
 
 
 def records():

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import tensorflow as tf
 
-from recording import tensorflow_side as side
+from tests.golden.recording import tensorflow_side as side
 
 METHODS = ("assign", "assign_add", "assign_sub")
 SYNCS = ("ON_WRITE", "ON_READ")

@@ -1,0 +1,55 @@
+"""Starting compiled programs, with a bound on how many are in flight.
+
+Before JAX 0.12 a CPU process with several devices hangs, and aborts after 40 s,
+when more than about 30 programs with collectives are enqueued and none is
+awaited. There, at most `MAX_IN_FLIGHT` are; then all of them are awaited at once,
+which costs less than awaiting the oldest at every start. Elsewhere nothing is.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+
+MAX_IN_FLIGHT = 10
+
+_in_flight: list[jax.Array] = []
+_lock = threading.Lock()
+
+
+@functools.cache
+def is_throttled() -> bool:
+    """Returns whether the number of programs in flight has to be bounded."""
+    return (
+        jax_compat.CPU_COLLECTIVES_NEED_THROTTLE
+        and jax.default_backend() == "cpu"
+        and jax.local_device_count() > 1
+    )
+
+
+def make_token() -> Any:
+    """Returns an extra output for a program: ready when the program is done.
+
+    None where nothing is throttled. It is never donated.
+    """
+    return jnp.zeros((), jnp.int8) if is_throttled() else None
+
+
+def throttle(token: Any) -> None:
+    """Records a started program; waits for all when too many are in flight."""
+    if token is None or isinstance(token, jax_compat.Tracer):
+        return
+    with _lock:
+        _in_flight.append(token)
+        if len(_in_flight) < MAX_IN_FLIGHT:
+            return
+        started = list(_in_flight)
+        _in_flight.clear()
+    for each in started:
+        each.block_until_ready()

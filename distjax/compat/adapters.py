@@ -1,0 +1,74 @@
+"""Adapter: an object under other names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Adapter:
+    """Stands for `wrapped`; names that it does not have are those of `wrapped`.
+
+    Args:
+      wrapped: the object, or an adapter of it.
+    """
+
+    def __init__(self, wrapped: Any):
+        self.wrapped = wrapped.wrapped if isinstance(wrapped, Adapter) else wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # not set yet: copying, pickling
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.wrapped is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wrapped!r})"
+
+
+def adapt_or_none(adapter: Callable[[Any], Any], wrapped: Any) -> Any:
+    """Returns an adapter of `wrapped`, None for None."""
+    return None if wrapped is None else adapter(wrapped)
+
+
+def with_adapter(adapter: Callable[[Any], Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a merge function that hands ``fn`` an adapter of its strategy."""
+
+    @functools.wraps(fn)
+    def merge_fn(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return fn(adapter(strategy), *args, **kwargs)
+
+    return merge_fn
+
+
+class BareIterator:
+    """An iterator of the default strategy, with the `get_next` that others have.
+
+    Args:
+      iterator: any iterator.
+    """
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __iter__(self) -> BareIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def get_next(self) -> Any:
+        """Returns the next element: ``next(iterator)``."""
+        return next(self._iterator)
+
+
+def iterator_of(dataset: Any) -> Any:
+    """Returns ``iter(dataset)``, with a `get_next`."""
+    iterator = iter(dataset)
+    return iterator if hasattr(iterator, "get_next") else BareIterator(iterator)

@@ -1,0 +1,193 @@
+"""dj.explain: what a step communicates, costs and proves, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.context.scoping import require_strategy
+from distjax.diagnostics.explanation import Explanation, Memory, VariableUse
+from distjax.diagnostics.notes import Notes
+from distjax.diagnostics.program_collectives import list_compiled, list_lowered
+from distjax.errors import ContextError, message
+from distjax.placement import locality as kinds
+from distjax.placement.per_replica import PerReplica
+from distjax.program.jit import CompiledFunction, jit
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    positional_names,
+    require_callable,
+    user_path,
+)
+from distjax.variables.conversion import is_number
+from distjax.variables.variable_description import placement_text
+
+_LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
+
+
+def explain(
+    fn: Callable[..., Any], /, *args: Any, strategy: Any = None, **kwargs: Any
+) -> Explanation:
+    """Returns what a step communicates, costs and proves; runs and changes nothing.
+
+    The step is traced anew and compiled for these arguments: what Python code in it
+    does besides is done once more.
+
+    Args:
+      fn: a function compiled by `dj.jit`; or a function of cross-replica code, which
+        calls `strategy.run`; or, with `strategy`, a replica function.
+      *args: its arguments, as in a call.
+      strategy: the strategy whose replicas run ``fn``.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      An `Explanation`: collectives with bytes and the user's lines, flops, memory, what
+      was proved, and reductions of what was reduced already. On a strategy whose
+      replicas share one device nothing travels and no collective is listed.
+
+    Context: any outside of traces. Cost: one trace and one compilation.
+
+    Raises:
+      ContextError: inside a trace, or ``fn`` would create variables.
+
+    Example:
+      >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
+      >>> def step(x):
+      ...     return dj.get_replica_context().all_reduce("sum", x)
+      >>> found = dj.explain(step, jnp.ones(3), strategy=strategy)
+      >>> found.written_counts, found.results
+      ({'all-reduce': CollectiveCount(num_ops=1, result_bytes=12)}, {'': 'M'})
+      >>> [each.what for each in found.equal_reductions]  # x is equal on both replicas
+      ['psum']
+    """
+    _require_outside_traces()
+    require_callable(fn, "explain")
+    require_strategy(strategy, "explain")
+    notes = Notes()
+    watched = dataclasses.replace(frames.current(), observer=notes)
+    fn, args = _with_object(fn, args)
+    if strategy is not None:
+        args, kwargs = strategy.extended.place_arguments((args, kwargs))
+    step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(_in_replicas(fn, strategy))
+    with frames.with_frame(watched):
+        try:
+            lowered = step.lower(*args, **kwargs)
+        except Exception as error:
+            _add_hint(error, fn, strategy, notes)
+            raise
+    compiled = lowered.compile()
+    return Explanation(
+        name=function_name(fn),
+        arguments=_arguments(fn, args, kwargs),
+        results=dict(notes.results),
+        runs=tuple(notes.runs),
+        variables=_variables(notes),
+        written=tuple(list_lowered(lowered, notes.merge_lines)),
+        compiled=tuple(list_compiled(compiled.as_text() or "", notes.merge_lines)),
+        flops=_flops(compiled),
+        memory=_memory(compiled),
+        equal_reductions=tuple(notes.equal_reductions),
+    )
+
+
+def _require_outside_traces() -> None:
+    if frames.current().state is None and not jax_compat.tracing():
+        return
+    raise ContextError(
+        message(
+            "dj.explain needs to be called outside of run, dj.jit and other traces",
+            got=f"a call inside a trace, in {frames.current().name}",
+            why="it traces and compiles a step by itself",
+            fix="dj.explain(step, x) where you would call step(x)",
+        )
+    )
+
+
+def _with_object(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a method compiled by `dj.jit` as its function, the object as first argument."""
+    if isinstance(fn, functools.partial) and isinstance(fn.func, CompiledFunction):
+        return fn.func, (*fn.args, *args)
+    return fn, args
+
+
+def _in_replicas(fn: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+    if strategy is None:
+        return fn
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return strategy.run(fn, args, kwargs)
+
+    return run
+
+
+def _add_hint(error: Exception, fn: Any, strategy: Any, notes: Notes) -> None:
+    is_cross_replica = not frames.in_replica_context()
+    if strategy is None and is_cross_replica and not notes.runs:
+        name = function_name(fn)
+        error.add_note(
+            f"dj.explain ran {name} as cross-replica code. If it is a replica function: "
+            f"dj.explain({name}, ..., strategy=strategy)"
+        )
+
+
+# -- what was found -----------------------------------------------------------
+
+
+def _arguments(fn: Any, args: Sequence[Any], kwargs: Any) -> dict[str, str]:
+    if isinstance(fn, CompiledFunction):
+        args, kwargs = fn.mark_arguments(tuple(args), kwargs)
+    partitioned = PartitionedTree(
+        (tuple(args), kwargs), lambda leaf: is_array(leaf) or is_number(leaf)
+    )
+    names = positional_names(fn)
+    return {
+        user_path(path, names): "T" if isinstance(leaf, PerReplica) else "M"
+        for path, leaf in zip(partitioned.paths, partitioned.leaves, strict=True)
+    }
+
+
+def _variables(notes: Notes) -> tuple[VariableUse, ...]:
+    return tuple(
+        VariableUse(
+            v.name,
+            _LETTERS.get(v.layout.kind, "V"),
+            placement_text(v.layout),
+            v in notes.reads,
+            v in notes.writes,
+        )
+        for v in dict.fromkeys((*notes.reads, *notes.writes))
+    )
+
+
+def _flops(compiled: jax.stages.Compiled) -> float | None:
+    costs = compiled.cost_analysis()
+    return costs.get("flops") if isinstance(costs, dict) else None
+
+
+def _memory(compiled: jax.stages.Compiled) -> Memory:
+    stats: Any = compiled.memory_analysis()
+
+    def total(where: str) -> int:
+        sizes = {k: getattr(stats, f"{where}{k}_size_in_bytes") for k in _PARTS}
+        return sizes["argument"] + sizes["output"] + sizes["temp"] - sizes["alias"]
+
+    return Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        donated_bytes=stats.alias_size_in_bytes,
+        temporary_bytes=stats.temp_size_in_bytes,
+        peak_bytes=total(""),
+        host_bytes=total("host_"),
+    )
+
+
+_PARTS = ("argument", "output", "temp", "alias")

@@ -1,0 +1,165 @@
+"""The collectives of a program, each with its bytes and the user's line.
+
+As written: in the lowered program (StableHLO), one operation for each that the
+code asks for. As run: in the compiled program, where XLA has combined some and,
+for arrays that are split over devices, put in others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distjax.diagnostics import hlo, sources
+from distjax.diagnostics.hlo import CollectiveCount
+from distjax.diagnostics.sources import SourceFrame
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a program.
+
+    Attributes:
+      kind: one of `hlo.KINDS`.
+      result_bytes: bytes of its result, on one device.
+      source: the user's line, "file:line (function)".
+    """
+
+    kind: str
+    result_bytes: int
+    source: str
+
+
+def count_by_kind(collectives: Sequence[Collective]) -> dict[str, CollectiveCount]:
+    """Returns number and bytes of the collectives of each kind."""
+    counts: dict[str, CollectiveCount] = {}
+    for each in collectives:
+        num_ops, result_bytes = counts.get(each.kind, (0, 0))
+        counts[each.kind] = CollectiveCount(num_ops + 1, result_bytes + each.result_bytes)
+    return counts
+
+
+# -- as written ---------------------------------------------------------------
+
+_LOWERED_KINDS = {f"stablehlo.{kind.replace('-', '_')}": kind for kind in hlo.KINDS}
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*(?:<f\d+)?)")
+#: Element types that MLIR writes in another way than HLO.
+_HLO_DTYPES = {"i1": "pred", "complex<f32": "c64", "complex<f64": "c128"}
+# "function"("file":line:column; a name in front of a parenthesis is a scope.
+_FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
+_NAME = re.compile(r'"([^"]*)"\((?!")')
+
+
+def list_lowered(lowered: Any, merge_lines: Sequence[str]) -> list[Collective]:
+    """Returns the collectives of a `jax.stages.Lowered`, in the order of its text."""
+    module = lowered.compiler_ir("stablehlo").operation
+    callers = {
+        str(op.attributes["callee"]).removeprefix("@"): str(op.location)
+        for op, _ in _operations(module, ())
+        if op.name == "func.call"
+    }
+    return [
+        Collective(
+            _LOWERED_KINDS[op.name],
+            sum(_tensor_bytes(str(result.type)) for result in op.results),
+            _line_of_lowered((str(op.location), *around), callers, merge_lines),
+        )
+        for op, around in _operations(module, ())
+        if op.name in _LOWERED_KINDS
+    ]
+
+
+def _operations(op: Any, around: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yields each operation with the locations of those around it, innermost first."""
+    yield op, around
+    place = f'"{_function(op)}"' if op.name == "func.func" else str(op.location)
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _operations(inner.operation, (place, *around))
+
+
+def _function(op: Any) -> str:
+    return str(op.attributes["sym_name"]).strip('"')
+
+
+def _line_of_lowered(
+    places: Sequence[str], callers: dict[str, str], merge_lines: Sequence[str]
+) -> str:
+    """Returns the line of an operation, or of what it stands in: a call, a `shard_map`."""
+    seen: set[str] = set()
+    trail = list(places)
+    names, frames = [], []
+    while trail:
+        place = trail.pop(0)
+        function = place.strip('"')
+        if function in callers and function not in seen:
+            seen.add(function)
+            trail.insert(0, callers[function])
+            continue
+        names[:0] = _NAME.findall(place)
+        frames += [SourceFrame(f, file, int(n)) for f, file, n in _FRAME.findall(place)]
+    return sources.user_line(frames, "/".join(names), merge_lines) or sources.UNKNOWN
+
+
+def _tensor_bytes(type_text: str) -> int:
+    """Returns the bytes of an MLIR tensor type: tensor<4x3xbf16> as bf16[4,3]."""
+    dims, dtype = _TENSOR.search(type_text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return hlo.type_bytes(f"{_HLO_DTYPES.get(dtype, dtype)}[{dims.rstrip('x').replace('x', ',')}]")
+
+
+# -- as run -------------------------------------------------------------------
+
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
+
+
+def list_compiled(hlo_text: str, merge_lines: Sequence[str]) -> list[Collective]:
+    """Returns the collectives in the text of a compiled program."""
+    stacks = _Stacks(hlo_text)
+    found = []
+    for kind, result_bytes, rest in hlo.collective_instructions(hlo_text):
+        name, frame_id = _OP_NAME.search(rest), _FRAME_ID.search(rest)
+        frames = stacks.frames(int(frame_id[1])) if frame_id else []
+        line = sources.user_line(frames, name[1] if name else "", merge_lines)
+        found.append(Collective(kind, result_bytes, line or sources.UNKNOWN))
+    return found
+
+
+class _Stacks:
+    """The call stacks that HLO text keeps in four tables at its head."""
+
+    def __init__(self, hlo_text: str):
+        self._files = _entries(hlo_text, "FileNames", r'"(.*)"')
+        self._functions = _entries(hlo_text, "FunctionNames", r'"(.*)"')
+        self._places = _entries(
+            hlo_text,
+            "FileLocations",
+            r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)",
+        )
+        self._frames = _entries(
+            hlo_text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        )
+
+    def frames(self, frame_id: int) -> list[SourceFrame]:
+        """Returns the stack of a frame, innermost first."""
+        found = []
+        while frame_id in self._frames:
+            place, parent = self._frames[frame_id]
+            file, function, line = self._places[int(place)]
+            name = self._functions[int(function)][0]
+            found.append(SourceFrame(name, self._files[int(file)][0], int(line)))
+            frame_id = int(parent or 1) - 1  # XLA prints the number of the parent plus one
+        return found
+
+
+def _entries(hlo_text: str, table: str, pattern: str) -> dict[int, tuple[str, ...]]:
+    """Returns the numbered lines of one table, each as the groups of `pattern`."""
+    section = re.search(rf"^{table}\n((?:\d+ .*\n)*)", hlo_text, re.MULTILINE)
+    lines = section[1] if section else ""
+    return {
+        int(match[1]): match.groups()[1:]
+        for match in re.finditer(rf"^(\d+) {pattern}", lines, re.MULTILINE)
+    }

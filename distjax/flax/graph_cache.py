@@ -1,0 +1,154 @@
+"""Graph cache: the graph of NNX objects, flattened anew only where it may have changed.
+
+To flatten it is to look at every attribute of every module, and its graph is hashed to find the
+plan: at each call of a small step that is most of the time. So a graph is cached
+while its objects live, with what tells cheaply that it still holds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+class FlatGraph:
+    """What `nnx.graph.flatten` finds of objects.
+
+    Attributes:
+      graphdef: their graph.
+      paths: per variable its path.
+      variables: their variables and bare arrays, in the order of the graph.
+      found: what was looked up by this graph at the last call, and the key to it.
+    """
+
+    def __init__(self, objects: Sequence[Any]):
+        self.graphdef, flat = nnx.graph.flatten(tuple(objects), graph=True)
+        self.paths: Sequence[tuple[Any, ...]] = flat.paths
+        self.variables: list[Any] = list(flat.leaves)
+        self.found: tuple[Any, Any] = (None, None)
+
+
+def flatten_graph(objects: Sequence[Any]) -> FlatGraph:
+    """Returns the flat graph of objects, outside of traces; that of an earlier call if it holds."""
+    key = tuple(map(id, objects))
+    known = _graphs.get(key)
+    if known is not None and known[1].holds():
+        return known[0]
+    found = FlatGraph(objects)
+    fingerprint = _take_fingerprint(objects, found)
+    if fingerprint is None:
+        _graphs.pop(key, None)
+    else:
+        _graphs[key] = found, fingerprint, _forget_with(objects, key)
+    return found
+
+
+def references(objects: Sequence[Any]) -> Any:
+    """Returns the numbers of objects and their variables in a graph, to write back by."""
+    numbers = nnx.graph.RefMap()
+    nnx.graph.flatten(tuple(objects), ref_index=numbers, graph=True)
+    return numbers
+
+
+# By identity of the objects; an entry goes when one of them does.
+_graphs: dict[tuple[int, ...], tuple[FlatGraph, _GraphFingerprint, Any]] = {}
+
+
+def _forget_with(objects: Sequence[Any], key: tuple[int, ...]) -> list[weakref.ref[Any]]:
+    return [weakref.ref(o, lambda _: _graphs.pop(key, None)) for o in objects]
+
+
+def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerprint | None:
+    """Returns what tells that a cached graph still holds; None where nothing does."""
+    graph = [node for _, node in nnx.iter_graph(tuple(objects), graph=True)]
+    nodes = [n for n in graph if nnx.graph.is_graph_node(n) and not isinstance(n, nnx.Variable)]
+    is_of_modules = all(isinstance(node, nnx.Pytree) for node in (*objects, *nodes))
+    if not is_of_modules or not all(isinstance(v, nnx.Variable) for v in found.variables):
+        return None
+    try:
+        hash(found.graphdef)
+    except TypeError:  # who looks up by the graph says which attribute it is
+        return None
+    return _GraphFingerprint(nodes, found.variables)
+
+
+class _GraphFingerprint:
+    """Whether a graph is what it was.
+
+    It is while each module has its attributes, each the same object; while what can
+    change in place (a dict, the state of an optimizer) holds the same parts; and while
+    metadata are equal, and the hashes of static values.
+
+    Args:
+      nodes: the modules of the graph; held weakly, so that they die with the user's.
+      variables: its variables.
+    """
+
+    def __init__(self, nodes: Sequence[Any], variables: Sequence[Any]):
+        self._variables = variables
+        self._metadata = [v.get_metadata() for v in variables]
+        self._types = {type(part) for part in (*nodes, *variables)}
+        self._nodes = [self._attributes(node) for node in nodes]
+        structure, parts = self._parts_now()
+        self._structure, self._parts = structure, [*map(id, parts)]
+        # Held, so that no other object gets the id of one of them.
+        self._static = [x for x in parts if type(x) not in self._types]
+        self._static += [x for metadata in self._metadata for x in metadata.values()]
+        for node in nodes:
+            self._static += filter(self._is_static, vars(node).values())
+        self._hashed = [x for x in self._static if type(x) not in _IMMUTABLE]
+        self._hashes = [*map(hash, self._hashed)]
+
+    def holds(self) -> bool:
+        """Returns whether the graph is what it was when this was made."""
+        for weak, names, ids, _ in self._nodes:
+            node = weak()
+            if node is None or [*vars(node)] != names or [*map(id, vars(node).values())] != ids:
+                return False
+        structure, parts = self._parts_now()
+        return (
+            structure == self._structure
+            and [*map(id, parts)] == self._parts
+            and [v.get_metadata() for v in self._variables] == self._metadata
+            and [*map(hash, self._hashed)] == self._hashes
+        )
+
+    def _attributes(self, node: Any) -> tuple[weakref.ref[Any], list[str], list[int], list[str]]:
+        """Returns the module, the names and ids of its attributes, the names of its trees."""
+        own = vars(node)
+        trees = [k for k, x in own.items() if not (self._is_part(x) or self._is_static(x))]
+        return weakref.ref(node), [*own], [*map(id, own.values())], trees
+
+    def _parts_now(self) -> tuple[Any, list[Any]]:
+        """Returns the structure and the leaves of all attributes that are trees."""
+        trees = [vars(node())[name] for node, _, _, names in self._nodes for name in names]
+        parts, structure = jax.tree.flatten(trees, is_leaf=self._is_part)
+        return structure, parts
+
+    def _is_part(self, value: Any) -> bool:
+        return type(value) in self._types
+
+    def _is_static(self, value: Any) -> bool:
+        """Returns whether `value` holds no parts and does not become another tree in place."""
+        if self._is_part(value):
+            return False
+        parts, structure = jax.tree.flatten(value, is_leaf=self._is_part)
+        is_one = value is None or jax.tree_util.treedef_is_leaf(structure)
+        return (is_one or isinstance(value, tuple)) and not any(map(self._is_part, parts))
+
+
+#: Types of static values whose hash tells nothing new: they do not change in place.
+_IMMUTABLE = {
+    bool,
+    int,
+    float,
+    str,
+    type,
+    type(None),
+    type(flatten_graph),
+    nnx.graph.HashableMapping,
+}

@@ -1,0 +1,191 @@
+"""Settling: what the replicas wrote becomes one value of each variable, by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax.collectives.communication import CommunicationOptions
+from distjax.collectives.mapping import map_replicas
+from distjax.collectives.packing import sum_over_replicas
+from distjax.errors import LocalityError, message
+from distjax.flax import metric_rules, rules
+from distjax.flax.layouts import as_stored_output
+from distjax.flax.plans import BARE, Entry, Plan
+from distjax.flax.traced_objects import Outcome
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+from distjax.replica.global_value import from_user_value, stack_replicas
+from distjax.variables.layout import PartitionedLayout
+
+
+def combine_writes(
+    plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: Any
+) -> dict[int, Any]:
+    """Returns what is stored of the values at the end of a step, by number.
+
+    Args:
+      plan: the objects at the start.
+      outcome: what is static of them at the end.
+      finals: number -> global value, PerReplica where replicas may differ.
+      strategy: the strategy that ran the step.
+
+    Cost: one all-reduce per dtype for all means and sums together.
+
+    Raises:
+      LocalityError: replicas wrote different values where the rule needs equal ones.
+    """
+    topology = strategy.extended.topology
+    places = [(layout, entry) for entry in outcome.entries for layout in entry.layouts]
+    combined: dict[int, Any] = {}
+    sums: dict[int, Any] = {}
+    for number, value in finals.items():
+        layout, entry = places[number]
+        if number in outcome.shards:
+            combined[number] = _join_shards(value, layout, topology)
+        elif _is_summed(plan, entry, value, topology):
+            sums[number] = value
+        elif (
+            entry.rule == rules.METRIC and topology.num_replicas > 1 and _combine_rule(plan, entry)
+        ):
+            continue
+        elif entry.rule == rules.FOLD and isinstance(value, PerReplica):
+            _require_origin(outcome, entry)
+        else:
+            combined[number] = _by_rule(plan, entry, value, topology)
+    combined.update(_reduce_sums(sums, places, topology))
+    combined.update(_combine_metrics(plan, places, finals, topology))
+    return {i: as_stored_output(value, places[i][0], topology) for i, value in combined.items()}
+
+
+def _join_shards(value: Any, layout: Any, topology: Topology) -> Any:
+    if not isinstance(layout, PartitionedLayout):
+        return value
+    return layout.join(stack_replicas(from_user_value(value), topology))
+
+
+def _combine_rule(plan: Plan, entry: Entry) -> Any:
+    return None if entry.metric is None else plan.metrics[entry.metric[0]][1]
+
+
+def _is_summed(plan: Plan, entry: Entry, value: Any, topology: Topology) -> bool:
+    if topology.num_replicas == 1:
+        return False
+    if entry.rule == rules.MEAN and isinstance(value, PerReplica):
+        return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+    return entry.rule == rules.METRIC and _combine_rule(plan, entry) == metric_rules.SUM
+
+
+def _by_rule(plan: Plan, entry: Entry, value: Any, topology: Topology) -> Any:
+    if entry.rule == rules.PER_REPLICA and topology.num_replicas > 1:
+        return PerReplica(stack_replicas(from_user_value(value), topology), topology)
+    if not isinstance(value, PerReplica):
+        return value
+    if entry.rule == rules.METRIC:
+        metric = None if entry.metric is None else plan.metrics[entry.metric[0]][0].__name__
+        metric_rules.refuse(entry.path, metric)
+    _refuse(entry)
+
+
+def _reduce_sums(
+    sums: Mapping[int, Any], places: Sequence[tuple[Any, Entry]], topology: Topology
+) -> dict[int, Any]:
+    """Returns sums (of metrics) and means (of statistics), reduced together."""
+    values = [stack_replicas(from_user_value(v), topology) for v in sums.values()]
+    totals = dict(zip(sums, _sums_over_replicas(values, topology), strict=True))
+    return {
+        i: total / topology.num_replicas if places[i][1].rule == rules.MEAN else total
+        for i, total in totals.items()
+    }
+
+
+def _sums_over_replicas(values: Sequence[Any], topology: Topology) -> list[jax.Array]:
+    """Returns stacked values [R, ...] summed, with one collective per dtype."""
+    options = CommunicationOptions(bytes_per_pack=sum(x.nbytes for x in values) or 1)
+    reduce = lambda *local: sum_over_replicas(local, topology, options)
+    return map_replicas(topology, reduce, values, [True] * len(values), False) if values else []
+
+
+def _combine_metrics(
+    plan: Plan,
+    places: Sequence[tuple[Any, Entry]],
+    finals: Mapping[int, Any],
+    topology: Topology,
+) -> dict[int, Any]:
+    """Returns the state of metrics whose parts a function combines."""
+    if topology.num_replicas == 1:
+        return {}
+    groups: dict[int, dict[str, int]] = {}
+    for number in finals:
+        entry = places[number][1]
+        if entry.metric is not None and callable(_combine_rule(plan, entry)):
+            groups.setdefault(entry.metric[0], {})[entry.metric[1]] = number
+    combined: dict[int, Any] = {}
+    for metric, numbers in groups.items():
+        parts = {
+            name: stack_replicas(from_user_value(finals[i]), topology)
+            for name, i in numbers.items()
+        }
+        whole = plan.metrics[metric][1](_gather_parts(parts, topology))
+        combined.update(
+            (i, jnp.asarray(whole[name], finals[i].dtype)) for name, i in numbers.items()
+        )
+    return combined
+
+
+def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[str, jax.Array]:
+    """Returns [R, ...] parts with a copy on each replica."""
+    gather = lambda *local: [lax.all_gather(x, topology.axis_name) for x in local]
+    arrays = list(parts.values())
+    return dict(
+        zip(parts, map_replicas(topology, gather, arrays, [True] * len(arrays), False), strict=True)
+    )
+
+
+def _require_origin(outcome: Outcome, entry: Entry) -> None:
+    """Raises for a key that a step made: there is none of before to go back to."""
+    if outcome.graphdef is None or outcome.origins[outcome.entries.index(entry)] is not None:
+        return
+    raise LocalityError(
+        message(
+            f"{entry.path} needs a key that is equal on every replica",
+            got="a random stream that the step made, of a different seed on each replica",
+            why="a stream has one key between steps; in a step each replica draws from that "
+            "key folded with its number",
+            fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
+        )
+    )
+
+
+def _refuse(entry: Entry) -> NoReturn:
+    if entry.kind == BARE:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs to be a variable, whose type has a rule",
+                got="an array as an attribute, that each replica set differently",
+                why="their mean, or a value for each replica may be meant",
+                fix="nnx.BatchStat(array) for the mean, nnx.Intermediate(array) for one each",
+            )
+        )
+    if entry.rule == rules.NONE:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs a rule that makes one value of what the replicas wrote",
+                got=f"values that differ per replica, and no rule for {entry.kind}",
+                why="their mean, or a value for each replica may be meant",
+                fix=f'dj.flax.set_rule({entry.kind}, "mean"), or "per_replica"',
+            )
+        )
+    raise LocalityError(
+        message(
+            f"{entry.path} needs a value that is equal on every replica",
+            got=f"a {entry.kind} that each replica wrote differently",
+            why="a missing all_reduce makes every replica train a model of its own",
+            fix="grads = dj.get_replica_context().all_reduce('mean', grads) before "
+            "optimizer.update(model, grads)",
+        )
+    )

@@ -1,0 +1,62 @@
+"""Which strategy NNX objects were placed for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from distjax.errors import StrategyMismatchError, message
+
+# By identity, and weakly: objects may define equality, and die when the user drops them.
+_strategies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+
+def strategy_of(node: Any) -> Any:
+    """Returns the strategy that `node` was placed for, None if for none that is alive."""
+    entry = _strategies.get(id(node))
+    return None if entry is None or entry[0]() is not node else entry[1]()
+
+
+def common_strategy(objects: Sequence[Any]) -> Any:
+    """Returns the one strategy that those modules in `objects` that have one were placed for."""
+    owners = {strategy_of(node) for node in objects if isinstance(node, nnx.Pytree)} - {None}
+    return owners.pop() if len(owners) == 1 else None
+
+
+def objects_placed_for(strategy: Any) -> list[Any]:
+    """Returns the living modules that were placed for `strategy`."""
+    entries = [(node(), owner()) for node, owner in list(_strategies.values())]
+    return [node for node, owner in entries if node is not None and owner is strategy]
+
+
+def assign_strategy(objects: Sequence[Any], strategy: Any) -> None:
+    """Records `strategy` as that of all modules in `objects`.
+
+    Raises:
+      StrategyMismatchError: one was placed for another strategy; nothing is recorded.
+    """
+    if all(strategy_of(node) is strategy for node in objects if isinstance(node, nnx.Pytree)):
+        return
+    nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
+    for node in (*objects, *nodes):  # the user's own object is named first
+        owner = strategy_of(node)
+        if owner is not None and owner is not strategy:
+            raise StrategyMismatchError(_text(node, owner, strategy))
+    for node in nodes:
+        key = id(node)
+        forget = weakref.ref(node, lambda _, key=key: _strategies.pop(key, None))
+        _strategies[key] = (forget, weakref.ref(strategy))
+
+
+def _text(node: Any, owner: Any, strategy: Any) -> str:
+    return message(
+        f"{type(node).__name__} needs to be placed for the strategy that uses it, {strategy!r}",
+        got=f"one that was placed for {owner!r}",
+        why="Mixing different tf.distribute.Strategy objects: its arrays live where the other "
+        "strategy put them",
+        fix="use one strategy, or build a new object and copy the values: "
+        "nnx.update(new_model, jax.device_get(nnx.state(model)))",
+    )

@@ -1,0 +1,261 @@
+"""Discovery: the trace of a cross-replica function, with its variables found."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.errors import TraceLeakError, message
+from distjax.objects.stateful import active_bridge
+from distjax.placement.per_replica import PerReplica
+from distjax.replica.arguments import PartitionedTree, is_array
+from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
+from distjax.variables import access
+from distjax.variables.creation_log import CreationLog
+from distjax.variables.state import TraceState, variable_p
+
+
+class OutputSpec:
+    """How the array results of a program become the user's results.
+
+    It travels through `jit` in the tree of results: see `as_static_output`.
+
+    Attributes:
+      partitioned: the user's tree of results.
+      wrappers: per array the topology of its PerReplica, or None.
+      recreated_variable: whether a constructor was handed a variable made before.
+    """
+
+    def __init__(
+        self, partitioned: PartitionedTree, wrappers: tuple[Any, ...], recreated_variable: bool
+    ):
+        self.partitioned, self.wrappers, self.recreated_variable = (
+            partitioned,
+            wrappers,
+            recreated_variable,
+        )
+        self._wraps = any(w is not None for w in wrappers)
+
+    def unpack(self, arrays: Sequence[Any]) -> Any:
+        """Returns the user's results, of arrays stacked [R, ...] where wrapped."""
+        if self._wraps:
+            arrays = [
+                a if w is None else PerReplica(a, w)
+                for a, w in zip(arrays, self.wrappers, strict=True)
+            ]
+        return self.partitioned.combine(arrays)
+
+
+def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
+    """Returns the spec as a tree without leaves, for a result of `jit`.
+
+    As a key, and no node of its own class: `jit` makes a dict without running Python, where a
+    signal could raise and drop all results.
+    """
+    return {spec: None}
+
+
+def from_static_output(static: dict[OutputSpec, None]) -> OutputSpec:
+    """Returns the spec that `as_static_output` was given."""
+    (spec,) = static
+    return spec
+
+
+class Discovered:
+    """A traced function with its variables as inputs and outputs.
+
+    Attributes:
+      reads: variables whose value at the start is needed.
+      writes: variables that are written.
+      created: variables that were created, not yet initialised.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: list[Any],
+        signature: Any,
+        partitioned: PartitionedTree,
+        wrappers: tuple[Any, ...],
+        writes: list[Any],
+        creation_log: CreationLog,
+    ):
+        self._consts, self._signature = consts, signature
+        self._partitioned, self._wrappers = partitioned, wrappers
+        self._creation = creation_log
+        self.writes = writes
+        self.created = list(creation_log.values)
+        reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
+        self.reads = [e.params["variable"]() for e in reads]
+        self._jaxpr = jax_compat.new_jaxpr(
+            jaxpr,
+            jaxpr.constvars,
+            [*jaxpr.invars, *(e.outvars[0] for e in reads)],
+            jaxpr.outvars,
+            [e for e in jaxpr.eqns if e.primitive is not variable_p],
+        )
+        # A result that is a variable's value gets a buffer of its own: the
+        # variable's will be donated while the user holds the result.
+        ends = self._jaxpr.outvars[len(wrappers) : len(wrappers) + len(writes)]
+        state_vars = [*(e.outvars[0] for e in reads), *ends]
+        self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
+
+    @functools.cached_property
+    def spans_devices(self) -> bool:
+        """Whether the program runs on several devices, as far as the trace tells."""
+        treedef, _ = self._signature
+        if any(t.mesh is not None and t.mesh.size > 1 for t in _topologies(treedef)):
+            return True
+        return jax_compat.spans_devices(self._jaxpr)
+
+    @property
+    def results(self) -> list[tuple[str, bool]]:
+        """The paths of the array results, and which differ per replica."""
+        varying = (w is not None for w in self._wrappers)
+        return list(zip(self._partitioned.paths, varying, strict=True))
+
+    def fits(self, tree: Any) -> bool:
+        """Returns whether the trace was made for arguments like these."""
+        return signature_of(tree) == self._signature
+
+    def evaluate(
+        self, tree: Any, values: dict[Any, Any]
+    ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
+        """Returns the array results, their form, and new values of variables written."""
+        inputs = [*jax.tree.leaves(tree), *(_as_global(v, values[v]) for v in self.reads)]
+        outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
+        num_results = len(self._wrappers)
+        new = dict(zip(self.writes, outs[num_results:], strict=False))
+        arrays = [
+            jnp.copy(out) if self._is_state(var) else out
+            for out, var in zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
+        ]
+        return arrays, OutputSpec(self._partitioned, self._wrappers, self._creation.reused), new
+
+    def _is_state(self, atom: Any) -> bool:
+        return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
+
+    def initialize_created(self, tree: Any) -> None:
+        """Computes the initial values of created variables where they will live.
+
+        A program for each strategy, with explicit output shardings: nothing is first
+        whole on one device.
+        """
+        groups: dict[Any, list[Any]] = {}
+        for variable in self.created:
+            groups.setdefault(variable.strategy, []).append(variable)
+        inputs = [*jax.tree.leaves(tree), *(v.stored_value for v in self.reads)]
+        for variables in groups.values():
+            self._initialize(variables, inputs)
+
+    def _initialize(self, variables: Sequence[Any], inputs: Sequence[Any]) -> None:
+        ends = self._jaxpr.outvars[len(self._wrappers) + len(self.writes) :]
+        ends = dict(zip(self.created, ends, strict=True))
+        part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
+
+        def initial(arrays: Sequence[Any]) -> list[Any]:
+            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
+            return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
+
+        # JAX cannot place empty outputs: those are placed by themselves.
+        shardings = [v.sharding if v.size else None for v in variables]
+        stored = jax.jit(initial, out_shardings=shardings)(inputs)
+        for variable, value in zip(variables, stored, strict=True):
+            if variable.size:
+                variable.storage = value
+            else:
+                access.initialize(variable, value)
+
+
+def _initial(variable: Any, value: Any) -> Any:
+    """Returns a copy of `value` as stored (a result of `jit` may be one of its inputs)."""
+    if not variable.size:
+        return value
+    return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
+
+
+def _as_global(variable: Any, stored: Any) -> Any:
+    return variable.layout.from_stored(stored, variable.shape)
+
+
+def discover(
+    call: Callable[[Any], Any],
+    tree: Any,
+    frame: Callable[[Any], frames.Frame],
+    creation_log: CreationLog,
+) -> Discovered:
+    """Traces ``call(tree)`` and returns it with its variables found."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found: dict[str, Any] = {}
+
+    def traced(*arrays: Any) -> list[Any]:
+        state = TraceState(local_view=False, creations=creation_log)
+        with frames.with_frame(frame(state)) as entered:
+            partitioned = PartitionedTree(call(jax.tree.unflatten(treedef, arrays)), _is_result)
+        topology = entered.strategy.extended.topology
+        results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
+        wrappers = tuple(r.topology if isinstance(r, PerReplica) else None for r in results)
+        writes = list(state.written)
+        found.update(partitioned=partitioned, wrappers=wrappers, writes=writes)
+        outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
+        return [
+            *outs,
+            *(to_storage(v, state.read(v)) for v in writes),
+            *creation_log.values.values(),
+        ]
+
+    try:
+        jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
+    finally:
+        creation_log.close()
+    _require_no_baked_state(consts)
+    discovered = Discovered(jaxpr, consts, signature_of(tree), creation_log=creation_log, **found)
+    observer = frames.observer()
+    if observer is not None:
+        observer.on_program(discovered.reads, discovered.writes, discovered.results)
+    return discovered
+
+
+def _topologies(treedef: Any) -> Iterator[Any]:
+    """Yields the topology of each PerReplica, without building a tree of the user's classes."""
+    node = treedef.node_data()
+    if node is None:
+        return
+    if node[0] is PerReplica:
+        yield node[1]
+    for child in treedef.children():
+        yield from _topologies(child)
+
+
+def _is_result(value: Any) -> bool:
+    return is_array(value) or isinstance(value, AlreadyPlaced)
+
+
+def _require_no_baked_state(consts: Sequence[Any]) -> None:
+    """Raises if the state of an object went into the trace as a constant."""
+    bridge = active_bridge() if consts else None
+    found = bridge.find_baked(consts) if bridge is not None else None
+    if found is None:
+        return
+    raise TraceLeakError(
+        message(
+            f"{found} needs to be an argument, or captured where distjax can see it",
+            got="its value of today as a constant of the compiled program",
+            why="distjax searches arguments, closures, globals that the code names and attributes "
+            "of your objects; what it does not find would be read once and never again",
+            fix="pass the object: strategy.run(step, args=(model, batch))",
+        )
+    )
+
+
+def signature_of(tree: Any) -> tuple[Any, ...]:
+    """Returns what a trace depends on: the tree, and shape and dtype of each leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    avals = (jax_compat.aval_of(leaf) for leaf in leaves)
+    return treedef, tuple((a.shape, a.dtype, a.weak_type) for a in avals)

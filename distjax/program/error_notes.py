@@ -1,0 +1,24 @@
+"""Hints beside errors of JAX whose cause lies in a step's use of distjax."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def add_cause_note(error: Exception, strategy: Any) -> None:
+    """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
+    text = str(error)
+    axis = re.search(r"unbound axis name: (\w+)", text)
+    if isinstance(error, NameError) and axis is not None:
+        name = strategy.extended.public_axis_name
+        error.add_note(
+            f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
+            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), or "
+            "dj.get_replica_context().all_reduce('mean', x)"
+        )
+    elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):
+        error.add_note(
+            "A distjax.Variable stands where JAX wants an array.\n"
+            "  Fix: v.value in place of v, and jax.grad of a function of values"
+        )

@@ -1,0 +1,214 @@
+"""dj.jit: a whole step as one program, variables followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from distjax.context import frames
+from distjax.errors import message
+from distjax.integers import is_int
+from distjax.objects.stateful import active_bridge
+from distjax.objects.stateful_args import emit_call
+from distjax.program.program import Program
+from distjax.program.retraces import fresh_functions
+from distjax.program.stateful_program import StatefulProgram
+from distjax.replica.arguments import (
+    Static,
+    as_static,
+    function_name,
+    positional_names,
+    require_callable,
+)
+from distjax.tracebacks import keep_user_lines
+
+
+class CompiledFunction:
+    """What `dj.jit` returns: the function, compiled at its first call."""
+
+    def __init__(
+        self, fn: Callable[..., Any], donate_argnums: tuple[int, ...], static: frozenset[str]
+    ):
+        functools.update_wrapper(self, fn)
+        self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
+        self._programs: dict[Any, StatefulProgram] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program; inside a trace of distjax the function itself."""
+        if frames.current().state is not None:
+            return self._fn(*_unmark(args), **kwargs)
+        try:
+            return self._program()(*self.mark_arguments(args, kwargs))
+        except Exception as error:
+            keep_user_lines(error)
+            raise
+
+    def __repr__(self) -> str:
+        return f"dj.jit({function_name(self._fn)})"
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Returns the program for these arguments, lowered but not run."""
+        return self._program().lower(*self.mark_arguments(args, kwargs))
+
+    def fresh_copy(self) -> CompiledFunction:
+        """Returns the same function, compiled anew at its first call."""
+        return CompiledFunction(self._fn, self._donate_argnums, self._static)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds a decorated method to its object."""
+        if instance is None:
+            return self
+        bridge = active_bridge()
+        is_argument = bridge is not None and bridge.is_stateful(instance)
+        return functools.partial(self, instance if is_argument else Static(instance))
+
+    def _program(self) -> StatefulProgram:
+        frame = frames.current()
+        key = (frame.strategy, frame.replica_context is None, frame.in_update)
+        if key not in self._programs:
+            strategy = None if frame.strategy.extended.is_default else frame.strategy
+            program = Program(
+                function_name(self._fn),
+                lambda args, kwargs: emit_call(self._fn, *_unmark((args, kwargs))),
+                lambda state: dataclasses.replace(frame, state=state),
+                lambda tree: tree,
+                self._donate_argnums,
+                positional_names(self._fn),
+            )
+            self._programs[key] = StatefulProgram(
+                program,
+                lambda: self._fn,
+                lambda: strategy,
+                self._donate_argnums,
+                fresh_functions.record(self._fn, frame.strategy),
+            )
+        return self._programs[key]
+
+    def mark_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, static ones as Static."""
+        if not self._static:
+            return args, kwargs
+        names = list(inspect.signature(self._fn).parameters)
+        args = tuple(
+            as_static(a, names[i]) if i < len(names) and names[i] in self._static else a
+            for i, a in enumerate(args)
+        )
+        return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
+
+
+def _unmark(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Static) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Static),
+    )
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Any:
+    """Returns ``fn`` compiled into one program, in which variables are followed.
+
+    To `jax.jit` what `nnx.jit` is: several `run`, `reduce` and assignments become
+    one XLA program; variables read become inputs, variables written donated
+    inputs and outputs.
+
+    Args:
+      fn: a function of trees of arrays, PerReplica and hashable Python objects.
+      donate_argnums: positional arguments whose buffers the program may reuse.
+      static_argnums: numbers of parameters that are Python values, part of the program.
+      static_argnames: the same by name.
+
+    Locality: as ``fn``; every JAX array that is not PerReplica is Mirrored inside.
+    Context: any; inside another `dj.jit` or `run` it is the function itself.
+
+    Raises:
+      TypeError: ``fn`` is no function.
+      ValueError: a static number or name that ``fn`` does not have; a donated argument
+        that is no number.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> with strategy.scope():
+      ...     count = dj.Variable(0, name="count")
+      >>> @dj.jit
+      ... def step(x):
+      ...     total = strategy.reduce("sum", strategy.run(lambda x: x * 2, args=(x,)))
+      ...     count.assign_add(1)
+      ...     return total
+      >>> step(jnp.float32(3)), int(count.value)
+      (Array(12., dtype=float32), 1)
+    """
+    if fn is None:
+        return functools.partial(
+            jit,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+        )
+    require_callable(fn, "jit")
+    donate = _numbers(donate_argnums, "donate_argnums")
+    numbers = _numbers(static_argnums, "static_argnums")
+    static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    _require_names(fn, static)
+    return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
+
+
+def _numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
+    """Returns one number or several as a tuple."""
+    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
+    if all(map(is_int, numbers)):
+        return numbers
+    raise ValueError(
+        message(
+            f"jit: {argument} needs numbers of positional arguments",
+            got=f"{numbers}",
+            why="such an argument is found by its position",
+            fix=f"dj.jit(fn, {argument}=(0,))",
+        )
+    )
+
+
+def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:
+    """Returns the names of the positional parameters with these numbers."""
+    names = positional_names(fn) if numbers else []
+    unknown = [n for n in numbers if not -len(names) <= n < len(names)]
+    if unknown:
+        raise ValueError(
+            message(
+                f"jit: static_argnums needs numbers of parameters of {function_name(fn)}",
+                got=f"{unknown}; its positional parameters are {names}",
+                why="a static argument is found by the name of its parameter",
+                fix="dj.jit(fn, static_argnums=(0,))",
+            )
+        )
+    return frozenset(names[n] for n in numbers)
+
+
+def _require_names(fn: Callable[..., Any], static: frozenset[str]) -> None:
+    if not static:
+        return
+    parameters = inspect.signature(fn).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = sorted(static - set(parameters))
+    if unknown:
+        raise ValueError(
+            message(
+                f"jit: static_argnames needs names of parameters of {function_name(fn)}",
+                got=f"{unknown}; it has {list(parameters)}",
+                why="a static argument is found by its name",
+                fix=f"dj.jit(fn, static_argnames=({next(iter(parameters), 'name')!r},))",
+            )
+        )

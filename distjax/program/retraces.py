@@ -1,0 +1,155 @@
+"""Watching for a function that is compiled again and again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.errors import RecompilationWarning, message
+from distjax.placement.per_replica import is_per_replica
+from distjax.program.function_cache import FunctionCache
+from distjax.replica.arguments import Static, function_name, user_path
+
+#: The number of compilations of one function at which a warning is given.
+FIRST_WARNING = 8
+
+
+class RetraceWatch:
+    """Counts the signatures of one function and says what changed.
+
+    Args:
+      name: the user's name of the function.
+      argument_names: the user's names of its positional arguments.
+    """
+
+    def __init__(self, name: str, argument_names: Sequence[str] = ()):
+        self._name, self._argument_names = name, argument_names
+        self._count = 1
+        self._warn_at = FIRST_WARNING
+        self._last: dict[str, str] = {}
+
+    def record(self, tree: Any) -> None:
+        """Records one more compilation; warns at 8, 16, 32, ..."""
+        self._count += 1
+        before, self._last = self._last, _describe(tree, self._argument_names)
+        if self._count < self._warn_at:
+            return
+        self._warn_at *= 2
+        changed = [
+            f"{path}: {before.get(path, 'absent')} -> {now}"
+            for path, now in self._last.items()
+            if before.get(path) != now
+        ]
+        warnings.warn(
+            message(
+                f"{self._name} is compiled for the {self._count}th time and needs arguments of "
+                "steady shape",
+                got=f"a change of {'; '.join(changed[:4]) or 'the tree of arguments'}",
+                why="each new shape, dtype or Python value is a program of its own",
+                fix="pad batches to one shape, and pass numbers that change as arrays",
+            ),
+            RecompilationWarning,
+            stacklevel=jax_compat.user_stacklevel(),
+        )
+
+
+class FreshFunctionCounter:
+    """Counts function objects that a loop makes anew for each call of the same code.
+
+    Each is compiled, called once and thrown away: a step as slow as a compilation, and
+    nothing else to see it by.
+    """
+
+    def __init__(self) -> None:
+        self._rows = FunctionCache()
+
+    def record(self, fn: Any, strategy: Any) -> Callable[[], None]:
+        """Records a function that is new; warns at the 8th, 16th, 32nd of a row.
+
+        Args:
+          fn: the function.
+          strategy: where it is called; another one begins a new row.
+
+        Returns:
+          What to call at the function's second call, which ends the row.
+        """
+        code = _code_of(fn)
+        if code is None:
+            return lambda: None
+        streak: _Streak = self._rows.get(code, lambda _: _Streak())
+        streak.add(strategy)
+        if streak.count == streak.warn_at:
+            streak.warn_at *= 2
+            warnings.warn(
+                message(
+                    f"{function_name(fn)} needs to be one function object for all its calls",
+                    got=f"{streak.count} function objects of the same code, each called once",
+                    why="a compiled program is found by the function object, so that a new "
+                    "lambda, functools.partial or jit is compiled at each call",
+                    fix="make it once, before the loop: fn = functools.partial(...); "
+                    "strategy.run(fn, ...)",
+                ),
+                RecompilationWarning,
+                stacklevel=jax_compat.user_stacklevel(),
+            )
+        return streak.clear
+
+
+class _Streak:
+    """How many new functions of one code were seen in a row, under one strategy."""
+
+    def __init__(self) -> None:
+        self._strategy: Callable[[], Any] = lambda: None
+        self.clear()
+
+    def add(self, strategy: Any) -> None:
+        if self._strategy() is not strategy:
+            self._strategy = weakref.ref(strategy)
+            self.clear()
+        self.count += 1
+
+    def clear(self) -> None:
+        self.count, self.warn_at = 0, FIRST_WARNING
+
+
+#: Of all functions given to `run` and `dj.jit`.
+fresh_functions = FreshFunctionCounter()
+
+
+def _code_of(fn: Any) -> types.CodeType | None:
+    """Returns the code under partials and decorators; None of a method, which has its object."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(inspect.unwrap(fn), "__code__", None) if not inspect.ismethod(fn) else None
+
+
+def _describe(tree: Any, names: Sequence[str]) -> dict[str, str]:
+    donated, (args, kwargs) = tree
+    rows = {}
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_leaf)
+    for path, leaf in leaves:
+        name = f"argument {user_path(jax.tree_util.keystr(path), names)}"
+        rows[name] = _describe_leaf(leaf)
+    for index, leaf in enumerate(jax.tree.leaves(donated)):
+        rows[f"donated array {index}"] = _describe_leaf(leaf)
+    return rows
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Static) or is_per_replica(value)
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Static):
+        return repr(leaf.value)
+    if is_per_replica(leaf):
+        return f"PerReplica {jax_compat.aval_of(leaf.stacked)}"
+    return str(jax_compat.aval_of(leaf))

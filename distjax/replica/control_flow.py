@@ -1,0 +1,228 @@
+"""Control flow: an equation that holds a merge runs in the global view.
+
+A merge calls its function. Calls are inlined. Loops and branches become loops
+and branches of the global view whose bodies are cut in turn, with the
+localities of their carries at a fixpoint. `remat` stays `remat`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.errors import MergeError, message
+from distjax.placement.topology import Topology
+from distjax.replica.analysis import CALLS, MERGE_NAME, Analysis, join
+from distjax.replica.global_value import GlobalValue, stack_replicas
+
+#: What gives the same when its jaxpr is evaluated in its place.
+_INLINED = CALLS | {"composite", "compute_on"}
+
+
+class Emitter(Protocol):
+    """What emits a jaxpr into the current trace: see `emit.JaxprEmitter`."""
+
+    topology: Topology
+    analysis: Analysis
+
+    def emit(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[GlobalValue]
+    ) -> list[GlobalValue]:
+        """Evaluates `jaxpr` on global values."""
+        ...
+
+
+def emit_equation(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+    """Evaluates one equation that is or holds a merge."""
+    name = eqn.primitive.name
+    if name == MERGE_NAME:
+        observer = frames.observer()
+        with observer.on_merge(eqn) if observer is not None else contextlib.nullcontext():
+            return eqn.params["merge"].emit(ins, emitter.topology)
+    if name == "scan":
+        return _emit_scan(emitter, eqn, ins)
+    if name == "while":
+        return _emit_while(emitter, eqn, ins)
+    if name == "cond":
+        return _emit_cond(emitter, eqn, ins)
+    if name.startswith("remat") or name == "checkpoint":
+        return _emit_remat(emitter, eqn, ins)
+    return _emit_inlined(emitter, eqn, ins)
+
+
+def _emit_inlined(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+    if eqn.primitive.name not in _INLINED:
+        raise MergeError(_outside_text(emitter, eqn))
+    key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
+    jaxpr, consts = jax_compat.open_jaxpr(eqn.params[key])
+    return emitter.emit(jaxpr, consts, ins)
+
+
+def _outside_text(emitter: Emitter, eqn: Any) -> str:
+    # A `call_hi_primitive` is known to users by the class of what it calls.
+    name = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+    merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in emitter.analysis.collectives(sub))
+    return message(
+        f"merge_call needs to stand outside of {name}",
+        got=f"a merge_call inside of it, at {jax_compat.source_line(merge)}",
+        why=f"replicas pause in functions, loops and branches, but {name} runs its function by "
+        "rules of its own",
+        fix="ctx.all_reduce('sum', x) in place of the merge_call, or the merge_call before or "
+        f"after {name}",
+    )
+
+
+def _emit_remat(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+    """Binds the same primitive, with its parameters, on the cut jaxpr."""
+    inner, inner_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    outs: list[GlobalValue] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        args = [GlobalValue(a, i.varying) for a, i in zip(arrays, ins, strict=True)]
+        outs[:] = emitter.emit(inner, inner_consts, args)
+        return [o.array for o in outs]
+
+    jaxpr, consts = jax_compat.trace_jaxpr(body, [jax_compat.aval_of(i.array) for i in ins])
+    whole = jax_compat.new_jaxpr(
+        jaxpr, (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns
+    )
+    params = {**eqn.params, "jaxpr": whole}
+    arrays = eqn.primitive.bind(*consts, *(jnp.asarray(i.array) for i in ins), **params)
+    return [GlobalValue(a, o.varying) for a, o in zip(arrays, outs, strict=True)]
+
+
+def _emit_scan(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+    num_consts, num_carry = jax_compat.scan_sizes(eqn)
+    inner, inner_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+    xs = ins[num_consts + num_carry :]
+    x_flags = [x.varying for x in xs]
+    x_arrays = [jnp.moveaxis(x.array, 1, 0) if x.varying else jnp.asarray(x.array) for x in xs]
+
+    def step(carry: Sequence[GlobalValue], x_slices: Sequence[Any]) -> list[GlobalValue]:
+        global_values = [GlobalValue(a, f) for a, f in zip(x_slices, x_flags, strict=True)]
+        return emitter.emit(inner, inner_consts, [*consts, *carry, *global_values])
+
+    slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in x_arrays]
+    carry, flags, y_flags = _fixpoint(emitter, carry, slices, step)
+
+    def body(arrays: Sequence[Any], x_slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outs = step(_as_global_values(arrays, flags), x_slices)
+        return _level(emitter, outs[:num_carry], flags), _level(emitter, outs[num_carry:], y_flags)
+
+    final, ys = lax.scan(
+        body,
+        [c.array for c in carry],
+        x_arrays,
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    ys = [jnp.moveaxis(y, 0, 1) if f else y for y, f in zip(ys, y_flags, strict=True)]
+    return _as_global_values(final, flags) + _as_global_values(ys, y_flags)
+
+
+def _emit_while(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+    cond, cond_consts = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
+    inner, inner_consts = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_ins, body_ins = ins[:num_cond], ins[num_cond : num_cond + num_body]
+
+    def step(carry: Sequence[GlobalValue], _: Sequence[Any] = ()) -> list[GlobalValue]:
+        predicate(carry)
+        return emitter.emit(inner, inner_consts, [*body_ins, *carry])
+
+    def predicate(carry: Sequence[GlobalValue]) -> Any:
+        out = emitter.emit(cond, cond_consts, [*cond_ins, *carry])[0]
+        if out.varying:
+            emitter.analysis.require_uniform(eqn, "while_loop")
+        return out.array
+
+    carry, flags, _ = _fixpoint(emitter, ins[num_cond + num_body :], [], step)
+    final = lax.while_loop(
+        lambda arrays: predicate(_as_global_values(arrays, flags)),
+        lambda arrays: _level(
+            emitter,
+            emitter.emit(inner, inner_consts, [*body_ins, *_as_global_values(arrays, flags)]),
+            flags,
+        ),
+        [c.array for c in carry],
+    )
+    return _as_global_values(final, flags)
+
+
+def _emit_cond(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+    index, operands = ins[0], ins[1:]
+    if index.varying:
+        emitter.analysis.require_uniform(eqn, "cond")
+    branches = [jax_compat.open_jaxpr(b) for b in eqn.params["branches"]]
+    flags = [False] * len(eqn.outvars)
+
+    def branch(jaxpr: Any, consts: Sequence[Any]) -> Callable[[], list[Any]]:
+        return lambda: _level(emitter, emitter.emit(jaxpr, consts, operands), flags)
+
+    for jaxpr, consts in branches:
+        outs = _shapes_only(lambda j=jaxpr, c=consts: emitter.emit(j, c, operands))
+        flags = join(flags, [o.varying for o in outs])
+    arrays = lax.switch(index.array, [branch(j, c) for j, c in branches])
+    return _as_global_values(arrays, flags)
+
+
+def _fixpoint(
+    emitter: Emitter,
+    carry: Sequence[GlobalValue],
+    slices: Sequence[Any],
+    step: Callable[[Sequence[GlobalValue], Sequence[Any]], list[GlobalValue]],
+) -> tuple[list[GlobalValue], list[bool], list[bool]]:
+    """Returns the carry at its least stable locality, and localities of all outputs."""
+    carry = [GlobalValue(jnp.asarray(c.array), c.varying) for c in carry]
+    while True:
+        flags = [c.varying for c in carry]
+        avals = [jax_compat.aval_of(c.array) for c in carry]
+        outs = _shapes_only(_with_localities(step, flags), [*avals, *slices])
+        joined = join(flags, [o.varying for o in outs[: len(carry)]])
+        if joined == flags:
+            return carry, flags, [o.varying for o in outs[len(carry) :]]
+        carry = [
+            GlobalValue(stack_replicas(c, emitter.topology), True) if f else c
+            for c, f in zip(carry, joined, strict=True)
+        ]
+
+
+def _with_localities(
+    step: Callable[[Sequence[GlobalValue], Sequence[Any]], list[GlobalValue]], flags: Sequence[bool]
+) -> Callable[..., list[GlobalValue]]:
+    count = len(flags)
+    return lambda *arrays: step(_as_global_values(arrays[:count], flags), arrays[count:])
+
+
+def _shapes_only(
+    fn: Callable[..., list[GlobalValue]], avals: Sequence[Any] = ()
+) -> list[GlobalValue]:
+    found: list[GlobalValue] = []
+
+    def trace(*arrays: Any) -> list[Any]:
+        found[:] = fn(*arrays)
+        return [o.array for o in found]
+
+    with frames.without_observer():
+        jax_compat.trace_jaxpr(trace, avals)
+    return found
+
+
+def _as_global_values(arrays: Sequence[Any], flags: Sequence[bool]) -> list[GlobalValue]:
+    return [GlobalValue(a, f) for a, f in zip(arrays, flags, strict=True)]
+
+
+def _level(emitter: Emitter, values: Sequence[GlobalValue], flags: Sequence[bool]) -> list[Any]:
+    return [
+        stack_replicas(v, emitter.topology) if f else v.array
+        for v, f in zip(values, flags, strict=True)
+    ]

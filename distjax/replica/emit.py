@@ -1,0 +1,115 @@
+"""The emitter: a replica function's jaxpr becomes global-view code.
+
+The jaxpr is walked once. Runs of equations that hold no merge are evaluated by
+one `map_replicas` each; merge functions run between them in the global view;
+control flow that holds a merge is emitted by `control_flow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distjax import jax_compat
+from distjax.collectives.mapping import map_replicas
+from distjax.context import frames
+from distjax.jax_compat import Literal
+from distjax.placement.topology import Topology
+from distjax.replica import control_flow
+from distjax.replica.analysis import MERGE_NAME, Analysis
+from distjax.replica.global_value import GlobalValue
+
+
+class JaxprEmitter:
+    """Emits jaxprs of one strategy's replica functions under the current trace."""
+
+    def __init__(self, topology: Topology):
+        self.topology = topology
+        self.analysis = Analysis(topology.axis_name)
+
+    def emit(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[GlobalValue],
+        known: dict[Any, GlobalValue] | None = None,
+    ) -> list[GlobalValue]:
+        """Evaluates `jaxpr` on global values.
+
+        Args:
+          jaxpr: a replica-view jaxpr.
+          consts: values of its constvars, equal on every replica.
+          args: values of its invars.
+          known: values of further variables that no equation computes.
+
+        Returns:
+          The values of its outputs.
+        """
+        env: dict[Any, GlobalValue] = dict(known or {})
+        env.update((v, GlobalValue(c, False)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        last_use = _last_uses(jaxpr)
+        segment: list[Any] = []
+        for index, eqn in enumerate(jaxpr.eqns):
+            if eqn.outvars and all(v in env for v in eqn.outvars):
+                continue
+            if not holds_merge(eqn):
+                segment.append(eqn)
+                continue
+            self._emit_segment(jaxpr, segment, env, last_use, index)
+            segment = []
+            outs = control_flow.emit_equation(self, eqn, [read_atom(env, v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        self._emit_segment(jaxpr, segment, env, last_use, len(jaxpr.eqns))
+        return [read_atom(env, v) for v in jaxpr.outvars]
+
+    def _emit_segment(
+        self,
+        jaxpr: Any,
+        eqns: list[Any],
+        env: dict[Any, GlobalValue],
+        last_use: dict[Any, int],
+        index: int,
+    ) -> None:
+        outs = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= index]
+        eqns = jax_compat.live_equations(eqns, outs)
+        made = {v for eqn in eqns for v in eqn.outvars}
+        used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        ins = list(dict.fromkeys(v for v in used if v not in made))
+        if not eqns:
+            return
+        varying = {v: env[v].varying for v in ins}
+        self.analysis.run(eqns, varying)
+        flags = [varying[v] for v in outs]
+        part = jax_compat.new_jaxpr(jaxpr, (), ins, outs, eqns)
+        observer = frames.observer()
+        if observer is not None and self.topology.num_replicas > 1:
+            observer.on_segment(part, [env[v].varying for v in ins], self.analysis)
+        values = map_replicas(
+            self.topology,
+            lambda *local: jax_compat.eval_jaxpr(part, (), local),
+            [env[v].array for v in ins],
+            [env[v].varying for v in ins],
+            flags,
+        )
+        env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
+
+
+def read_atom(env: dict[Any, GlobalValue], atom: Any) -> GlobalValue:
+    """Returns the value of a variable or literal."""
+    return GlobalValue(atom.val, False) if isinstance(atom, Literal) else env[atom]
+
+
+def holds_merge(eqn: Any) -> bool:
+    """Returns whether an equation is a merge or holds one, at any depth."""
+    if eqn.primitive.name == MERGE_NAME:
+        return True
+    return any(holds_merge(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
+
+
+def _last_uses(jaxpr: Any) -> dict[Any, int]:
+    uses: dict[Any, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        uses.update((v, index) for v in eqn.invars if not isinstance(v, Literal))
+    uses.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
+    return uses

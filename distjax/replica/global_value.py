@@ -1,0 +1,77 @@
+"""GlobalValue: a global array together with what is proved of its locality."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax import jax_compat
+from distjax.collectives.mapping import map_replicas
+from distjax.jax_compat import ShapedArray
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+
+
+class GlobalValue(NamedTuple):
+    """A value in the global view.
+
+    Attributes:
+      array: [R, ...] where replicas differ, else [...].
+      differs: False where the value is proved equal on every replica (M), True
+        where it may differ (T).
+    """
+
+    array: Any
+    varying: bool
+
+
+def replica_aval(value: GlobalValue) -> ShapedArray:
+    """Returns shape, dtype and weak type of what one replica sees of the value."""
+    aval = jax_compat.aval_of(value.array)
+    if value.varying:
+        return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
+    return aval
+
+
+def stack_replicas(value: GlobalValue, topology: Topology) -> jax.Array:
+    """Returns the value as [R, ...], a slice per replica, without communication."""
+    if value.varying:
+        return value.array
+    return map_replicas(topology, lambda x: [x], [value.array], [False], [True])[0]
+
+
+def as_user_value(value: GlobalValue, topology: Topology) -> Any:
+    """Returns what cross-replica code sees: an array for M, a PerReplica for T.
+
+    With one replica there is nothing to differ from, so it is always an array.
+    """
+    if not value.varying:
+        return jnp.asarray(value.array)  # a literal of the jaxpr is no jax.Array yet
+    if topology.num_replicas == 1:
+        return lax.squeeze(value.array, (0,))
+    return PerReplica(value.array, topology)
+
+
+def from_user_value(value: Any) -> GlobalValue:
+    """Returns the GlobalValue of an array or PerReplica that cross-replica code made."""
+    if isinstance(value, PerReplica):
+        return GlobalValue(value.stacked, True)
+    return GlobalValue(jnp.asarray(value), False)
+
+
+def replica_mean(value: GlobalValue, topology: Topology) -> jax.Array:
+    """Returns the mean over replicas, as one value [...]."""
+    if not value.varying:
+        return value.array
+    return replica_sum(value, topology) / topology.num_replicas
+
+
+def replica_sum(value: GlobalValue, topology: Topology) -> jax.Array:
+    """Returns the sum over replicas, as one value [...]; M counts R times."""
+    if not value.varying:
+        return value.array * topology.num_replicas
+    psum = lambda x: [lax.psum(x, topology.axis_name)]
+    return map_replicas(topology, psum, [value.array], [True], [False])[0]

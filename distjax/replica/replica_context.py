@@ -1,0 +1,234 @@
+"""ReplicaContext: what a replica function can ask and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distjax.collectives import ops
+from distjax.collectives.dense import require_dense
+from distjax.collectives.gathering import require_gather_axis
+from distjax.context import frames
+from distjax.context.frames import Frame, mixing_text
+from distjax.errors import (
+    ContextError,
+    MergeError,
+    StrategyMismatchError,
+    describe_value,
+    message,
+)
+from distjax.placement.per_replica import PerReplica, require_local
+from distjax.replica.arguments import require_call
+from distjax.replica.user_merge import UserMerge, bind_merge
+
+
+class ReplicaContext:
+    """One replica's view of the others, inside a replica function.
+
+    Got from `dj.get_replica_context()`; valid while the function is traced.
+
+    Source: tf.distribute.ReplicaContext; seed 001, "Replica context vs.
+    cross-replica context".
+    """
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self.merge_error: Exception | None = None
+        self.merges: list[UserMerge] = []
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs the function."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R, a Python int."""
+        return self._strategy.extended.num_replicas
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's number, 0 to R - 1: a traced int32 scalar."""
+        self._require_current("replica_id_in_sync_group")
+        return lax.axis_index(self._strategy.extended.axis_name)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices that run replicas (one trace stands for all of them)."""
+        return self._strategy.extended.worker_devices
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns this replica's view of ``merge_fn(strategy, *args, **kwargs)``.
+
+        All replicas pause here; `merge_fn` runs once, in cross-replica context;
+        its result goes back to each replica.
+
+        Args:
+          merge_fn: called with the strategy and the arguments: Python objects
+            and variables as they are, values proved equal as arrays, others as
+            PerReplica. It may be traced more than once; pure except through
+            variables.
+          args: positional arguments, a tuple or list.
+          kwargs: keyword arguments.
+
+        Returns:
+          The result: a PerReplica leaf gives each replica its own value.
+
+        Locality: T or M in; T for PerReplica results, else M.
+        Context: replica context; inside loops, branches, jit, grad, vmap too.
+
+        Raises:
+          LocalityError: a PerReplica that the function closes over as an argument, one of
+            other replicas as a result.
+          MergeError: in a merge function, or where replicas may not all arrive.
+          ContextError: outside of this context's trace.
+        Source: tf.distribute.ReplicaContext.merge_call; seed 001,
+          `call_for_each_replica`.
+        """
+        args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
+        frame = self._require_current("merge_call")
+        try:
+            keep = self.merges.append
+            return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs, keep)
+        except Exception as error:
+            # A merge that failed has failed for all replicas: none can go on without it.
+            self.merge_error = error
+            raise
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Returns the sum or mean of `value` over the replicas, on every replica.
+
+        Args:
+          op: a ReduceOp or its name.
+          value: a tree of arrays and numbers [...]; None is an empty tree.
+
+        Locality: T or M in, M out. Context: replica.
+        Cost: one all-reduce per leaf. Its derivative is the same all-reduce.
+
+        Raises:
+          ValueError: an unknown `op`.
+          LocalityError: a PerReplica that the function closes over.
+          NotImplementedError: a sparse array.
+          MergeError, ContextError, StrategyMismatchError: outside of this context.
+
+        Example:
+          >>> def step(x):
+          ...     ctx = dj.get_replica_context()
+          ...     return ctx.all_reduce("mean", x * ctx.replica_id_in_sync_group)
+          >>> dj.VirtualStrategy(3).run(step, args=(2.0,))
+          Array(2., dtype=float32)
+
+        Source: tf.distribute.ReplicaContext.all_reduce.
+        """
+        op = ops.as_reduce_op(op)
+        self._require_current("all_reduce")
+        require_dense(value, "all_reduce")
+        extended = self._strategy.extended
+
+        def leaf(x: Any) -> Any:
+            x = _local_array(x, "all_reduce")
+            return ops.all_reduce(op, x, extended.axis_name, extended.num_replicas)
+
+        return jax.tree.map(leaf, value, is_leaf=_is_leaf)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Returns the replicas' values end to end along `axis`, on every replica.
+
+        Args:
+          value: a tree of arrays [..., B, ...] of equal shapes on all replicas.
+          axis: the axis to concatenate along, 0 or more.
+
+        Locality: T or M in, M out. Context: replica. Cost: an all-gather a leaf.
+
+        Raises:
+          ValueError: a scalar, or an axis that the value does not have.
+          LocalityError, NotImplementedError: as `all_reduce`.
+
+        Example:
+          >>> def step():
+          ...     ctx = dj.get_replica_context()
+          ...     return ctx.all_gather(ctx.replica_id_in_sync_group[None], axis=0)
+          >>> dj.VirtualStrategy(3).run(step)
+          Array([0, 1, 2], dtype=int32)
+
+        Source: tf.distribute.ReplicaContext.all_gather.
+        """
+        self._require_current("all_gather")
+        require_dense(value, "all_gather")
+        axis_name = self._strategy.extended.axis_name
+
+        def leaf(x: Any) -> Any:
+            x = _local_array(x, "all_gather")
+            require_gather_axis(x.ndim, axis, "all_gather")
+            return ops.all_gather(x, axis, axis_name)
+
+        return jax.tree.map(leaf, value, is_leaf=_is_leaf)
+
+    def fold_in(self, key: jax.Array) -> jax.Array:
+        """Returns `key` made different on each replica.
+
+        A replicated key gives every replica the same random numbers, dropout
+        masks among them.
+
+        Locality: M in, T out. Context: replica. Cost: none.
+        """
+        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+
+    def _require_current(self, what: str) -> Frame:
+        """Returns the current frame, or raises unless it is this context's."""
+        frame = frames.current()
+        if frame.replica_context is self:
+            return frame
+        if frame.replica_context is None and frame.strategy is self._strategy:
+            raise MergeError(
+                message(
+                    f"{what} needs replica context. Need to be inside `call_for_each_replica()`",
+                    got=frame.name,
+                    why="in a merge function and outside run there is one program, not R replicas",
+                    fix="strategy.reduce(op, x) in cross-replica context; or enter replica "
+                    "context with strategy.run(fn, args)",
+                )
+            )
+        if frame.replica_context is None or frame.strategy is not self._strategy:
+            text = "Mismatching tf.distribute.Strategy objects: a context is valid only while its "
+            raise StrategyMismatchError(
+                mixing_text(self._strategy, frame, f"{what} of a replica context").replace(
+                    "Why: ", f"Why: {text}function is traced. ", 1
+                )
+            )
+        raise ContextError(
+            message(
+                f"{what} needs the context of the function that is being traced",
+                got="a context of an earlier or outer call. Mismatching ReplicaContext",
+                why="a replica context is valid only while its function is traced",
+                fix="ask for it where it is used: dj.get_replica_context()",
+            )
+        )
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, PerReplica) or hasattr(value, "require_initialized")
+
+
+def _local_array(value: Any, method: str) -> jax.Array:
+    require_local(value, method)
+    value = value.value if hasattr(value, "require_initialized") else value
+    try:
+        return jnp.asarray(value)
+    except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value
+        raise
+    except TypeError as error:
+        raise TypeError(
+            message(
+                f"{method} needs arrays and numbers",
+                got=describe_value(value),
+                why="Python objects are the same on every replica: one trace stands for all",
+                fix=f"keep it out of the tree: ctx.{method}(...) of the arrays alone",
+            )
+        ) from error

@@ -1,0 +1,60 @@
+"""colocate_vars_with: new variables live where another one does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from distjax.context import frames
+from distjax.errors import ContextError, LocalityError, describe_value, message
+from distjax.strategies.update import require_non_slot_devices
+from distjax.variables.variable import Variable
+
+
+@contextlib.contextmanager
+def colocate(extended: Any, colocate_with: Any) -> Iterator[None]:
+    """Makes variables created in a block live where `colocate_with` does."""
+    frame = frames.current()
+    if frame.strategy is not extended.strategy:
+        raise ContextError(
+            message(
+                f"colocate_vars_with. Need to be inside the scope of {extended.strategy!r}",
+                got=frame.name,
+                why="it changes how this strategy creates variables",
+                fix="with strategy.scope(), strategy.extended.colocate_vars_with(v): ...",
+            )
+        )
+    if not isinstance(colocate_with, Variable):
+        _require_known(extended, colocate_with)
+        with frames.with_frame(dataclasses.replace(frame, colocate_with=None)):
+            yield
+        return
+    if colocate_with.strategy is not extended.strategy:
+        raise LocalityError(_foreign_text(extended, colocate_with))
+
+    with frames.with_frame(dataclasses.replace(frame, colocate_with=colocate_with)):
+        yield
+
+
+def _require_known(extended: Any, devices: Any) -> None:
+    try:
+        require_non_slot_devices(extended, devices, "colocate_vars_with")
+    except ValueError:
+        raise LocalityError(_foreign_text(extended, devices)) from None
+
+
+def _foreign_text(extended: Any, colocate_with: Any) -> str:
+    got = (
+        repr(colocate_with)
+        if isinstance(colocate_with, Variable)
+        else describe_value(colocate_with)
+    )
+    return message(
+        "`colocate_vars_with` must only be passed a variable created in this "
+        "tf.distribute.Strategy.scope(), or what non_slot_devices returned",
+        got=got,
+        why=f"new variables of {extended.strategy!r} can only live where its variables live",
+        fix="strategy.extended.colocate_vars_with(v) for a v made under strategy.scope()",
+    )

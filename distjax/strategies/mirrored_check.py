@@ -1,0 +1,125 @@
+"""assert_mirrored: finds copies that drifted apart.
+
+JAX takes a replicated array's word for it: it reads the first copy and never
+compares. A program that wrote a value without reducing it (a hand-written
+`shard_map` without checks, a library's own array) leaves different copies behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.errors import ContextError, LocalityError, message
+from distjax.placement.per_replica import is_per_replica
+from distjax.placement.topology import Topology
+from distjax.variables.donation import storage_lock
+from distjax.variables.variable import Variable
+
+
+class _Copy(NamedTuple):
+    """One device's copy of a part of an array."""
+
+    device: jax.Device
+    index: tuple[slice, ...]
+    data: np.ndarray
+
+
+def require_equal_copies(topology: Topology, tree: Any) -> None:
+    """Raises if copies of a value differ: see `Strategy.assert_mirrored`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_replica)
+    named = [(_name(path, leaf), leaf) for path, leaf in leaves]
+    for name, leaf in named:
+        _require_one_value(name, leaf)
+    for name, leaf in named:
+        if isinstance(leaf, Variable):
+            leaf.require_initialized()
+            with storage_lock:
+                _compare_copies(topology, name, leaf.storage)
+        elif isinstance(leaf, jax.Array):
+            _compare_copies(topology, name, leaf)
+
+
+def _name(path: Any, leaf: Any) -> str:
+    where = f"the value{jax.tree_util.keystr(path)}"
+    return f"{where} (variable {leaf.name!r})" if isinstance(leaf, Variable) else where
+
+
+def _require_one_value(name: str, leaf: Any) -> None:
+    in_trace = isinstance(leaf, Variable) and frames.current().state is not None
+    if in_trace or isinstance(leaf, jax_compat.Tracer):
+        raise ContextError(
+            message(
+                f"assert_mirrored needs values, not a trace of them, in {name}",
+                got=f"a traced value, in {frames.current().name}",
+                why="the copies exist only when the program runs",
+                fix="return the value and call strategy.assert_mirrored(value) outside",
+            )
+        )
+    is_components = isinstance(leaf, Variable) and leaf.policy.stacked
+    if is_components or is_per_replica(leaf):
+        what = "a sync-on-read variable" if is_components else "a PerReplica"
+        raise LocalityError(
+            message(
+                f"assert_mirrored needs one value that every replica holds, in {name}",
+                got=f"{what}: a value of its own for each replica",
+                why="such values may differ, so nothing can have drifted",
+                fix="leave it out, or reduce it first: strategy.reduce('mean', x)",
+            )
+        )
+
+
+def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
+    first: dict[Any, _Copy] = {}
+    drifted: list[tuple[_Copy, _Copy, np.ndarray]] = []
+    for copy in _copies(array):
+        reference = first.setdefault(str(copy.index), copy)
+        varying = _differs(reference.data, copy.data)
+        if varying.any():
+            drifted.append((reference, copy, varying))
+    if drifted:
+        raise LocalityError(_drift_text(topology, name, drifted))
+
+
+def _copies(array: jax.Array) -> Iterator[_Copy]:
+    if jax_compat.is_key_dtype(array.dtype):
+        array = jax.random.key_data(array)
+    for shard in sorted(array.addressable_shards, key=lambda s: s.device.id):
+        yield _Copy(shard.device, shard.index, np.asarray(shard.data))
+
+
+def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns where bits differ; every NaN equals every other."""
+    as_bytes = [np.ascontiguousarray(x[..., None]).view(np.uint8) for x in (a, b)]
+    varying = (as_bytes[0] != as_bytes[1]).any(axis=-1)
+    return varying & ~((a != a) & (b != b))
+
+
+def _drift_text(
+    topology: Topology, name: str, drifted: Sequence[tuple[_Copy, _Copy, np.ndarray]]
+) -> str:
+    reference, copy, varying = drifted[0]
+    local = tuple(int(i) for i in np.argwhere(varying)[0])
+    index = tuple(i + (s.start or 0) for i, s in zip(local, copy.index, strict=True))
+    who = ", ".join(_replica(topology, c.device) for _, c, _ in drifted)
+    return message(
+        f"{name} needs to be equal on every replica, and {who} drifted",
+        got=f"at index {index} {copy.data[local]} on {_replica(topology, copy.device)} and "
+        f"{reference.data[local]} on {_replica(topology, reference.device)}; "
+        f"{int(varying.sum())} of {varying.size} elements differ",
+        why="a program wrote values that were never reduced, and JAX reads the first copy only",
+        fix="reduce before writing: ctx.all_reduce('mean', x). To go on from the first copy: "
+        "strategy.extended.broadcast_to(np.asarray(x)), or v.assign(np.asarray(v.value))",
+    )
+
+
+def _replica(topology: Topology, device: jax.Device) -> str:
+    for replica in range(topology.num_replicas):
+        if topology.mesh is not None and device in topology.replica_devices(replica):
+            return f"replica {replica} ({device})"
+    return str(device)

@@ -1,0 +1,283 @@
+"""extended.update: a function on each copy of a variable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distjax.collectives.mapping import map_replicas
+from distjax.context import frames
+from distjax.context.frames import Frame
+from distjax.errors import (
+    ContextError,
+    LocalityError,
+    StrategyMismatchError,
+    describe_value,
+    message,
+)
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.program.program import Program
+from distjax.replica.arguments import PartitionedTree, argument_names, function_name, is_array
+from distjax.replica.global_value import GlobalValue, as_user_value
+from distjax.strategies.values import is_mirrored, split
+from distjax.variables.state import TraceState
+from distjax.variables.variable import Variable
+
+
+def require_variable(value: Any, method: str) -> None:
+    """Raises a TypeError unless `value` is a variable."""
+    if isinstance(value, Variable):
+        return
+    raise TypeError(
+        message(
+            f"{method} needs a distjax.Variable",
+            got=describe_value(value),
+            why="only a variable has a strategy and copies",
+            fix="with strategy.scope(): v = dj.Variable(...)",
+        )
+    )
+
+
+def update(
+    extended: Any,
+    variable: Variable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: bool,
+) -> Any:
+    """Runs ``fn`` on each copy of `variable`: see `StrategyExtended.update`."""
+    require_variable(variable, "update")
+    _require_own(extended, variable)
+    _require_args(extended, variable, fn, args, kwargs)
+    if variable.policy.stacked:
+        result = _on_each_copy(extended, variable, fn, args, kwargs)
+    else:
+        result = _on_the_value(extended, variable, fn, *_one_value_each(extended, args, kwargs))
+    return result if group else _as_lists(extended, variable.layout.num_copies, result)
+
+
+def _on_the_value(
+    extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    before, handed_out = variable.storage, variable.aliases
+    try:
+        with frames.with_frame(_update_frame(extended)):
+            return fn(variable, *args, **kwargs)
+    except BaseException:
+        # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
+        if frames.current().state is None:
+            variable.storage, variable.aliases = before, handed_out
+        raise
+
+
+def _update_frame(extended: Any) -> Frame:
+    """Returns the frame of an update function on one copy.
+
+    The default strategy has no contexts to change: its replica context stays.
+    """
+    frame = frames.current()
+    if extended.is_default:
+        return dataclasses.replace(frame, in_update=True)
+    return Frame(extended.strategy, state=frame.state, in_update=True)
+
+
+def _require_own(extended: Any, variable: Variable) -> None:
+    if variable.strategy is extended.strategy:
+        return
+    raise StrategyMismatchError(
+        message(
+            f"update needs a variable of {extended.strategy!r}",
+            got=f"variable {variable.name!r} of {variable.strategy!r}",
+            why="the function runs where the variable's copies are",
+            fix="v.strategy.extended.update(v, fn, args), or create v under this strategy's scope",
+        )
+    )
+
+
+def _require_args(
+    extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    names = argument_names(fn, len(args) + 1)[1:]
+    named = [*zip(names, args, strict=True), *kwargs.items()]
+    for name, arg in named:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_per_replica):
+            if not isinstance(leaf, PerReplica):
+                continue
+            where = f"argument {name}{jax.tree_util.keystr(path)}"
+            require_same_topology(leaf, extended.topology, where)
+            if not variable.policy.stacked and extended.num_replicas > 1:
+                raise LocalityError(_per_replica_text(variable, fn, where, leaf))
+
+
+def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica) -> str:
+    return message(
+        f"update of variable {variable.name!r} by {function_name(fn)} needs {where} to be one "
+        "value, equal on every copy",
+        got=f"a value that differs per replica: a PerReplica of {leaf.num_replicas} values of "
+        f"shape {leaf.shape}",
+        why="every copy of a mirrored variable gets the same update, or the copies diverge",
+        fix="reduce it first: g = strategy.extended.reduce_to('sum', g, v); then "
+        "strategy.extended.update(v, fn, args=(g,))",
+    )
+
+
+def _one_value_each(extended: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the arguments with the PerReplica values of a lone replica as arrays."""
+    leaf = lambda x: (
+        as_user_value(GlobalValue(x.stacked, True), extended.topology)
+        if isinstance(x, PerReplica)
+        else x
+    )
+    return jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica)
+
+
+def _as_lists(extended: Any, count: int, result: Any) -> Any:
+    """Returns the result with each leaf a list of `count` elements, one per copy."""
+
+    def leaf(x: Any) -> list[Any]:
+        if isinstance(x, Variable):
+            parts = x.local_results()
+            return list(parts) if len(parts) == count else [x] * count
+        if isinstance(x, PerReplica):
+            return list(split(extended.topology, x.stacked, True))
+        if count > 1 and is_mirrored(extended.topology, x):
+            return list(split(extended.topology, x, False))
+        return [x] * count
+
+    return jax.tree.map(leaf, result, is_leaf=lambda x: x is None or is_per_replica(x))
+
+
+def update_non_slot(
+    extended: Any,
+    devices: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: bool,
+) -> Any:
+    """Runs ``fn`` on the non-slot devices: see `StrategyExtended.update_non_slot`."""
+    require_non_slot_devices(extended, devices, "update_non_slot")
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
+    if any(isinstance(leaf, PerReplica) for leaf in leaves):
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
+        result = _on_each_copy(extended, None, fn, args, kwargs)
+    else:
+        with frames.with_frame(_update_frame(extended)):
+            result = fn(*args, **kwargs)
+    return result if group else _as_lists(extended, _num_counter_copies(extended), result)
+
+
+def _num_counter_copies(extended: Any) -> int:
+    """Returns how many copies a non-slot variable, such as a step counter, has."""
+    return extended.placement.layout((), jnp.dtype("int32")).num_copies
+
+
+def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:
+    """Raises a ValueError unless `devices` is a result of `non_slot_devices`."""
+    is_own = isinstance(devices, Variable) and devices.strategy is extended.strategy
+    if is_own or (isinstance(devices, tuple) and devices == extended.non_slot_devices([])):
+        return
+    raise ValueError(
+        message(
+            f"{method} needs the tuple of devices that non_slot_devices returns",
+            got=describe_value(devices),
+            why="all non-slot variables have to live on the same devices",
+            fix=f"extended.{method}(extended.non_slot_devices(variables), ...)",
+        )
+    )
+
+
+# -- copies that differ: component by component -------------------------------
+
+
+def _on_each_copy(
+    extended: Any,
+    variable: Variable | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    state = frames.current().state
+    if state is not None:
+        return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, state)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = frames.current().state
+        return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, inner)
+
+    program = Program(
+        f"update of {variable.name}" if variable is not None else "update_non_slot",
+        call,
+        lambda state: Frame(extended.strategy, state=state),
+        lambda tree: tree,
+    )
+    return program(args, kwargs)
+
+
+class _ComponentState(TraceState):
+    """The state of a function that runs on each component of one variable.
+
+    Only that variable's component is followed: of others a function may read
+    those with one value, and write none.
+    """
+
+    def __init__(self, variable: Variable | None, outer: TraceState):
+        super().__init__(local_view=True, parent=outer)
+        self._updated = variable
+
+    def _initial(self, variable: Variable) -> Any:
+        if variable.policy.stacked:
+            raise ContextError(_other_variable_text("read", variable))
+        return super()._initial(variable)
+
+    def write(self, variable: Variable, value: Any) -> None:
+        """Sets a new value of the component; refuses other variables."""
+        if variable is not self._updated:
+            raise ContextError(_other_variable_text("write", variable))
+        super().write(variable, value)
+
+
+def _other_variable_text(action: str, variable: Variable) -> str:
+    return message(
+        f"a {action} of variable {variable.name!r} needs an update of its own",
+        got="an update function that runs on the components of another variable",
+        why="only the components of the variable being updated are followed there",
+        fix="pass values as arguments: update(v, fn, args=(x,)), and call update for each "
+        "variable that changes",
+    )
+
+
+def _on_each_copy_in_trace(
+    extended: Any, variable: Variable | None, fn: Any, args: Any, kwargs: Any, outer: Any
+) -> Any:
+    topology = extended.topology
+    partitioned = PartitionedTree((args, kwargs), is_array)
+    slots = [] if variable is None else [variable]
+    leaves = [x.stacked if isinstance(x, PerReplica) else x for x in partitioned.leaves]
+    varying = [isinstance(x, PerReplica) for x in partitioned.leaves]
+    found: list[PartitionedTree] = []
+
+    def on_copy(*local: Any) -> list[Any]:
+        state = _ComponentState(variable, outer)
+        for slot, component in zip(slots, local, strict=False):
+            state.bind(slot, component)
+        inner_args, inner_kwargs = partitioned.combine(local[len(slots) :])
+        with frames.with_frame(Frame(extended.strategy, state=state, in_update=True)):
+            result = PartitionedTree(fn(*slots, *inner_args, **inner_kwargs), is_array)
+        found[:] = [result]
+        return [*(state.read(slot) for slot in slots), *result.leaves]
+
+    inputs = [*(outer.read(slot) for slot in slots), *leaves]
+    outs = map_replicas(topology, on_copy, inputs, [*(True for _ in slots), *varying], True)
+    for slot, value in zip(slots, outs, strict=False):
+        outer.write(slot, value)
+    results = outs[len(slots) :]
+    wrapped = [x[0] if topology.num_replicas == 1 else PerReplica(x, topology) for x in results]
+    return found[0].combine(wrapped)

@@ -1,0 +1,185 @@
+"""Making variables: from a constructor call to storage, in any context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.collectives.ops import from_first_replica
+from distjax.context import frames
+from distjax.errors import ContextError, LocalityError, describe_value, message
+from distjax.placement.per_replica import PerReplica
+from distjax.variables import access
+from distjax.variables.creation_log import require_no_trace, require_own_trace
+from distjax.variables.layout import Layout, stacked_layout
+from distjax.variables.policy import PLAIN, Policy, policy_for
+from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import VariablePlacement
+
+
+def make_variable(
+    strategy: Any,
+    placement: VariablePlacement,
+    initial_value: Any,
+    *,
+    trainable: bool | None,
+    name: str,
+    dtype: Any,
+    modes: Any,
+) -> Variable:
+    """Returns a new variable of `strategy`, or the one made at this place before."""
+    state = frames.current().state
+    make_initial = _initializer(initial_value, dtype, name)
+    if state is None:
+        require_no_trace(name)
+        aval = jax.eval_shape(make_initial)
+    elif _is_concrete_in_merge(state, initial_value):
+        aval = jax.eval_shape(make_initial)
+    else:
+        require_own_trace(state, name)
+        value = make_initial()
+        aval = jax_compat.aval_of(value)
+    policy = policy_for(modes, aval.dtype, name) if placement.synchronizes else PLAIN
+    if frames.is_dry_run():
+        raise ContextError(_rehearsal_text(name))
+    again = None
+    if state is not None and state.creations is not None:
+        again = state.creations.take(shape=aval.shape, dtype=aval.dtype, name=name)
+    if again is not None:
+        return again
+    variable = Variable.declared(
+        strategy=strategy,
+        shape=aval.shape,
+        dtype=aval.dtype,
+        name=name,
+        trainable=trainable,
+        modes=modes,
+        policy=policy,
+        layout=_layout(strategy, placement, policy, aval),
+    )
+    if state is None or state.creations is None:
+        _initialize_now(variable, initial_value, make_initial)
+    elif state.creations.makes_at_once:
+        _initialize_now(variable, initial_value, make_initial)
+        state.creations.remember(variable)
+    else:
+        state.creations.collect(variable, value)
+        if state.local_view:  # replica 0's value wins: equal everywhere from the start
+            value = from_first_replica(value, strategy.extended.axis_name)
+            state.bind(variable, access.own_part(variable, value))
+        else:
+            state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
+    return variable
+
+
+def copy_variable(variable: Variable) -> Variable:
+    """Returns a new variable like `variable`, with a copy of what it stores."""
+    made = Variable.declared(
+        strategy=variable.strategy,
+        shape=variable.shape,
+        dtype=variable.dtype,
+        name=variable.name,
+        trainable=variable.trainable,
+        modes=(variable.synchronization, variable.aggregation),
+        policy=variable.policy,
+        layout=variable.layout,
+    )
+    made.storage = jnp.copy(variable.storage)
+    return made
+
+
+def _rehearsal_text(name: str) -> str:
+    return message(
+        "dj.explain needs a function whose variables exist",
+        got=f"the creation of variable {name!r} in the function that is explained",
+        why="explaining runs nothing and changes nothing, so it makes no variables either",
+        fix="create them outside, or guarded by `if self.v is None`, and call the function once "
+        "before it is explained",
+    )
+
+
+def _layout(strategy: Any, placement: VariablePlacement, policy: Policy, aval: Any) -> Layout:
+    if policy.stacked:
+        return stacked_layout(strategy.extended.topology)
+    return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
+
+
+def _is_concrete_in_merge(state: Any, initial_value: Any) -> bool:
+    creations = state.creations
+    if creations is None or not creations.makes_at_once:
+        return False
+    return callable(initial_value) or not isinstance(initial_value, jax_compat.Tracer)
+
+
+def _initializer(initial_value: Any, dtype: Any, name: str) -> Callable[[], jax.Array]:
+    if isinstance(initial_value, Variable):
+        initial_value = initial_value.value
+    if isinstance(initial_value, PerReplica):
+        raise LocalityError(
+            message(
+                f"variable {name!r} needs one initial value",
+                got=f"a PerReplica of {initial_value.num_replicas} values",
+                why="every copy of a variable starts from the same value",
+                fix="strategy.reduce('mean', x) first; components are set in a replica function",
+            )
+        )
+
+    def make() -> jax.Array:
+        value = initial_value() if callable(initial_value) else initial_value
+        if isinstance(value, jax.Array) and dtype is None:
+            return value
+        try:
+            return jnp.asarray(value, dtype)
+        except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value
+            raise
+        except (TypeError, ValueError) as error:
+            raise ValueError(_initial_text(value, dtype, name)) from error
+
+    return make
+
+
+def _initial_text(value: Any, dtype: Any, name: str) -> str:
+    return message(
+        f"variable {name!r} needs an initial value of numbers",
+        got=describe_value(value) + ("" if dtype is None else f", for dtype {dtype}"),
+        why="its value is one array",
+        fix="dj.Variable(jnp.zeros(3)), a number, lists of numbers, or a function of these",
+    )
+
+
+def _initialize_now(
+    variable: Variable, initial_value: Any, make_initial: Callable[[], jax.Array]
+) -> None:
+    """Gives the variable its storage, outside of any trace of ours."""
+    if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
+        variable.storage = _describe_storage(variable)
+        return
+    if callable(initial_value) and variable.size > 0:  # JAX cannot place empty outputs
+        # Compiled with its output sharding: nothing is first whole on one device.
+        def make() -> jax.Array:
+            value = jnp.broadcast_to(make_initial(), variable.global_shape)
+            return variable.layout.to_stored(value)
+
+        with jax_compat.outside_traces():
+            variable.storage = jax.jit(make, out_shardings=variable.sharding)()
+        return
+    with jax.ensure_compile_time_eval():
+        value = initial_value.value if isinstance(initial_value, Variable) else initial_value
+        value = value() if callable(value) else value
+        if not isinstance(value, jax.Array):
+            value = np.asarray(value)
+        if value.dtype != variable.dtype:  # PRNG keys have no astype
+            value = value.astype(variable.dtype)
+        access.initialize(variable, value)
+
+
+def _describe_storage(variable: Variable) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and place of storage on devices that are not there."""
+    value = jax.ShapeDtypeStruct(variable.global_shape, variable.dtype)
+    stored = jax.eval_shape(variable.layout.to_stored, value)
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=variable.sharding)

@@ -1,0 +1,117 @@
+"""Variables that come to be while a function is traced.
+
+Their initial values are outputs of the trace. When it ends they are computed,
+the variables get their storage, and the function is traced again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distjax import jax_compat
+from distjax.errors import ContextError, TraceLeakError, message
+
+
+class CreationLog:
+    """The variables that one trace creates, or created the time before.
+
+    Attributes:
+      made: variables of the trace before, by position; a constructor that runs
+        again is handed the one made at its place.
+      values: new variables and their initial values, in the view of this level.
+      makes_at_once: whether variables get their storage right away, from concrete
+        initial values (merge functions, whose trace for shapes is thrown away).
+      remembered: the variables made at once.
+      reused: whether a constructor was handed a variable of the trace before.
+    """
+
+    def __init__(
+        self,
+        made: list[Any] | None = None,
+        outermost: CreationLog | None = None,
+        makes_at_once: bool = False,
+    ):
+        self.outermost = outermost or self
+        self.made = made or []
+        self.makes_at_once = makes_at_once
+        self.remembered: list[Any] = []
+        self.values: dict[Any, Any] = {}
+        self.collected: list[Any] = []
+        self.position = 0
+        self.reused = False
+
+    @staticmethod
+    def within(state: Any) -> CreationLog | None:
+        """Returns the log for a trace inside the trace of `state`."""
+        around = getattr(state, "creations", None)
+        if around is None or around.makes_at_once:
+            return None
+        return CreationLog(outermost=around.outermost)
+
+    def take(self, *, shape: Any, dtype: Any, name: str) -> Any | None:
+        """Returns the variable that was made at this position before, or None."""
+        top = self.outermost
+        position, top.position = top.position, top.position + 1
+        if not top.made:
+            return None
+        if position >= len(top.made):
+            raise ContextError(_changed_text(name, "one variable more than in the trace before"))
+        variable = top.made[position]
+        if (variable.shape, variable.dtype, variable.name) != (tuple(shape), dtype, name):
+            got = f"{name!r} {dtype}{list(shape)} at the place of {variable!r}"
+            raise ContextError(_changed_text(name, got))
+        top.reused = True
+        return variable
+
+    def collect(self, variable: Any, value: Any) -> None:
+        """Records a new variable and its initial value in this trace."""
+        self.values[variable] = value
+        variable.is_being_made = True  # the rest of the trace may use it
+        self.outermost.collected.append(variable)
+
+    def close(self) -> None:
+        """Ends the outermost trace: what it created has a value once initialised."""
+        for variable in self.collected:
+            variable.is_being_made = False
+
+    def remember(self, variable: Any) -> None:
+        """Records a variable that was made at once."""
+        self.remembered.append(variable)
+
+
+def require_no_trace(name: str) -> None:
+    """Raises inside a JAX trace that is not ours."""
+    if jax_compat.tracing():
+        raise TraceLeakError(_leak_text(name))
+
+
+def require_own_trace(state: Any, name: str) -> None:
+    """Raises unless a variable can be created here in the trace of `state`."""
+    creations = state.creations
+    if creations is not None and not creations.makes_at_once:
+        if jax_compat.current_trace() is state.trace:
+            return
+    raise TraceLeakError(_leak_text(name))
+
+
+def _leak_text(name: str) -> str:
+    return message(
+        f"variable {name!r} needs to be created outside of inner traces",
+        got="a creation from a traced value inside jax.jit, a loop, a branch, grad, vmap or a "
+        "merge function",
+        why="its initial value belongs to the inner trace and would leak out of it",
+        fix="create it before, under `with strategy.scope():`, or at the top of the replica "
+        "function; in a merge function from a concrete value or a function: "
+        "dj.Variable(lambda: jnp.zeros(3))",
+    )
+
+
+def _changed_text(name: str, got: str) -> str:
+    return message(
+        f"variable {name!r} needs to be created in the same order each time",
+        got=got,
+        why="a function that creates variables is traced a second time, and each constructor is "
+        "handed the variable made at its place",
+        fix="create variables outside, or guard them: "
+        "`if self.v is None: self.v = dj.Variable(...)`",
+    )

@@ -1,0 +1,74 @@
+"""The text of a leak: which construct of JAX a variable was read or written in."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from distjax.errors import message
+
+#: Those that `dj.lax` has, and others.
+_CARRYING_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch"}
+_LOOPS = _CARRYING_LOOPS | {"map", "associative_scan"}
+_TRANSFORMS = {
+    "value_and_grad_f": "grad",
+    "grad_f": "grad",
+    "vjp": "vjp",
+    "jvp": "jvp",
+    "linearize": "linearize",
+    "vmap_f": "vmap",
+    "cache_miss": "jit",
+    "make_jaxpr_f": "make_jaxpr",
+    "eval_shape": "eval_shape",
+    "fun_remat": "checkpoint",
+}
+
+
+def leak_text(variable: Any, action: str, place: str) -> str:
+    """Returns the text for a read or write of a variable inside a trace that is not ours.
+
+    Args:
+      variable: the variable.
+      action: "read" or "write".
+      place: where it happens, if no construct of JAX is found on the call stack.
+    """
+    construct = _enclosing_construct()
+    inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"
+    inside = inside if construct else place
+    if construct in _CARRYING_LOOPS:
+        fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
+    elif place.startswith("an inner") or construct not in (None, "jit"):
+        fix = "return the new value from the inner function and assign it outside"
+    else:
+        fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"
+    return message(
+        f"a {action} of variable {variable.name!r} needs to happen in the function that "
+        "distjax traces",
+        got=f"a {action} inside {inside}",
+        why="the value would be baked into the inner program"
+        if action == "read"
+        else "the new value belongs to the inner trace and would leak out of it",
+        fix=fix,
+    )
+
+
+def _enclosing_construct() -> str | None:
+    """Returns the innermost JAX construct on the call stack (for error texts).
+
+    JAX builds one on another (`fori_loop` on `scan`, `grad` on `linearize`): of
+    calls with none of the user's between them the outermost is the user's word.
+    Loops that `dj.lax` called are left out: they carry variables.
+    """
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("jax."):
+            is_loop = name in _LOOPS and ".lax." in module
+            found = name if is_loop else _TRANSFORMS.get(name, found)
+        elif module == "distjax.replica.lax":
+            found = None
+        elif module not in ("contextlib", "functools"):
+            if found or module == "distjax.program.program":
+                return found
+        frame = frame.f_back
+    return found

@@ -1,0 +1,71 @@
+"""Where the storage of a strategy's variables lives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+
+from distjax.placement.topology import Topology
+from distjax.variables.layout import DirectLayout, Layout, mirrored_layout
+
+
+class VariablePlacement(Protocol):
+    """The part of a strategy that decides where its variables are stored.
+
+    A sync-on-read variable of a placement that synchronizes has a component per
+    replica, wherever its other variables live.
+    """
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a variable's synchronization and aggregation have an effect."""
+        ...
+
+    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+        """Returns how a new variable with one value is stored.
+
+        Args:
+          shape: its shape.
+          dtype: its dtype.
+          colocate_with: the variable that it is colocated with, or None.
+        """
+        ...
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns how a value reduced to the devices of `variable` is laid out."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainPlacement:
+    """One copy, without synchronization, on one device (None: the default one)."""
+
+    device: jax.Device | None = None
+    synchronizes: bool = False
+
+    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+        """Returns the device's layout."""
+        device = self.device
+        return DirectLayout(None if device is None else jax.sharding.SingleDeviceSharding(device))
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns the variable's own layout."""
+        return variable.layout
+
+
+@dataclasses.dataclass(frozen=True)
+class MirroredPlacement:
+    """A copy on each replica."""
+
+    topology: Topology
+    synchronizes: bool = True
+
+    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+        """Returns `P()`."""
+        return mirrored_layout(self.topology)
+
+    def reduction_layout(self, variable: Any) -> Layout:
+        """Returns the layout of a mirrored value."""
+        return mirrored_layout(self.topology)

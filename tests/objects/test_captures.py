@@ -1,0 +1,193 @@
+"""Objects that a function refers to are passed as its arguments are."""
+
+import contextlib
+import functools
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distjax as dj
+from distjax.errors import TraceLeakError
+
+
+class Counter(nnx.Module):
+    """Counts calls."""
+
+    def __init__(self):
+        self.count = nnx.Variable(jnp.int32(0))
+
+    def tick(self, by=1):
+        self.count[...] += by
+        return self.count[...]
+
+
+GLOBAL = Counter()
+
+
+def tick_global(by):
+    return GLOBAL.tick(by)
+
+
+def tick_through_another(by):
+    return tick_global(by)
+
+
+class Trainer:
+    """A user's object that holds modules."""
+
+    def __init__(self, counter):
+        self.counter = counter
+        self.inner = {"counters": [counter]}
+
+    def step(self, by):
+        self.inner["counters"][0].tick(by)
+        return self.counter.tick(by)
+
+    @dj.jit
+    def jitted_step(self, by):
+        return self.step(by)
+
+
+def closure(counter):
+    return lambda by: counter.tick(by)
+
+
+def default_argument(counter):
+    def fn(by, counter=counter):
+        return counter.tick(by)
+
+    return fn
+
+
+def nested(counter):
+    inner = closure(counter)
+    return lambda by: inner(by)
+
+
+def in_a_container(counter):
+    held = {"counters": (counter,)}
+    return lambda by: held["counters"][0].tick(by)
+
+
+WAYS = {
+    "closure": closure,
+    "default_argument": default_argument,
+    "nested": nested,
+    "container": in_a_container,
+    "partial": lambda counter: functools.partial(Counter.tick, counter),
+    "partial_in_closure": lambda counter: closure(Trainer(counter)) and nested(counter),
+    "method": lambda counter: counter.tick,
+    "jitted": lambda counter: nnx.jit(closure(counter)),
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_each_way_to_refer_to_a_module(pair, how, way):
+    counter = Counter()
+    fn = WAYS[way](counter)
+    step = how(lambda by: pair.run(fn, args=(by,)))
+    assert [int(step(by)) for by in (1, 2, 3)] == [1, 3, 6]
+    assert int(counter.count[...]) == 6
+    counter.count[...] = jnp.int32(10)
+    assert int(step(1)) == 11
+
+
+@pytest.mark.parametrize("fn", [tick_global, tick_through_another])
+def test_globals_that_the_code_names(pair, how, fn):
+    GLOBAL.__init__()  # a module of its own for each strategy
+    step = how(lambda by: pair.run(fn, args=(by,)))
+    before = int(GLOBAL.count[...])
+    assert [int(step(by)) - before for by in (1, 2)] == [1, 3]
+
+
+def test_attributes_of_the_users_objects(pair, how):
+    counter = Counter()
+    trainer = Trainer(counter)
+    step = how(lambda by: pair.run(trainer.step, args=(by,)))
+    assert [int(step(by)) for by in (1, 2)] == [2, 6]
+    assert int(counter.count[...]) == 6
+
+
+def test_a_method_that_is_jitted():
+    trainer = Trainer(Counter())
+    assert [int(trainer.jitted_step(by)) for by in (1, 2)] == [2, 6]
+
+
+def test_an_object_that_is_an_argument_and_captured_is_one(pair):
+    counter = Counter()
+
+    def step(same):
+        assert same is counter
+        same.tick()
+        return counter.tick()
+
+    assert int(pair.run(step, args=(counter,))) == 2
+    assert int(counter.count[...]) == 2
+
+
+def test_the_function_is_left_as_it_was(pair):
+    counter = Counter()
+
+    def fail():
+        counter.tick()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pair.run(fail)
+    assert fail.__closure__[0].cell_contents is counter
+    assert int(counter.count[...]) == 0
+
+
+def test_a_module_that_appears_later_is_found_when_it_is_traced(pair):
+    held = {}
+
+    def step(x):
+        return held["counter"].tick() + x if "counter" in held else x
+
+    assert int(pair.run(step, args=(jnp.int32(1),))) == 1
+    held["counter"] = Counter()
+    shapes = jnp.zeros(2, jnp.int32)
+    assert np.asarray(pair.run(step, args=(shapes,))).tolist() == [1, 1]
+    assert np.asarray(pair.run(step, args=(shapes,))).tolist() == [2, 2]
+
+
+class Hidden:
+    """Holds a module where nothing is searched."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module):
+        self.module = module
+
+
+def test_a_module_that_is_not_found_is_no_constant(pair, how):
+    hidden = Hidden(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    step = how(lambda x: pair.run(lambda x: hidden.module(x), args=(x,)))
+    with pytest.raises(TraceLeakError, match=r"an nnx\.Param of shape .* needs to be an argument"):
+        step(jnp.ones((1, 2)))
+
+
+def test_two_threads_trace_functions_of_one_module(pair):
+    """One thread at a time has its traced objects in the places that both functions refer to."""
+    counter, meeting, results = Counter(), threading.Barrier(2), []
+
+    def first():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.1)  # in the trace
+        return counter.count[...] + 1
+
+    def second():
+        return first()
+
+    works = [lambda f=f: results.append(int(pair.run(f))) for f in (first, second)]
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [1, 1]
+    assert first.__closure__[0].cell_contents is counter
+    assert int(counter.tick()) == 1

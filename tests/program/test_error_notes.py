@@ -1,0 +1,54 @@
+"""What errors of JAX in a step say of the step: its name, and hints of distjax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+
+
+def notes_of(error):
+    return "\n".join(note for note in error.__notes__ if "distjax" in note or "dj." in note)
+
+
+def test_a_collective_over_another_axis():
+    strategy = dj.VirtualStrategy(2)
+    with pytest.raises(NameError, match="unbound axis name: batch") as caught:
+        strategy.run(lambda x: jax.lax.pmean(x, "batch"), args=(1.0,))
+    assert notes_of(caught.value) == (
+        f"The replica axis of {strategy!r} is named 'replica'.\n"
+        "  Fix: dj.MirroredStrategy(axis_name='batch'), or "
+        "dj.get_replica_context().all_reduce('mean', x)"
+    )
+
+
+def test_a_collective_with_no_strategy():
+    with pytest.raises(NameError, match="unbound axis name: batch") as caught:
+        dj.get_strategy().run(lambda x: jax.lax.pmean(x, "batch"), args=(1.0,))
+    assert notes_of(caught.value).startswith(
+        "The replica axis of DefaultStrategy() has no name.\n"
+        "  Fix: dj.MirroredStrategy(axis_name='batch')"
+    )
+
+
+def test_a_variable_in_place_of_its_value():
+    strategy = dj.VirtualStrategy(2)
+    with strategy.scope():
+        v = dj.Variable(jnp.ones(2))
+    with pytest.raises(ValueError, match="__jax_array__") as caught:
+        strategy.run(lambda x: jax.grad(lambda v: (x * v).sum())(v), args=(1.0,))
+    assert notes_of(caught.value) == (
+        "A distjax.Variable stands where JAX wants an array.\n"
+        "  Fix: v.value in place of v, and jax.grad of a function of values"
+    )
+
+
+def test_an_error_of_jax_names_the_step():
+    def step(x):
+        return 1 if x.sum() > 0 else 0
+
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match="function step at .*test_error_notes"
+    ):
+        dj.VirtualStrategy(2).run(step, args=(np.ones(2),))

@@ -240,6 +240,11 @@ def another_handle(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
+def is_device_mismatch(error: Exception) -> bool:
+    """Returns whether JAX refused arrays because they are on different devices."""
+    return "incompatible devices" in str(error)
+
+
 # -- meshes -------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,3 +32,13 @@ class UninterruptedCalls:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
+
+
+def call_uninterrupted(fn: Callable[[], T]) -> T:
+    """Returns ``fn()``, called on a thread that no signal reaches, in this thread's context.
+
+    A signal that raises in the main thread ends the wait for the call, not the call.
+    """
+    context = contextvars.copy_context()
+    with concurrent.futures.ThreadPoolExecutor(1, "distjax-call") as thread:
+        return thread.submit(context.run, fn).result()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import Static
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.run import run_in_trace
-from distjax.variables.donation import storage_lock
+
+#: Held while traced objects are where a function refers to the user's.
+_places_lock = threading.RLock()
 
 #: The keyword under which a program gets what no positional argument carries.
 _STATE = "<state>"
@@ -121,7 +124,7 @@ def extract_objects(
         return None
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
     found = {id(leaf): leaf for leaf in leaves if bridge.is_stateful(leaf)}
-    with storage_lock:  # else the traced objects of another thread's trace may be found
+    with _places_lock:  # else the traced objects of another thread's trace may be found
         captures = _captures(bridge, fn, leaves)
     found.update((id(o), o) for o in captures.objects)
     if not found:
@@ -246,7 +249,7 @@ def _call(
     fn = bridge.unwrap(fn)
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_placeholder_or_value)
     args, kwargs = _put_objects((args, kwargs), traced.objects)
-    with storage_lock:  # one thread at a time has its traced objects in the user's places
+    with _places_lock:  # one thread at a time has its traced objects in the user's places
         captures = _captures(bridge, fn, leaves)
         found = zip(captures.objects, static.captured, strict=True)
         replacements = {id(o): traced.objects[i] for o, i in found}

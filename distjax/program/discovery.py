@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,57 +14,14 @@ from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
+from distjax.program.output_spec import OutputSpec
+from distjax.program.step import Step
 from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.variables import access
 from distjax.variables.creation_log import CreationLog
+from distjax.variables.donation import hand_out
 from distjax.variables.state import TraceState, variable_p
-
-
-class OutputSpec:
-    """How the array results of a program become the user's results.
-
-    It travels through `jit` in the tree of results: see `as_static_output`.
-
-    Attributes:
-      partitioned: the user's tree of results.
-      wrappers: per array the topology of its PerReplica, or None.
-      recreated_variable: whether a constructor was handed a variable made before.
-    """
-
-    def __init__(
-        self, partitioned: PartitionedTree, wrappers: tuple[Any, ...], recreated_variable: bool
-    ):
-        self.partitioned, self.wrappers, self.recreated_variable = (
-            partitioned,
-            wrappers,
-            recreated_variable,
-        )
-        self._wraps = any(w is not None for w in wrappers)
-
-    def unpack(self, arrays: Sequence[Any]) -> Any:
-        """Returns the user's results, of arrays stacked [R, ...] where wrapped."""
-        if self._wraps:
-            arrays = [
-                a if w is None else PerReplica(a, w)
-                for a, w in zip(arrays, self.wrappers, strict=True)
-            ]
-        return self.partitioned.combine(arrays)
-
-
-def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
-    """Returns the spec as a tree without leaves, for a result of `jit`.
-
-    As a key, and no node of its own class: `jit` makes a dict without running Python, where a
-    signal could raise and drop all results.
-    """
-    return {spec: None}
-
-
-def from_static_output(static: dict[OutputSpec, None]) -> OutputSpec:
-    """Returns the spec that `as_static_output` was given."""
-    (spec,) = static
-    return spec
 
 
 class Discovered:
@@ -84,13 +41,13 @@ class Discovered:
         partitioned: PartitionedTree,
         wrappers: tuple[Any, ...],
         writes: list[Any],
-        creation_log: CreationLog,
+        log: CreationLog,
     ):
         self._consts, self._signature = consts, signature
         self._partitioned, self._wrappers = partitioned, wrappers
-        self._creation = creation_log
+        self._log = log
         self.writes = writes
-        self.created = list(creation_log.values)
+        self.created = list(log.values)
         reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
         self.reads = [e.params["variable"]() for e in reads]
         self._jaxpr = jax_compat.new_jaxpr(
@@ -120,15 +77,15 @@ class Discovered:
         varying = (w is not None for w in self._wrappers)
         return list(zip(self._partitioned.paths, varying, strict=True))
 
-    def fits(self, tree: Any) -> bool:
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether the trace was made for arguments like these."""
-        return signature_of(tree) == self._signature
+        return signature_of((args, kwargs)) == self._signature
 
     def evaluate(
-        self, tree: Any, values: dict[Any, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
         """Returns the array results, their form, and new values of variables written."""
-        inputs = [*jax.tree.leaves(tree), *(_as_global(v, values[v]) for v in self.reads)]
+        inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
         outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
         num_results = len(self._wrappers)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
@@ -136,12 +93,12 @@ class Discovered:
             jnp.copy(out) if self._is_state(var) else out
             for out, var in zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
         ]
-        return arrays, OutputSpec(self._partitioned, self._wrappers, self._creation.reused), new
+        return arrays, OutputSpec(self._partitioned, self._wrappers, self._log.reused), new
 
     def _is_state(self, atom: Any) -> bool:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
 
-    def initialize_created(self, tree: Any) -> None:
+    def initialize_created(self, tree: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Computes the initial values of created variables where they will live.
 
         A program for each strategy, with explicit output shardings: nothing is first
@@ -150,7 +107,7 @@ class Discovered:
         groups: dict[Any, list[Any]] = {}
         for variable in self.created:
             groups.setdefault(variable.strategy, []).append(variable)
-        inputs = [*jax.tree.leaves(tree), *(v.stored_value for v in self.reads)]
+        inputs = [*jax.tree.leaves(tree), *(_as_global(v, hand_out(v.stored)) for v in self.reads)]
         for variables in groups.values():
             self._initialize(variables, inputs)
 
@@ -168,7 +125,7 @@ class Discovered:
         stored = jax.jit(initial, out_shardings=shardings)(inputs)
         for variable, value in zip(variables, stored, strict=True):
             if variable.size:
-                variable.storage = value
+                variable.stored.swap(value)
             else:
                 access.initialize(variable, value)
 
@@ -185,19 +142,24 @@ def _as_global(variable: Any, stored: Any) -> Any:
 
 
 def discover(
-    call: Callable[[Any], Any],
-    tree: Any,
-    frame: Callable[[Any], frames.Frame],
-    creation_log: CreationLog,
+    step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], log: CreationLog
 ) -> Discovered:
-    """Traces ``call(tree)`` and returns it with its variables found."""
-    leaves, treedef = jax.tree.flatten(tree)
+    """Traces a step and returns it with its variables found.
+
+    Args:
+      step: the step.
+      args: positional arguments, or what stands for them in a trace.
+      kwargs: keyword arguments.
+      log: where variables that the step creates are recorded.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
     def traced(*arrays: Any) -> list[Any]:
-        state = TraceState(local_view=False, creations=creation_log)
-        with frames.with_frame(frame(state)) as entered:
-            partitioned = PartitionedTree(call(jax.tree.unflatten(treedef, arrays)), _is_result)
+        state = TraceState(local_view=False, creations=log)
+        with frames.with_frame(step.frame(state)) as entered:
+            result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
+            partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
         wrappers = tuple(r.topology if isinstance(r, PerReplica) else None for r in results)
@@ -207,15 +169,15 @@ def discover(
         return [
             *outs,
             *(to_storage(v, state.read(v)) for v in writes),
-            *creation_log.values.values(),
+            *log.values.values(),
         ]
 
     try:
         jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
     finally:
-        creation_log.close()
+        log.close()
     _require_no_baked_state(consts)
-    discovered = Discovered(jaxpr, consts, signature_of(tree), creation_log=creation_log, **found)
+    discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
     observer = frames.observer()
     if observer is not None:
         observer.on_program(discovered.reads, discovered.writes, discovered.results)

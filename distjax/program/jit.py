@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from distjax.context import frames
+from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge
@@ -26,6 +27,7 @@ from distjax.replica.arguments import (
     require_callable,
 )
 from distjax.tracebacks import keep_user_lines
+from distjax.variables.state import TraceState
 
 
 class CompiledFunction:
@@ -72,16 +74,8 @@ class CompiledFunction:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         if key not in self._programs:
             strategy = None if frame.strategy.extended.is_default else frame.strategy
-            program = Program(
-                function_name(self._fn),
-                lambda args, kwargs: emit_call(self._fn, *_unmark((args, kwargs))),
-                lambda state: dataclasses.replace(frame, state=state),
-                lambda tree: tree,
-                self._donate_argnums,
-                positional_names(self._fn),
-            )
             self._programs[key] = StatefulProgram(
-                program,
+                Program(JitStep(self._fn, frame, self._donate_argnums)),
                 lambda: self._fn,
                 lambda: strategy,
                 self._donate_argnums,
@@ -109,6 +103,33 @@ def _unmark(tree: Any) -> Any:
         tree,
         is_leaf=lambda x: isinstance(x, Static),
     )
+
+
+class JitStep:
+    """A function of `dj.jit`, as the step of a program.
+
+    Args:
+      fn: the function.
+      frame: the frame that it was called in.
+      donate_argnums: the positional arguments whose buffers are donated.
+    """
+
+    def __init__(self, fn: Callable[..., Any], frame: Frame, donate_argnums: tuple[int, ...]):
+        self._fn, self._frame = fn, frame
+        self.name, self.argument_names = function_name(fn), positional_names(fn)
+        self.donate_argnums = donate_argnums
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns the frame of the call, with variables in `state`."""
+        return dataclasses.replace(self._frame, state=state)
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function in the global view."""
+        return emit_call(self._fn, *_unmark((args, kwargs)))
+
+    def place(self, tree: Any) -> Any:
+        """Returns `tree`: a program of `dj.jit` runs where its arguments are."""
+        return tree
 
 
 def jit(

@@ -11,11 +11,52 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.objects.stateful_args import emit_run, run_here
 from distjax.placement.per_replica import is_per_replica
+from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import function_name, positional_names
+from distjax.variables.state import TraceState
+
+
+class RunStep:
+    """A replica function, as the step of a program.
+
+    Args:
+      extended: of the strategy whose replicas run it.
+      resolve: returns the function; a program keeps none alive.
+    """
+
+    donate_argnums = ()
+
+    def __init__(self, extended: Any, resolve: Callable[[], Any]):
+        self._extended, self._resolve = extended, resolve
+        self.name = function_name(resolve())
+        self.argument_names = positional_names(resolve())
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns a frame of cross-replica context."""
+        return Frame(self._extended.strategy, state=state)
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function on every replica."""
+        return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
+
+    def place(self, tree: Any) -> Any:
+        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
+        return place_arguments(self._extended.topology, tree)
+
+
+def place_arguments(topology: Topology, tree: Any) -> Any:
+    """Returns the arguments of `run` with arrays from elsewhere on the strategy's devices."""
+    devices = set(topology.devices)
+
+    def place(leaf: Any) -> Any:
+        is_elsewhere = isinstance(leaf, jax.Array) and leaf.sharding.device_set != devices
+        return jax.device_put(leaf, topology.mirrored) if is_elsewhere else leaf
+
+    return jax.tree.map(place, tree, is_leaf=is_per_replica)
 
 
 class ReplicaRunner:
@@ -27,38 +68,15 @@ class ReplicaRunner:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the results of ``fn`` on every replica, in the global view."""
-        strategy, state = self._extended.strategy, frames.current().state
+        state = frames.current().state
         if state is not None:
-            return run_here(strategy, fn, args, kwargs, state)
+            return run_here(self._extended.strategy, fn, args, kwargs, state)
         return self._programs.get(fn, self._make_program)(args, kwargs)
 
     def _make_program(self, resolve: Callable[[], Any]) -> StatefulProgram:
-        extended = self._extended
-
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            state = frames.current().state
-            return emit_run(extended.strategy, resolve(), args, kwargs, state)
-
-        program = Program(
-            function_name(resolve()),
-            call,
-            lambda state: Frame(extended.strategy, state=state),
-            self.place_arguments,
-            argument_names=positional_names(resolve()),
-        )
-        on_second_call = fresh_functions.record(resolve(), extended.strategy)
+        strategy = self._extended.strategy
+        on_second_call = fresh_functions.record(resolve(), strategy)
+        step = RunStep(self._extended, resolve)
         return StatefulProgram(
-            program, resolve, lambda: extended.strategy, on_second_call=on_second_call
+            Program(step), resolve, lambda: self._extended.strategy, on_second_call=on_second_call
         )
-
-    def place_arguments(self, tree: Any) -> Any:
-        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
-        topology = self._extended.topology
-
-        def place(leaf: Any) -> Any:
-            is_elsewhere = isinstance(leaf, jax.Array) and leaf.sharding.device_set != set(
-                topology.devices
-            )
-            return jax.device_put(leaf, topology.mirrored) if is_elsewhere else leaf
-
-        return jax.tree.map(place, tree, is_leaf=is_per_replica)

@@ -36,10 +36,10 @@ class RetraceWatch:
         self._warn_at = FIRST_WARNING
         self._last: dict[str, str] = {}
 
-    def record(self, tree: Any) -> None:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records one more compilation; warns at 8, 16, 32, ..."""
         self._count += 1
-        before, self._last = self._last, _describe(tree, self._argument_names)
+        before, self._last = self._last, _describe(args, kwargs, self._argument_names)
         if self._count < self._warn_at:
             return
         self._warn_at *= 2
@@ -131,16 +131,14 @@ def _code_of(fn: Any) -> types.CodeType | None:
     return getattr(inspect.unwrap(fn), "__code__", None) if not inspect.ismethod(fn) else None
 
 
-def _describe(tree: Any, names: Sequence[str]) -> dict[str, str]:
-    donated, (args, kwargs) = tree
-    rows = {}
+def _describe(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_leaf)
-    for path, leaf in leaves:
-        name = f"argument {user_path(jax.tree_util.keystr(path), names)}"
-        rows[name] = _describe_leaf(leaf)
-    for index, leaf in enumerate(jax.tree.leaves(donated)):
-        rows[f"donated array {index}"] = _describe_leaf(leaf)
-    return rows
+    return {
+        f"argument {user_path(jax.tree_util.keystr(path), names)}": _describe_leaf(leaf)
+        for path, leaf in leaves
+    }
 
 
 def _is_leaf(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from distjax.data import dataset as datasets
 from distjax.errors import ContextError, message
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
-from distjax.program.replica_runner import ReplicaRunner
+from distjax.program.replica_runner import ReplicaRunner, place_arguments
 from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
@@ -40,6 +41,7 @@ class StrategyExtended:
 
     Attributes:
       variables: the strategy's living variables; it keeps none of them alive.
+      variable_lock: held while arrays of these variables move or are donated.
 
     Source: tf.distribute.StrategyExtended; seeds 000, 001 and 002.
     """
@@ -61,6 +63,7 @@ class StrategyExtended:
             self.communication.require_equal_hosts(topology.num_replicas)
         self.wraps = wraps
         self._runner = ReplicaRunner(self)
+        self.variable_lock = threading.RLock()
         self.step_programs = FunctionCache()
         self._containers = ContainerRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
@@ -160,7 +163,7 @@ class StrategyExtended:
 
     def place_arguments(self, tree: Any) -> Any:
         """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""
-        return self._runner.place_arguments(tree)
+        return place_arguments(self.topology, tree)
 
     # -- cross-replica operations ---------------------------------------------
 

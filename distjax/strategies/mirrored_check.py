@@ -18,7 +18,7 @@ from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
-from distjax.variables.donation import storage_lock
+from distjax.variables.donation import hand_out
 from distjax.variables.variable import Variable
 
 
@@ -38,9 +38,7 @@ def require_equal_copies(topology: Topology, tree: Any) -> None:
         _require_one_value(name, leaf)
     for name, leaf in named:
         if isinstance(leaf, Variable):
-            leaf.require_initialized()
-            with storage_lock:
-                _compare_copies(topology, name, leaf.storage)
+            _compare_copies(topology, name, hand_out(leaf.stored))
         elif isinstance(leaf, jax.Array):
             _compare_copies(topology, name, leaf)
 

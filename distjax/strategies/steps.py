@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.arguments import Static, function_name, is_array, require_callable
 from distjax.variables.conversion import is_number
+from distjax.variables.state import TraceState
 from distjax.variables.variable import Variable
 
 
@@ -119,7 +119,8 @@ def run_steps(
             if context.iterations == 0:
                 raise
             break
-        program = extended.step_programs.get(fn, functools.partial(_make_program, extended))
+        make = lambda resolve: Program(LoopStep(extended, resolve))
+        program = extended.step_programs.get(fn, make)
         layout = Static(steps.layout)
         carried = context.last_step_outputs if initial_loop_values is not None else None
         outputs, others = program((layout, steps.arrays, carried), {})
@@ -192,17 +193,33 @@ def _take(iterator: Any, num_steps: int) -> Steps:
     return Steps(len(elements), arrays, InputLayout(None))
 
 
-def _make_program(extended: Any, resolve: Callable[[], Any]) -> Program:
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout, arrays, initial = args
-        return _loop(resolve(), layout.value, arrays, initial)
+class LoopStep:
+    """A loop of steps, as the step of a program.
 
-    return Program(
-        f"steps of {function_name(resolve())}",
-        call,
-        lambda state: Frame(extended.strategy, state=state),
-        lambda tree: tree,
-    )
+    Args:
+      extended: of the strategy whose context the steps run in.
+      resolve: returns the function of one step; a program keeps none alive.
+    """
+
+    argument_names = ("layout", "elements", "initial_loop_values")
+    donate_argnums = ()
+
+    def __init__(self, extended: Any, resolve: Callable[[], Any]):
+        self._extended, self._resolve = extended, resolve
+        self.name = f"steps of {function_name(resolve())}"
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns a frame of cross-replica context."""
+        return Frame(self._extended.strategy, state=state)
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Emits the loop; returns the outputs of its last step."""
+        layout, arrays, initial = args
+        return _loop(self._resolve(), layout.value, arrays, initial)
+
+    def place(self, tree: Any) -> Any:
+        """Returns `tree`: elements come from an input that is where it needs to be."""
+        return tree
 
 
 def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:

@@ -64,14 +64,14 @@ def update(
 def _on_the_value(
     extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    before, handed_out = variable.storage, variable.aliases
+    kept = variable.stored.keep()
     try:
         with frames.with_frame(_update_frame(extended)):
             return fn(variable, *args, **kwargs)
     except BaseException:
         # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
         if frames.current().state is None:
-            variable.storage, variable.aliases = before, handed_out
+            variable.stored.restore(kept)
         raise
 
 
@@ -208,17 +208,35 @@ def _on_each_copy(
     if state is not None:
         return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, state)
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inner = frames.current().state
-        return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, inner)
+    return Program(UpdateStep(extended, variable, fn))(args, kwargs)
 
-    program = Program(
-        f"update of {variable.name}" if variable is not None else "update_non_slot",
-        call,
-        lambda state: Frame(extended.strategy, state=state),
-        lambda tree: tree,
-    )
-    return program(args, kwargs)
+
+class UpdateStep:
+    """A function on each copy of a variable, as the step of a program.
+
+    Args:
+      extended: of the strategy of the variable.
+      variable: the variable; None: on each replica, without one.
+      fn: the function.
+    """
+
+    argument_names = donate_argnums = ()
+
+    def __init__(self, extended: Any, variable: Variable | None, fn: Callable[..., Any]):
+        self._extended, self._variable, self._fn = extended, variable, fn
+        self.name = "update_non_slot" if variable is None else f"update of {variable.name}"
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns a frame of cross-replica context."""
+        return Frame(self._extended.strategy, state=state)
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function on each copy."""
+        return _on_each_copy_in_trace(self._extended, self._variable, self._fn, args, kwargs, state)
+
+    def place(self, tree: Any) -> Any:
+        """Returns `tree`: arguments are where the variable is."""
+        return tree
 
 
 class _ComponentState(TraceState):

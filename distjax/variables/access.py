@@ -18,11 +18,10 @@ from distjax.errors import (
     StrategyMismatchError,
     message,
 )
-from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
 from distjax.variables.conversion import convert, is_number
-from distjax.variables.donation import alias_storage, reuse_aliases, storage_lock
+from distjax.variables.donation import reuse_components
 from distjax.variables.layout import PartitionedLayout
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
@@ -31,12 +30,7 @@ def read(variable: Any) -> jax.Array:
     """Returns the value of `variable` that the current context sees."""
     frame = frames.current()
     state = _state_for(variable, frame, "read")
-    if state is not states.STORAGE:
-        return _read_view(variable, state, frame)
-    if variable.policy.stacked:
-        with storage_lock:  # else another thread may donate it before it is combined
-            return _read_view(variable, state, frame)
-    return _read_storage(variable, state)
+    return _read_view(variable, state, frame)
 
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
@@ -63,16 +57,18 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
     state = _state_for(variable, frame, "read")
     if state.local_view:
         return (state.read(variable),)
-    with storage_lock:  # the parts and the storage that they are remembered for belong together
-        parts = variable.strategy.extended.split_components(
-            variable, _read_storage(variable, state)
-        )
-        return reuse_aliases(variable, parts) if state is states.STORAGE else parts
+    split = variable.strategy.extended.split_components
+    if state is not states.STORAGE:
+        return split(variable, state.read(variable))
+    with (
+        variable.stored.lock
+    ):  # the parts and the array that they are remembered for belong together
+        return reuse_components(variable.stored, split(variable, state.read(variable)))
 
 
 def read_components(variable: Any) -> jax.Array:
     """Returns the components [R, ...] of a sync-on-read variable, for a reduction."""
-    return _read_storage(variable, _state_for(variable, frames.current(), "read"))
+    return _state_for(variable, frames.current(), "read").read(variable)
 
 
 def initialize(variable: Any, value: Any) -> None:
@@ -120,14 +116,6 @@ def _is_local(variable: Any, frame: Frame) -> bool:
 # -- reads --------------------------------------------------------------------
 
 
-def _read_storage(variable: Any, state: Any) -> jax.Array:
-    """Returns the value in global form, whatever other threads make of its storage."""
-    with storage_lock:
-        value = state.read(variable)
-        is_copy = variable.layout.kind is kinds.HOST
-        return value if state is not states.STORAGE or is_copy else alias_storage(variable)
-
-
 def _read_view(variable: Any, state: Any, frame: Frame) -> jax.Array:
     stored = state.read(variable)
     if state.local_view and isinstance(variable.layout, PartitionedLayout):
@@ -168,16 +156,18 @@ def aggregate(variable: Any, stored: jax.Array) -> jax.Array:
 
 
 def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
-    if state is states.STORAGE:
-        array = variable.beside(array)
-    with storage_lock:
-        if state is states.STORAGE and variable.is_lost and method == "assign":
-            variable.is_lost = False  # there is no former value to look at
-            new = jnp.broadcast_to(array, variable.global_shape)
+    if state is not states.STORAGE:
+        state.write(variable, _apply(state.read(variable), array, method))
+        return
+    array = variable.beside(array)
+    with variable.stored.lock:
+        if not variable.stored.is_lost or method != "assign":  # else there is no former value
+            variable.require_initialized()
+        if method == "assign":  # a copy: the user goes on with the array
+            new = variable.copied(jnp.broadcast_to(array, variable.global_shape))
         else:
-            new = _apply(state.read(variable), array, method)
-        is_users = state is states.STORAGE and method == "assign"
-        state.write(variable, variable.copied(new) if is_users else new)
+            new = _apply(variable.stored_value, array, method)
+        state.write(variable, new)
 
 
 def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, method: str) -> None:

@@ -16,6 +16,7 @@ from distjax.errors import ContextError, LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation_log import require_no_trace, require_own_trace
+from distjax.variables.donation import hand_out
 from distjax.variables.layout import Layout, stacked_layout
 from distjax.variables.policy import PLAIN, Policy, policy_for
 from distjax.variables.variable import Variable
@@ -89,7 +90,7 @@ def copy_variable(variable: Variable) -> Variable:
         policy=variable.policy,
         layout=variable.layout,
     )
-    made.storage = jnp.copy(variable.storage)
+    made.stored.swap(jnp.copy(hand_out(variable.stored)))
     return made
 
 
@@ -157,7 +158,7 @@ def _initialize_now(
 ) -> None:
     """Gives the variable its storage, outside of any trace of ours."""
     if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
-        variable.storage = _describe_storage(variable)
+        variable.stored.swap(_describe_storage(variable))
         return
     if callable(initial_value) and variable.size > 0:  # JAX cannot place empty outputs
         # Compiled with its output sharding: nothing is first whole on one device.
@@ -166,7 +167,7 @@ def _initialize_now(
             return variable.layout.to_stored(value)
 
         with jax_compat.outside_traces():
-            variable.storage = jax.jit(make, out_shardings=variable.sharding)()
+            variable.stored.swap(jax.jit(make, out_shardings=variable.sharding)())
         return
     with jax.ensure_compile_time_eval():
         value = initial_value.value if isinstance(initial_value, Variable) else initial_value

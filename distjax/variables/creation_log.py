@@ -66,13 +66,13 @@ class CreationLog:
     def collect(self, variable: Any, value: Any) -> None:
         """Records a new variable and its initial value in this trace."""
         self.values[variable] = value
-        variable.is_being_made = True  # the rest of the trace may use it
+        variable.stored.is_being_made = True  # the rest of the trace may use it
         self.outermost.collected.append(variable)
 
     def close(self) -> None:
         """Ends the outermost trace: what it created has a value once initialised."""
         for variable in self.collected:
-            variable.is_being_made = False
+            variable.stored.is_being_made = False
 
     def remember(self, variable: Any) -> None:
         """Records a variable that was made at once."""

@@ -1,63 +1,117 @@
-"""Arrays of variables that were handed out, and are copied before their buffers are donated."""
+"""Arrays that users hold over the storage of variables, and what donation does to them.
+
+Reads copy nothing: what a user gets is another handle on the stored buffers, remembered by weak
+reference. Before a program donates a buffer that somebody still holds, it copies it on the device.
+
+Neither side waits for the other where nothing runs. A read registers its handle *before* it looks
+whether the program that writes the variable is being started; the program says that it is *before*
+it looks at what is registered. So one of the two sees the other.
+"""
 
 from __future__ import annotations
 
-import threading
+import functools
 import weakref
-from typing import Any
+from typing import TypeVar
 
 import jax
 
 from distjax import jax_compat
+from distjax.variables.storage import SteppedArrays, StoredArray
 
-#: Held while stored arrays are handed out, while they are donated and replaced, and while traced
-#: objects are where a function refers to the user's. One lock, so that no two wait for each other.
-storage_lock = threading.RLock()
+T = TypeVar("T")
 
-#: Variables whose stored array a user may hold, by serial number.
-aliased_variables: dict[int, weakref.ref[Any]] = {}
+#: Arrays over the buffers of variables, by identity.
+_handed_out: dict[int, weakref.ref[jax.Array]] = {}
 
 
-def alias_storage(variable: Any) -> jax.Array:
-    """Returns a handle on the stored array and remembers it by weak reference."""
-    with storage_lock:
-        handle = jax_compat.another_handle(variable.storage)
-        held = [weakref.ref(handle), *(weakref.ref(s.data) for s in handle.addressable_shards)]
-        variable.aliases = [r for r in variable.aliases if r() is not None] + held
-        aliased_variables[variable.serial_number] = weakref.ref(variable)
+def hand_out(stored: StoredArray) -> jax.Array:
+    """Returns a handle on the stored array, and remembers it by weak reference.
+
+    Raises:
+      ContextError, RuntimeError: as `StoredArray.require`.
+    """
+    while True:
+        place = stored.place
+        if _is_starting(place):  # the array is about to be donated
+            with stored.lock:
+                return _register(stored)
+        try:
+            handle = _register(stored)
+        except RuntimeError:
+            if stored.place is place and not _is_starting(place):
+                raise  # it was not donated by a program meanwhile
+            continue
+        if stored.place is place and not _is_starting(place):
+            return handle
+
+
+def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
+    return place is not None and place[0].runner is not None
+
+
+def _register(stored: StoredArray) -> jax.Array:
+    handle = jax_compat.another_handle(stored.require())
+    held = (handle, *(shard.data for shard in handle.addressable_shards))
+    for array in held:
+        key = id(array)
+        _handed_out[key] = weakref.ref(array, functools.partial(_forget, key))
+    living = [r for r in stored.handles if r() is not None]
+    stored.handles = [*living, *map(weakref.ref, held)]
+    if stored.place is not None:
+        stored.place[0].aliased.append(stored)
     return handle
 
 
-def reuse_aliases(variable: Any, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _forget(key: int, _: weakref.ref[jax.Array]) -> None:
+    _handed_out.pop(key, None)
+
+
+def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Returns components as the very arrays that were handed out before, and are held.
 
     ``value in local_results(value_container(value))`` is true by identity, then: arrays
     have no one truth value to be compared by.
 
     Args:
-      variable: the variable.
-      parts: its components, cut from the stored array now.
+      stored: the array of a variable.
+      parts: its components, cut from it now.
     """
-    stored, before = variable.aliased_components
-    if stored is not None and stored() is variable.storage:
+    array = stored.require()
+    former, before = stored.components
+    if former is not None and former() is array:
         held = [reference() for reference in before]
         parts = tuple(new if old is None else old for old, new in zip(held, parts, strict=True))
-    references = tuple(weakref.ref(part) for part in parts)
-    variable.aliased_components = weakref.ref(variable.storage), references
+    stored.components = weakref.ref(array), tuple(map(weakref.ref, parts))
     return parts
 
 
-def copy_aliased_storage(to_donate: frozenset[Any]) -> None:
-    """Copies, on the device, stored arrays that a user still holds.
+def copy_aliased(stepped: SteppedArrays) -> None:
+    """Copies, on the device, arrays that are about to be donated and that a user still holds.
 
-    Called before the storage of the variables `to_donate` is donated; copies
-    nothing that nobody holds.
+    Args:
+      stepped: the arrays of a program that is being started.
     """
-    for serial_number, reference in list(aliased_variables.items()):
-        variable = reference()
-        if variable is not None and variable not in to_donate:
+    for stored in tuple(stepped.aliased):
+        if stored.place is None or stored.place[0] is not stepped:
             continue
-        if variable is not None and any(r() is not None for r in variable.aliases):
-            variable.storage = jax.numpy.copy(variable.storage)
-            variable.aliases = []
-        aliased_variables.pop(serial_number, None)
+        array = stored.require()
+        if any(reference() is not None for reference in stored.handles):
+            stepped.arrays[stored.place[1]] = jax.numpy.copy(array)
+        stored.handles = []
+    stepped.aliased = []
+
+
+def copy_handles(tree: T) -> T:
+    """Returns `tree` with a copy in place of each array that shares a variable's buffers.
+
+    For arguments that are about to be donated: the variable keeps its value.
+    """
+    if not _handed_out:
+        return tree
+    return jax.tree.map(lambda x: jax.numpy.copy(x) if _is_handle(x) else x, tree)
+
+
+def _is_handle(array: object) -> bool:
+    reference = _handed_out.get(id(array))
+    return reference is not None and reference() is array

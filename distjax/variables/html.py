@@ -9,7 +9,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.tables import Table, as_html, format_bytes
-from distjax.variables.donation import storage_lock
+from distjax.variables.donation import hand_out
 from distjax.variables.variable_description import describe_variable
 
 
@@ -31,11 +31,10 @@ def variable_html(variable: Any) -> str:
 
 
 def _values(variable: Any) -> list[tuple[str, str]]:
-    with storage_lock:
-        value = variable.stored_value
-        if jax_compat.is_key_dtype(value.dtype) or not value.is_fully_addressable:
-            return []
-        host = np.asarray(value)
+    value = variable.layout.from_stored(hand_out(variable.stored), variable.shape)
+    if jax_compat.is_key_dtype(value.dtype) or not value.is_fully_addressable:
+        return []
+    host = np.asarray(value)
     with np.printoptions(threshold=20, edgeitems=3, precision=4):
         if variable.policy.stacked:
             return [(f"replica {r}", str(component)) for r, component in enumerate(host)]

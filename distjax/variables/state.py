@@ -16,6 +16,7 @@ import jax
 from distjax import jax_compat
 from distjax.errors import TraceLeakError
 from distjax.jax_compat import ShapedArray
+from distjax.variables.donation import hand_out
 from distjax.variables.leak_errors import leak_text
 
 variable_p = jax_compat.Primitive("distjax_variable")
@@ -59,15 +60,14 @@ class StorageState:
         """Returns the value of `variable` in global form."""
         if jax_compat.staging():
             raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
-        variable.require_initialized()
         variable.require_present()
-        return variable.stored_value
+        stored = hand_out(variable.stored)
+        return variable.layout.from_stored(stored, variable.shape)
 
     def write(self, variable: Any, value: Any) -> None:
         """Replaces the storage of `variable` by a value in global form."""
         self.require_writable(variable)
         variable.store(value)
-        variable.aliases = []  # what was handed out has the former buffers
 
     def require_writable(self, variable: Any) -> None:
         """Raises a TraceLeakError inside any JAX trace."""

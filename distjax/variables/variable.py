@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax.context import frames
-from distjax.errors import ContextError, UnsupportedError, message
+from distjax.errors import message
 from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layout import Layout
@@ -23,6 +22,8 @@ from distjax.variables.policy import (
     VariableSynchronization,
     resolve_modes,
 )
+from distjax.variables.storage import Stored, StoredArray
+from distjax.variables.storage_errors import require_present
 
 _serial_numbers = itertools.count()
 
@@ -71,12 +72,8 @@ class Variable:
     trainable: bool
     policy: Policy
     layout: Layout
-    storage: Any
+    stored: StoredArray
     serial_number: int
-    is_being_made: bool
-    is_lost: bool
-    aliases: list[weakref.ref[Any]]
-    aliased_components: tuple[weakref.ref[Any] | None, tuple[weakref.ref[Any], ...]]
 
     def __new__(
         cls,
@@ -120,10 +117,7 @@ class Variable:
         self.policy = policy
         self.layout = layout
         self.serial_number = next(_serial_numbers)
-        self.storage = None
-        self.is_being_made = self.is_lost = False
-        self.aliases = []
-        self.aliased_components = None, ()
+        self.stored = StoredArray(name, strategy.extended.variable_lock)
         return self
 
     # -- storage --------------------------------------------------------------
@@ -144,17 +138,22 @@ class Variable:
         return self.layout.local_shape(self.shape)
 
     @property
+    def storage(self) -> Stored | None:
+        """The stored array, in the form of the layout; None if there is none."""
+        return self.stored.read()
+
+    @property
     def stored_value(self) -> jax.Array:
-        """The global form of the storage (outside of traces)."""
-        return self.layout.from_stored(self.storage, self.shape)
+        """The global form of the stored array (outside of traces)."""
+        return self.layout.from_stored(self.stored.require(), self.shape)
 
     def store(self, value: Any) -> None:
-        """Makes `value`, in global form and shared with nobody, the storage."""
+        """Makes `value`, in global form and shared with nobody, the stored array."""
         stored = self.layout.to_stored(value)
         in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
         if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
             stored = jax.device_put(stored, self.sharding)
-        self.storage = stored
+        self.stored.swap(stored)
 
     def beside(self, value: Any) -> Any:
         """Returns `value` where it can be combined with the stored array."""
@@ -167,26 +166,14 @@ class Variable:
         """Returns a copy of a global value, shared with nobody."""
         return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
-    def lose_value(self) -> None:
-        """Says that a program took the stored array and did not return a new one."""
-        self.storage, self.aliases, self.is_lost = None, [], True
-
     def require_initialized(self) -> None:
-        """Raises a ContextError if there is no value: never made, or lost."""
-        if self.storage is None and not self.is_being_made:
-            raise ContextError(_lost_text(self) if self.is_lost else _unmade_text(self))
+        """Raises an error if there is no value: never made, lost, or deleted."""
+        if not self.stored.is_being_made:
+            self.stored.require()
 
     def require_present(self) -> None:
         """Raises an UnsupportedError if the devices of the variable are only described."""
-        if isinstance(self.storage, jax.ShapeDtypeStruct):
-            raise UnsupportedError(
-                message(
-                    f"variable {self.name!r} needs devices that are there to have a value",
-                    got="a strategy on devices of jax.experimental.topologies",
-                    why="programs can be compiled for such devices, but nothing runs on them",
-                    fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
-                )
-            )
+        require_present(self.name, self.stored.read())
 
     # -- values ---------------------------------------------------------------
 
@@ -303,24 +290,6 @@ class Variable:
         made = self.strategy.extended.copy_variable(self)
         memo[id(self)] = made
         return made
-
-
-def _unmade_text(variable: Variable) -> str:
-    return message(
-        f"variable {variable.name!r} needs an initial value",
-        got="a variable whose creating function did not finish",
-        why="the values of a traced function exist only when its trace ends",
-        fix="create the variable again, outside the function or guarded by `if self.v is None`",
-    )
-
-
-def _lost_text(variable: Variable) -> str:
-    return message(
-        f"variable {variable.name!r} needs a value",
-        got="none since a program that writes it was interrupted, or failed, while it was started",
-        why="such a program reuses the memory of the former value, and returned no new one",
-        fix="checkpointer.restore(tree), or v.assign(...), for each variable that the step writes",
-    )
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ def test_a_variable_is_named_and_can_be_cured(eight):
         w = dj.Variable(0.0, name="w")
     copies = copies_of(eight, np.float32(0))
     copies[1] = np.float32(5)
-    w.storage = with_copies(eight, copies)
+    w.stored.swap(with_copies(eight, copies))
     with pytest.raises(dj.errors.LocalityError) as error:
         eight.assert_mirrored({"layer": w})
     assert first_line(error).startswith("the value['layer'] (variable 'w') needs to be equal")

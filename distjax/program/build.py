@@ -1,0 +1,177 @@
+"""Build: a program compiled for the variables that its traces have met so far.
+
+The variables that a trace reads or writes become inputs and (donated) outputs of one `jax.jit`,
+which is the cache for shapes, trees and shardings. A trace that meets more of them raises
+`UnknownVariables`, and the next build threads these too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from distjax.collectives.throttle import make_token
+from distjax.program.discovery import Discovered, discover
+from distjax.program.output_spec import as_static_output
+from distjax.program.retraces import RetraceWatch
+from distjax.program.step import Step
+from distjax.variables.creation_log import CreationLog
+from distjax.variables.storage import SteppedArrays, StoredArray
+from distjax.variables.variable import Variable
+
+
+class UnknownVariables(Exception):
+    """A trace met variables that its build does not thread, or does not write."""
+
+    def __init__(self, discovered: Discovered):
+        super().__init__()
+        self.discovered = discovered
+
+
+class NotCompiled(Exception):
+    """A call met a new signature while it held the lock: to be compiled without it first."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Build:
+    """One compiled program and the variables that it threads.
+
+    Attributes:
+      name: the user's name of the function.
+      jitted: ``(written, read, *args, **kwargs) -> (written anew, output spec, *arrays)``.
+      writes: variables whose arrays are donated and replaced.
+      reads: variables that are only read.
+      stepped: the arrays of `writes`.
+      read_arrays: the arrays of `reads`.
+      lock: held while arrays of these variables are collected, donated and replaced.
+      spans_devices: whether the program runs on several devices, as far as a trace tells.
+    """
+
+    name: str
+    jitted: Any
+    writes: tuple[Variable, ...]
+    reads: tuple[Variable, ...]
+    stepped: SteppedArrays
+    read_arrays: tuple[StoredArray, ...]
+    lock: AbstractContextManager[Any]
+    spans_devices: bool
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All variables that the program threads."""
+        return *self.writes, *self.reads
+
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        """Returns the program lowered for these arguments; no lock is held meanwhile.
+
+        Raises:
+          UnknownVariables: the signature touches more variables.
+        """
+        for variable in self.variables:
+            variable.stored.require()
+        return self.jitted.lower(self._collect_written(), self.collect_read(), *args, **kwargs)
+
+    def _collect_written(self) -> Sequence[Any]:
+        return [variable.stored.read() for variable in self.writes]
+
+    def collect_read(self) -> Sequence[Any]:
+        """Returns the arrays of the variables that are only read."""
+        return [stored.read() for stored in self.read_arrays]
+
+
+def make_build(
+    step: Step, discovered: Discovered, former: Build | None, watch: RetraceWatch
+) -> Build:
+    """Returns the build that threads the variables of one more trace.
+
+    Args:
+      step: what is compiled.
+      discovered: the trace; the first call of its signature is compiled from it.
+      former: the build before, or None.
+      watch: is told of each signature after the first.
+    """
+    known = (former.writes, former.reads) if former is not None else ((), ())
+    writes = dict.fromkeys((*known[0], *discovered.writes))
+    reads = dict.fromkeys(v for v in (*known[1], *discovered.reads) if v not in writes)
+    spans_devices = discovered.spans_devices or (former is not None and former.spans_devices)
+    stepped, threaded = SteppedArrays(), dict.fromkeys((*writes, *reads))
+    traced = [discovered]
+
+    def covers(found: Discovered) -> bool:
+        # A variable that is threaded, but only read so far, has no output to be written to.
+        return (
+            threaded.keys() >= {*found.reads, *found.created}
+            and writes.keys() >= set(found.writes)
+            and (spans_devices or not found.spans_devices)
+        )
+
+    def body(written: Sequence[Any], read: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        if stepped.runner == threading.get_ident():
+            raise NotCompiled
+        return trace_signature(written, read, args, kwargs)
+
+    def trace_signature(written: Any, read: Any, args: Any, kwargs: Any) -> Any:
+        found = traced.pop() if traced else None
+        if found is None or not found.fits(args, kwargs):
+            watch.record(args, kwargs)
+            found = discover(step, args, kwargs, CreationLog())
+        if not covers(found):
+            raise UnknownVariables(found)
+        values = dict(zip(threaded, (*written, *read), strict=True))
+        arrays, spec, new = found.evaluate(args, kwargs, values)
+        token = make_token() if found.spans_devices else None
+        # The new values come first: jit pairs donated inputs with the first outputs of their
+        # shape, and on one device it does not ask in which memory (JAX 0.12 too).
+        written = [new.get(v, values[v]) for v in writes]
+        return written, as_static_output(spec), *arrays, token
+
+    body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
+    donated = (0, *(2 + number for number in step.donate_argnums))
+    return Build(
+        name=step.name,
+        jitted=jax.jit(body, donate_argnums=donated),
+        writes=tuple(writes),
+        reads=tuple(reads),
+        stepped=stepped,
+        read_arrays=tuple(v.stored for v in reads),
+        lock=_make_lock(threaded),
+        spans_devices=spans_devices,
+    )
+
+
+def is_of_trace(error: Exception) -> bool:
+    """Returns whether an error was raised while a signature was traced, by the user's code."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        frame.f_code.co_name == "trace_signature" and frame.f_code.co_filename == __file__
+        for frame in frames
+    )
+
+
+def _make_lock(variables: Sequence[Variable]) -> AbstractContextManager[Any]:
+    """Returns the lock of the variables: that of their strategy, or of several in one order."""
+    locks = {id(v.stored.lock): v.stored.lock for v in variables}
+    if len(locks) == 1:
+        return next(iter(locks.values()))
+    return _LocksInOrder([locks[key] for key in sorted(locks)])
+
+
+class _LocksInOrder:
+    """Several locks, always taken in the same order, so that no two threads wait for each other."""
+
+    def __init__(self, locks: Sequence[AbstractContextManager[Any]]):
+        self._locks = locks
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for lock in reversed(self._locks):
+            lock.__exit__(None, None, None)

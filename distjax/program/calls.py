@@ -1,0 +1,158 @@
+"""One call of a compiled program: arrays in, arrays out, nothing half done.
+
+The order of things makes a call safe, whatever raises and whoever else runs:
+
+1. Under the lock of the variables, the program takes the arrays that other programs have.
+2. It says that it is being started, then copies what a user still holds: see `donation`.
+3. The compiled call gets the list of arrays, and what it returns replaces the list, in one C call:
+   Python raises a pending signal only between bytecodes, so there is no moment at which the
+   arrays are donated and their successors nowhere.
+4. The results become the user's. `finish`, the write-back of objects, belongs to the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.collectives.throttle import throttle
+from distjax.errors import TraceLeakError, message
+from distjax.program.build import Build
+from distjax.program.output_spec import OutputSpec, spec_of
+from distjax.variables.donation import copy_aliased
+
+#: Makes the user's results final; called once more where a signal raises in it.
+Finish = Callable[[Any], Any]
+
+#: As the runner of a program: its call may trace and compile under the lock.
+_MAY_TRACE = -1
+
+
+def start(
+    build: Build,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Finish | None = None,
+    may_trace: bool = False,
+) -> tuple[Any, OutputSpec]:
+    """Starts the compiled program once.
+
+    Args:
+      build: the program.
+      args: positional arguments; Python objects among them are static nodes.
+      kwargs: keyword arguments.
+      finish: what makes the results final.
+      may_trace: whether a signature may be compiled under the lock.
+
+    Returns:
+      The user's results, and how they are made of arrays.
+
+    Raises:
+      NotCompiled: the signature is new; nothing has happened.
+      UnknownVariables: a new signature touches more variables; nothing has happened.
+    """
+    jitted = functools.partial(build.jitted, **kwargs) if kwargs else build.jitted
+    if not build.writes:
+        return _start_reader(build, jitted, args, finish, may_trace)
+    require_outside_traces(build)
+    stepped, cell, returned = build.stepped, build.stepped.cell, None
+    with build.lock:
+        if not stepped.is_whole:
+            stepped.take([variable.stored for variable in build.writes])
+        stepped.runner = _MAY_TRACE if may_trace else threading.get_ident()
+        try:
+            stepped.num_starts += 1
+            if stepped.aliased:
+                copy_aliased(stepped)
+            read = build.collect_read() if build.reads else []
+            try:
+                cell[:] = itertools.starmap(jitted, ((stepped.arrays, read, *args),))
+                returned = cell[0]
+                cell[0] = returned[0]
+                spec = spec_of(returned)
+                result = spec.unpack(returned)
+                if finish is not None:
+                    result = finish(result)
+            except BaseException:
+                _conclude(build, returned, finish)
+                raise
+        finally:
+            stepped.runner = None
+    if returned[-1] is not None:
+        throttle(returned[-1])
+    return result, spec
+
+
+def _start_reader(
+    build: Build, jitted: Any, args: tuple[Any, ...], finish: Finish | None, may_trace: bool
+) -> tuple[Any, OutputSpec]:
+    """Starts a program that writes no variable."""
+    cell: list[Any] = []
+    try:
+        if build.reads:
+            require_outside_traces(build)
+            with build.lock:  # else another program may donate what is read
+                build.stepped.runner = _MAY_TRACE if may_trace else threading.get_ident()
+                try:
+                    cell[:] = itertools.starmap(jitted, (([], build.collect_read(), *args),))
+                finally:
+                    build.stepped.runner = None
+        else:
+            cell[:] = itertools.starmap(jitted, (([], [], *args),))
+        returned = cell[0]
+        spec = spec_of(returned)
+        result = spec.unpack(returned)
+        if finish is not None:
+            result = finish(result)
+    except BaseException:
+        if cell and finish is not None:
+            finish(spec_of(cell[0]).unpack(cell[0]))
+        raise
+    if returned[-1] is not None:
+        throttle(returned[-1])
+    return result, spec
+
+
+def _conclude(build: Build, returned: Any, finish: Finish | None) -> None:
+    """Completes a call in which something was raised: its step happened, or its arrays are lost."""
+    cell = build.stepped.cell
+    if isinstance(cell[0], tuple):
+        returned = cell[0]
+        cell[0] = returned[0]
+    if returned is not None:
+        if finish is not None:
+            finish(spec_of(returned).unpack(returned))
+        return
+    for variable, array in zip(build.writes, build.stepped.arrays, strict=True):
+        if isinstance(array, jax.Array) and array.is_deleted():
+            variable.stored.lose()
+
+
+# -- traces that are not ours -------------------------------------------------
+
+
+def require_outside_traces(build: Build) -> None:
+    """Raises if the program is called in a JAX trace that would bake its variables in.
+
+    Derivatives of a program that only reads are legal: their traces hold no constants.
+    """
+    if jax_compat.tracing() and (build.writes or jax_compat.staging()):
+        raise TraceLeakError(_leak_text(build))
+
+
+def _leak_text(build: Build) -> str:
+    """Returns the text for a call, in a JAX trace, of a program that threads variables."""
+    name, variable = build.name, build.variables[0].name
+    return message(
+        f"{name} reads or writes variable {variable!r} and needs to be called "
+        "outside of JAX traces, or inside distjax.jit",
+        got="a call inside jax.jit, grad or another JAX trace",
+        why="the trace would bake in the variable's value of today and lose its new one",
+        fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
+    )

@@ -1,0 +1,62 @@
+"""How the array results of a program become the user's results.
+
+What belongs to one signature and is no array (Python results, the tree of results) leaves a
+compiled call in the auxiliary data of its output tree, since a call that hits runs no Python of
+ours inside `jit`. A compiled program returns ``(written, {spec: None}, *arrays, token)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+from distjax.replica.arguments import PartitionedTree
+
+
+class OutputSpec:
+    """What the results of one signature are, apart from their arrays.
+
+    Attributes:
+      partitioned: the user's tree of results.
+      wrappers: per array the topology of its PerReplica, or None.
+      recreated_variable: whether a constructor was handed a variable made before.
+    """
+
+    __slots__ = ("_wraps", "partitioned", "recreated_variable", "wrappers")
+
+    def __init__(
+        self,
+        partitioned: PartitionedTree,
+        wrappers: tuple[Topology | None, ...],
+        recreated_variable: bool,
+    ):
+        self.partitioned, self.wrappers = partitioned, wrappers
+        self.recreated_variable = recreated_variable
+        self._wraps = any(wrapper is not None for wrapper in wrappers)
+
+    def unpack(self, returned: tuple[Any, ...]) -> Any:
+        """Returns the user's results, of what the compiled program returned."""
+        arrays: Sequence[Any] = returned[2:-1]
+        if self._wraps:
+            arrays = [
+                array if topology is None else PerReplica(array, topology)
+                for array, topology in zip(arrays, self.wrappers, strict=True)
+            ]
+        return self.partitioned.combine(arrays)
+
+
+def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
+    """Returns the spec as a tree without leaves, for a result of `jit`.
+
+    As a key, and no node of its own class: `jit` makes a dict without running Python, where a
+    signal could raise and drop all results.
+    """
+    return {spec: None}
+
+
+def spec_of(returned: tuple[Any, ...]) -> OutputSpec:
+    """Returns the spec in what a compiled program returned."""
+    (spec,) = returned[1]
+    return spec

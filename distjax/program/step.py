@@ -1,0 +1,40 @@
+"""Step: what a program compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from distjax.context.frames import Frame
+from distjax.variables.state import TraceState
+
+
+class Step(Protocol):
+    """A function of the user, and how it is run inside the trace of a program."""
+
+    @property
+    def name(self) -> str:
+        """The user's name of the function."""
+        ...
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """The user's names of its positional arguments."""
+        ...
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The positional arguments whose buffers are donated."""
+        ...
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns the frame that the function runs in, with variables in `state`."""
+        ...
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function into the trace of `state`; returns its results in the global view."""
+        ...
+
+    def place(self, tree: Any) -> Any:
+        """Returns arguments with arrays from elsewhere moved to the program's devices."""
+        ...

@@ -19,6 +19,7 @@ from distjax.program.build import (
     Build,
     NotCompiled,
     UnknownVariables,
+    is_of_trace,
     make_build,
 )
 from distjax.program.calls import Finish, require_outside_traces, start

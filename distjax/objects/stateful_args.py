@@ -27,7 +27,7 @@ from distjax.replica.run import run_in_trace
 #: Held while traced objects are where a function refers to the user's.
 _places_lock = threading.RLock()
 
-#: The keyword under which a program gets what no positional argument carries.
+#: The keyword under which a program gets what no positional argument holds.
 _STATE = "<state>"
 
 

@@ -6,12 +6,13 @@ Everything here uses `jax.*`, `jax.core`, `jax.extend.core` and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.extend.core as jec
@@ -28,6 +29,7 @@ Primitive = jec.Primitive
 Literal = jec.Literal
 Var = jec.Var
 Tracer = core.Tracer
+find_top_trace = jec.find_top_trace
 ShapedArray = core.ShapedArray
 
 primitive_jvps = ad.primitive_jvps
@@ -35,8 +37,6 @@ primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 Zero = ad.Zero
 is_undefined_primal = ad.is_undefined_primal
-
-_trace_numbers = itertools.count()
 
 
 def only_compiles(devices: Iterable[jax.Device]) -> bool:
@@ -56,7 +56,8 @@ def current_trace() -> core.Trace:
 
 
 _EVAL_TRACE = current_trace()
-_EVAL_TRACE_TYPE = type(_EVAL_TRACE)
+#: The type of the current trace (`find_top_trace`) where no trace is under way.
+EVAL_TRACE_TYPE = type(_EVAL_TRACE)
 
 
 def in_trace(trace: core.Trace) -> AbstractContextManager[Any]:
@@ -75,7 +76,7 @@ def outside_traces() -> AbstractContextManager[Any]:
 
 def tracing() -> bool:
     """Returns whether any JAX trace (jit, grad, vmap, ...) is under way."""
-    return type(jec.find_top_trace(())) is not _EVAL_TRACE_TYPE
+    return type(jec.find_top_trace(())) is not EVAL_TRACE_TYPE
 
 
 def staging() -> bool:
@@ -90,14 +91,68 @@ def trace_jaxpr(
 ) -> tuple[jec.Jaxpr, list[Any]]:
     """Traces `fn` and returns its jaxpr and the constants it closed over.
 
-    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function
-    and avals, not by our frames. An axis name never used before makes every
-    trace a new one, so that no inner function hands back a dead tracer or
-    another strategy's program.
+    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function,
+    avals and axis names, not by our frames. So each trace under way has an axis name
+    of its own, and no inner function hands back another trace's tracer. When the trace
+    ends the name is used again, and with it the traces of jnp's own functions, unless
+    the trace was `forget_inner_traces`.
     """
-    fresh = (f"_distjax_trace_{next(_trace_numbers)}", 1)
-    closed = jax.make_jaxpr(fn, axis_env=[*axis_env, fresh])(*avals)
+    lease = _TraceName()
+
+    def named(*args: Any) -> Any:
+        lease.trace = current_trace()
+        return fn(*args)
+
+    functools.update_wrapper(named, fn)
+    try:
+        closed = jax.make_jaxpr(named, axis_env=[*axis_env, (lease.name, 1)])(*avals)
+    except BaseException:
+        lease.is_reusable = False
+        raise
+    finally:
+        lease.end()
     return open_jaxpr(closed)
+
+
+class _TraceName:
+    """The axis name of one trace under way.
+
+    Attributes:
+      name: the name, which no other trace under way has.
+      trace: the trace, once it has begun.
+      is_reusable: whether another trace may have the name after this one.
+    """
+
+    _free: ClassVar[list[str]] = []
+    _under_way: ClassVar[list[_TraceName]] = []
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self) -> None:
+        try:
+            self.name = self._free.pop()
+        except IndexError:
+            self.name = f"_distjax_trace_{next(self._numbers)}"
+        self.trace: core.Trace | None = None
+        self.is_reusable = True
+        self._under_way.append(self)
+
+    def end(self) -> None:
+        """Gives the name back."""
+        self._under_way.remove(self)
+        self.trace = None
+        if self.is_reusable:
+            self._free.append(self.name)
+
+
+def forget_inner_traces(trace: core.Trace) -> None:
+    """Says that a function inside `trace` depends on more than JAX knows of.
+
+    JAX may keep the trace of that inner function: no later trace must find it.
+    """
+    is_inside = False
+    for lease in tuple(_TraceName._under_way):  # outermost first
+        is_inside = is_inside or lease.trace is trace
+        lease.is_reusable = lease.is_reusable and not is_inside
 
 
 def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:

@@ -49,7 +49,8 @@ def throttle(token: Any) -> None:
         _in_flight.append(token)
         if len(_in_flight) < MAX_IN_FLIGHT:
             return
-        started = list(_in_flight)
-        _in_flight.clear()
+        started = tuple(_in_flight)
     for each in started:
         each.block_until_ready()
+    with _lock:  # not before: other threads would start as many again meanwhile
+        _in_flight[:] = [each for each in _in_flight if not any(each is s for s in started)]

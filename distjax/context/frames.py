@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from distjax import jax_compat
 from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
 
@@ -69,7 +70,13 @@ def default_frame() -> Frame:
 def current() -> Frame:
     """Returns the current frame."""
     stack = _stack.get()
-    return stack[-1] if stack else default_frame()
+    if not stack:
+        return default_frame()
+    frame = stack[-1]
+    if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
+        # An inner function asks for what JAX does not know of, and would remember the answer.
+        jax_compat.forget_inner_traces(frame.state.trace)
+    return frame
 
 
 def stack() -> tuple[Frame, ...]:

@@ -23,6 +23,7 @@ import jax
 from distjax import jax_compat
 from distjax.collectives.throttle import throttle
 from distjax.errors import TraceLeakError, message
+from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
 from distjax.program.build import Build
 from distjax.program.output_spec import OutputSpec, spec_of
 from distjax.variables.donation import copy_aliased
@@ -60,7 +61,8 @@ def start(
     jitted = functools.partial(build.jitted, **kwargs) if kwargs else build.jitted
     if not build.writes:
         return _start_reader(build, jitted, args, finish, may_trace)
-    require_outside_traces(build)
+    if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
+        require_outside_traces(build)
     stepped, cell, returned = build.stepped, build.stepped.cell, None
     with build.lock:
         if not stepped.is_whole:
@@ -72,10 +74,10 @@ def start(
                 copy_aliased(stepped)
             read = build.collect_read() if build.reads else []
             try:
-                cell[:] = itertools.starmap(jitted, ((stepped.arrays, read, *args),))
+                cell[:] = itertools.starmap(jitted, ((cell[0], read, *args),))
                 returned = cell[0]
                 cell[0] = returned[0]
-                spec = spec_of(returned)
+                (spec,) = returned[1]
                 result = spec.unpack(returned)
                 if finish is not None:
                     result = finish(result)
@@ -106,7 +108,7 @@ def _start_reader(
         else:
             cell[:] = itertools.starmap(jitted, (([], [], *args),))
         returned = cell[0]
-        spec = spec_of(returned)
+        (spec,) = returned[1]
         result = spec.unpack(returned)
         if finish is not None:
             result = finish(result)

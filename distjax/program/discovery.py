@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,8 +98,15 @@ class Discovered:
     def _is_state(self, atom: Any) -> bool:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
 
-    def initialize_created(self, tree: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Computes the initial values of created variables where they will live.
+    def initialize_created(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Computes the initial values of created variables where they will live."""
+        for complete in self.compute_initial_values(args, kwargs).values():
+            complete()
+
+    def compute_initial_values(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[Any, Callable[[], None]]:
+        """Returns for each created variable what stores its initial value.
 
         A program for each strategy, with explicit output shardings: nothing is first
         whole on one device.
@@ -107,11 +114,21 @@ class Discovered:
         groups: dict[Any, list[Any]] = {}
         for variable in self.created:
             groups.setdefault(variable.strategy, []).append(variable)
-        inputs = [*jax.tree.leaves(tree), *(_as_global(v, hand_out(v.stored)) for v in self.reads)]
+        read = (_as_global(v, hand_out(v.stored)) for v in self.reads)
+        inputs = [*jax.tree.leaves((args, kwargs)), *read]
+        stores: dict[Any, Callable[[], None]] = {}
         for variables in groups.values():
-            self._initialize(variables, inputs)
+            for variable, value in zip(variables, self._compute(variables, inputs), strict=True):
+                # JAX cannot place empty outputs: those are placed by themselves.
+                store = (
+                    variable.stored.swap
+                    if variable.size
+                    else functools.partial(access.initialize, variable)
+                )
+                stores[variable] = functools.partial(store, value)
+        return stores
 
-    def _initialize(self, variables: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def _compute(self, variables: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         ends = self._jaxpr.outvars[len(self._wrappers) + len(self.writes) :]
         ends = dict(zip(self.created, ends, strict=True))
         part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
@@ -120,14 +137,8 @@ class Discovered:
             values = jax_compat.eval_jaxpr(part, self._consts, arrays)
             return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
 
-        # JAX cannot place empty outputs: those are placed by themselves.
         shardings = [v.sharding if v.size else None for v in variables]
-        stored = jax.jit(initial, out_shardings=shardings)(inputs)
-        for variable, value in zip(variables, stored, strict=True):
-            if variable.size:
-                variable.stored.swap(value)
-            else:
-                access.initialize(variable, value)
+        return jax.jit(initial, out_shardings=shardings)(inputs)
 
 
 def _initial(variable: Any, value: Any) -> Any:
@@ -135,6 +146,13 @@ def _initial(variable: Any, value: Any) -> Any:
     if not variable.size:
         return value
     return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
+
+
+def _store_initial(variable: Any, value: Any) -> None:
+    if variable.size:
+        variable.stored.swap(value)
+    else:  # JAX cannot place empty outputs: those are placed by themselves
+        access.initialize(variable, value)
 
 
 def _as_global(variable: Any, stored: Any) -> Any:
@@ -158,7 +176,14 @@ def discover(
     def traced(*arrays: Any) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
         with frames.with_frame(step.frame(state)) as entered:
-            result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
+            try:
+                result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
+            except BaseException as error:
+                if not log.values:
+                    raise
+                # The user may hold what was created, behind a guard: it gets its initial value.
+                found.update(error=error, partitioned=None, wrappers=(), writes=[])
+                return list(log.values.values())
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
@@ -176,12 +201,31 @@ def discover(
         jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
     finally:
         log.close()
-    _require_no_baked_state(consts)
+    error = found.pop("error", None)
+    if error is None:
+        _require_no_baked_state(consts)
     discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
+    if error is not None:
+        _complete_later(discovered, step, args, kwargs)
+        raise error
     observer = frames.observer()
     if observer is not None:
         observer.on_program(discovered.reads, discovered.writes, discovered.results)
     return discovered
+
+
+def _complete_later(
+    discovered: Discovered, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Keeps the initial values of variables that a trace created before it failed.
+
+    The next trace that meets them gives them these values.
+    """
+    if jax_compat.tracing():
+        return
+    args, kwargs = step.place((args, kwargs))
+    for variable, complete in discovered.compute_initial_values(args, kwargs).items():
+        variable.stored.complete = complete
 
 
 def _topologies(treedef: Any) -> Iterator[Any]:

@@ -18,12 +18,13 @@ class FunctionCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], tuple[Callable[[], Any], Any]] = {}
+        self._entries: dict[Any, tuple[Callable[[], Any], Any]] = {}
         self._lock = threading.RLock()
 
     def get(self, fn: Any, make: Callable[[Callable[[], Any]], Any]) -> Any:
         """Returns the value for ``fn``, made with `make(resolve)` if absent."""
-        identity = _identity(fn)
+        is_method = type(fn) is types.MethodType
+        identity = (id(fn.__self__), id(fn.__func__)) if is_method else id(fn)
         entry = self._entries.get(identity)
         if entry is not None and entry[0]() is not None:
             return entry[1]
@@ -35,7 +36,7 @@ class FunctionCache:
                 self._entries[identity] = entry
             return entry[1]
 
-    def _resolver(self, fn: Any, identity: tuple[Any, ...]) -> Callable[[], Any]:
+    def _resolver(self, fn: Any, identity: Any) -> Callable[[], Any]:
         def forget(_: Any) -> None:
             self._entries.pop(identity, None)
 
@@ -53,9 +54,3 @@ class FunctionCache:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def _identity(fn: Any) -> tuple[Any, ...]:
-    if isinstance(fn, types.MethodType):
-        return ("method", id(fn.__self__), id(fn.__func__))
-    return ("function", id(fn))

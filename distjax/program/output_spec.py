@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import PartitionedTree
@@ -24,7 +26,7 @@ class OutputSpec:
       recreated_variable: whether a constructor was handed a variable made before.
     """
 
-    __slots__ = ("_wraps", "partitioned", "recreated_variable", "wrappers")
+    __slots__ = ("_treedef", "_wraps", "partitioned", "recreated_variable", "wrappers")
 
     def __init__(
         self,
@@ -35,6 +37,8 @@ class OutputSpec:
         self.partitioned, self.wrappers = partitioned, wrappers
         self.recreated_variable = recreated_variable
         self._wraps = any(wrapper is not None for wrapper in wrappers)
+        # Where every leaf is an array, no Python object has to be put between them.
+        self._treedef = partitioned.treedef if partitioned.is_of_arrays else None
 
     def unpack(self, returned: tuple[Any, ...]) -> Any:
         """Returns the user's results, of what the compiled program returned."""
@@ -44,6 +48,8 @@ class OutputSpec:
                 array if topology is None else PerReplica(array, topology)
                 for array, topology in zip(arrays, self.wrappers, strict=True)
             ]
+        if self._treedef is not None:
+            return jax.tree_util.tree_unflatten(self._treedef, arrays)
         return self.partitioned.combine(arrays)
 
 

@@ -63,6 +63,11 @@ class PartitionedTree:
         for i in self._where:
             self._all[i] = None
 
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether every leaf of the tree is data."""
+        return len(self._where) == len(self._all)
+
     def take_leaves(self) -> list[Any]:
         """Returns the data leaves and keeps none: a trace must not outlive itself in them."""
         leaves, self.leaves = self.leaves, [None] * len(self.leaves)
@@ -74,12 +79,12 @@ class PartitionedTree:
 
     def combine_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Returns all leaves of the tree, with `leaves` in the places of the data leaves."""
-        if len(self._where) == len(self._all):
+        if self.is_of_arrays:
             return leaves
-        combine_leaves = list(self._all)
+        combined = list(self._all)
         for i, leaf in zip(self._where, leaves, strict=True):
-            combine_leaves[i] = leaf
-        return combine_leaves
+            combined[i] = leaf
+        return combined
 
 
 def _is_leaf(value: Any) -> bool:

@@ -45,6 +45,8 @@ class ReplicaTrace:
       written: variables that the function wrote.
       created: variables that it created.
       merges: those that the jaxpr's equations hold weakly.
+      error: what the function raised after it had created variables, or None: then the
+        outputs are their initial values only.
     """
 
     jaxpr: Any
@@ -53,6 +55,7 @@ class ReplicaTrace:
     written: list[Any]
     created: list[Any]
     merges: list[UserMerge]
+    error: BaseException | None
 
 
 def run_in_trace(
@@ -87,6 +90,8 @@ def run_in_trace(
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
+    if traced.error is not None:
+        raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, global_view(variable, value, topology))
     observer = frames.observer()
@@ -141,22 +146,30 @@ def trace_replica(
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
         context = ReplicaContext(strategy)
-        with frames.with_frame(Frame(strategy, context, state)):
-            result = PartitionedTree(fn(*args, **kwargs), is_array)
-        if context.merge_error is not None:
-            raise context.merge_error
-        leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
-        created = list(creation.values) if creation is not None else []
-        found.update(result=result, written=list(state.written), created=created)
+        error, written = None, []
+        try:
+            with frames.with_frame(Frame(strategy, context, state)):
+                result = PartitionedTree(fn(*args, **kwargs), is_array)
+            if context.merge_error is not None:
+                raise context.merge_error
+            leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
+            written = list(state.written)
+        except BaseException as raised:
+            if creation is None or not creation.values:
+                raise
+            error, result, leaves = raised, PartitionedTree((), is_array), []
+        created = creation.values if creation is not None else {}
+        found.update(result=result, written=written, created=list(created), error=error)
         found["merges"], context.merges = context.merges, []
-        inits = list(creation.values.values()) if creation is not None else []
-        return [*leaves, *(state.read(v) for v in state.written), *inits]
+        return [*leaves, *(state.read(v) for v in written), *created.values()]
 
     _name_after(traced, fn)
     avals = [replica_aval(x) for x in global_values]
     axis_env = [(topology.axis_name, topology.num_replicas)]
     with _model_axes_in_scope(topology):
         jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    if found["error"] is not None:  # nothing happens but what the initial values need
+        jaxpr = jax_compat.needed_for(jaxpr, jaxpr.outvars)
     return ReplicaTrace(jaxpr, consts, **found)
 
 

@@ -110,6 +110,7 @@ class TraceState:
         return self._values[variable]
 
     def _initial(self, variable: Any) -> Any:
+        variable.stored.complete_creation()
         variable.require_initialized()
         if self.parent is not None:
             return self.parent.read(variable)
@@ -169,6 +170,7 @@ class ShapeState(TraceState):
     """
 
     def _initial(self, variable: Any) -> Any:
+        variable.stored.complete_creation()
         variable.require_initialized()
         shape = variable.local_shape if self.local_view else variable.global_shape
         with jax_compat.in_trace(self.trace):

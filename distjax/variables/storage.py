@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -75,6 +75,7 @@ class StoredArray:
         the array is with the variable itself.
       handles: weak references to arrays that were handed out over the same buffers.
       components: the array, and the parts that it was last taken apart into, weakly.
+      complete: gives the variable the initial value of a trace that did not finish, or None.
       is_being_made: whether the trace that creates the variable is under way.
       is_lost: whether a program took the array and returned no new one.
     """
@@ -83,6 +84,7 @@ class StoredArray:
         "__weakref__",
         "_array",
         "_swaps",
+        "complete",
         "components",
         "handles",
         "is_being_made",
@@ -99,6 +101,7 @@ class StoredArray:
         self.components: tuple[
             weakref.ref[jax.Array] | None, tuple[weakref.ref[jax.Array], ...]
         ] = (None, ())
+        self.complete: Callable[[], None] | None = None
         self.is_being_made = self.is_lost = False
         self._array: Stored | None = None
         self._swaps = 0
@@ -133,7 +136,13 @@ class StoredArray:
         """Makes `array`, which nobody else holds, the stored one."""
         with self.lock:
             self._put(array)
+            self.complete = None
             self.handles, self.is_lost = [], False  # what was handed out has the former buffers
+
+    def complete_creation(self) -> None:
+        """Gives the variable the initial value that a trace left which did not finish."""
+        if self.complete is not None and self.read() is None:
+            self.complete()
 
     def lose(self) -> None:
         """Records that a program took the array and did not return a new one."""

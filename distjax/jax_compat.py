@@ -300,6 +300,11 @@ def is_device_mismatch(error: Exception) -> bool:
     return "incompatible devices" in str(error)
 
 
+def is_broken_cache(error: Exception) -> bool:
+    """Returns whether an interrupt has left the cache of a `jax.jit` unusable."""
+    return isinstance(error, RecursionError) and "Recursively calling <weakref" in str(error)
+
+
 # -- meshes -------------------------------------------------------------------
 
 

@@ -119,6 +119,9 @@ class Program:
             marked = self._mark_objects(args, kwargs)
             if self._marks_objects:
                 return marked
+        if jax_compat.is_broken_cache(error) and self._build is not None:
+            self._build = None  # compiled anew; the variables' arrays move to the next build
+            return args, kwargs
         if jax_compat.is_device_mismatch(error):
             placed = self._step.place((args, kwargs))
             if any(map(_is_other, jax.tree.leaves(placed), jax.tree.leaves((args, kwargs)))):

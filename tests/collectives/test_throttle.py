@@ -8,7 +8,7 @@ import pytest
 import distjax as dj
 from distjax import jax_compat
 from distjax.collectives import eager, throttle
-from distjax.program import program
+from distjax.program import calls
 
 
 @pytest.mark.parametrize("how", ["run", "jit", "eager"])
@@ -104,6 +104,6 @@ def test_only_programs_on_several_devices_are_counted(count, is_compiled):
     step = dj.jit(step) if is_compiled else step
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "throttle", seen.append)
+        patch.setattr(calls, "throttle", seen.append)
         step(x)
     assert len(seen) == (1 if count > 1 and throttle.is_throttled() else 0)

@@ -44,7 +44,7 @@ class Build:
 
     Attributes:
       name: the user's name of the function.
-      jitted: ``(written, read, *args, **kwargs) -> (written anew, output spec, *arrays)``.
+      jitted: ``(written, read, kwargs, *args) -> (written anew, output spec, *arrays)``.
       writes: variables whose arrays are donated and replaced.
       reads: variables that are only read.
       stepped: the arrays of `writes`.
@@ -75,7 +75,7 @@ class Build:
         """
         for variable in self.variables:
             variable.stored.require()
-        return self.jitted.lower(self._collect_written(), self.collect_read(), *args, **kwargs)
+        return self.jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
 
     def _collect_written(self) -> Sequence[Any]:
         return [variable.stored.read() for variable in self.writes]
@@ -111,7 +111,9 @@ def make_build(
             and (spans_devices or not found.spans_devices)
         )
 
-    def body(written: Sequence[Any], read: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+    def body(
+        written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: Any
+    ) -> Any:
         if stepped.runner == threading.get_ident():
             raise NotCompiled
         return trace_signature(written, read, args, kwargs)
@@ -132,7 +134,7 @@ def make_build(
         return written, as_static_output(spec), *arrays, token
 
     body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
-    donated = (0, *(2 + number for number in step.donate_argnums))
+    donated = (0, *(3 + number for number in step.donate_argnums))
     return Build(
         name=step.name,
         jitted=jax.jit(body, donate_argnums=donated),

@@ -12,7 +12,6 @@ The order of things makes a call safe, whatever raises and whoever else runs:
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -58,9 +57,8 @@ def start(
       NotCompiled: the signature is new; nothing has happened.
       UnknownVariables: a new signature touches more variables; nothing has happened.
     """
-    jitted = functools.partial(build.jitted, **kwargs) if kwargs else build.jitted
     if not build.writes:
-        return _start_reader(build, jitted, args, finish, may_trace)
+        return _start_reader(build, args, kwargs, finish, may_trace)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
     stepped, cell, returned = build.stepped, build.stepped.cell, None
@@ -74,7 +72,7 @@ def start(
                 copy_aliased(stepped)
             read = build.collect_read() if build.reads else []
             try:
-                cell[:] = itertools.starmap(jitted, ((cell[0], read, *args),))
+                cell[:] = itertools.starmap(build.jitted, ((cell[0], read, kwargs, *args),))
                 returned = cell[0]
                 cell[0] = returned[0]
                 (spec,) = returned[1]
@@ -92,7 +90,11 @@ def start(
 
 
 def _start_reader(
-    build: Build, jitted: Any, args: tuple[Any, ...], finish: Finish | None, may_trace: bool
+    build: Build,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Finish | None,
+    may_trace: bool,
 ) -> tuple[Any, OutputSpec]:
     """Starts a program that writes no variable."""
     cell: list[Any] = []
@@ -102,11 +104,12 @@ def _start_reader(
             with build.lock:  # else another program may donate what is read
                 build.stepped.runner = _MAY_TRACE if may_trace else threading.get_ident()
                 try:
-                    cell[:] = itertools.starmap(jitted, (([], build.collect_read(), *args),))
+                    operands = [], build.collect_read(), kwargs, *args
+                    cell[:] = itertools.starmap(build.jitted, (operands,))
                 finally:
                     build.stepped.runner = None
         else:
-            cell[:] = itertools.starmap(jitted, (([], [], *args),))
+            cell[:] = itertools.starmap(build.jitted, (([], [], kwargs, *args),))
         returned = cell[0]
         (spec,) = returned[1]
         result = spec.unpack(returned)

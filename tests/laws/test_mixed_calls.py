@@ -137,3 +137,14 @@ def draw_after(begin, kind):
         replay(STRATEGIES[kind](), [*begin, *items], by_size)
 
     law()
+
+
+@pytest.mark.xfail(strict=True, reason="a raw error: the sum is scattered as the variable is")
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_value_of_another_shape_is_reduced_to_a_split_variable(shape):
+    """Mode "update" reduces what has the variable's shape, until this holds."""
+    split = Script(STRATEGIES["parameters2"](), {}, dj.jit)
+    each = lambda context: np.full(shape, 1 + context.replica_id_in_sync_group, np.float32)
+    x = split.strategy.distribute_values_from_function(each)
+    total = split.strategy.extended.reduce_to("sum", x, split.variables["mean"])
+    np.testing.assert_array_equal(total, np.full(shape, 3))

@@ -23,10 +23,10 @@ from distjax.integers import is_int
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
-from distjax.strategies.destinations import place_on, resolve
+from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored
 from distjax.variables.access import read_components
-from distjax.variables.layout import PartitionedLayout
+from distjax.variables.layouts.local_form import LocalForm
 from distjax.variables.variable import Variable
 
 
@@ -209,7 +209,7 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     flat = [jax.tree.flatten(value, is_leaf=is_per_replica) for value, _ in pairs]
     leaves = [leaf for values, _ in flat for leaf in values]
     splits = [
-        _split_layout_of(extended, destinations)
+        _split_form_of(extended, destinations)
         for (values, _), (_, destinations) in zip(flat, pairs, strict=True)
         for _ in values
     ]
@@ -220,12 +220,12 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     ]
 
 
-def _split_layout_of(extended: Any, destinations: Any) -> PartitionedLayout | None:
-    """Returns the layout of a value that arrives split over the replicas, or None."""
+def _split_form_of(extended: Any, destinations: Any) -> LocalForm | None:
+    """Returns the form of a value that arrives split over the replicas, or None."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
         return None
-    layout = extended.placement.reduction_layout(destinations)
-    return layout if isinstance(layout, PartitionedLayout) else None
+    form = reduction_layout(extended, destinations).local_form
+    return form if form.is_split else None
 
 
 def require_pairs(pairs: Any) -> list[tuple[Any, Any]]:

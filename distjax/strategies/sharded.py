@@ -15,7 +15,9 @@ from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
-from distjax.variables.layout import Layout, PartitionedLayout, mirrored_layout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.layouts.partitioned import PartitionedLayout
 
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
@@ -44,18 +46,18 @@ class ShardedPlacement:
         """Returns the split layout where this kind of variable is split."""
         if colocate_with is not None or self.partition == "parameters":
             return self._split_layout(shape, dtype)
-        return mirrored_layout(self.topology)
+        return MirroredLayout(self.topology)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the split layout of a gradient from stage 2 on."""
         if self.partition == "optimizer":
-            return mirrored_layout(self.topology)
+            return MirroredLayout(self.topology)
         return self._split_layout(variable.shape, variable.dtype)
 
     def _split_layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         axis = self._axis(tuple(shape), dtype)
         if axis is None:
-            return mirrored_layout(self.topology)
+            return MirroredLayout(self.topology)
         return PartitionedLayout(self.topology, axis)
 
     def _axis(self, shape: tuple[int, ...], dtype: Any) -> int | None:

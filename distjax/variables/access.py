@@ -18,12 +18,10 @@ from distjax.errors import (
     StrategyMismatchError,
     message,
 )
-from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import alias_storage, reuse_aliases, storage_lock
-from distjax.variables.layout import PartitionedLayout
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -82,12 +80,6 @@ def initialize(variable: Any, value: Any) -> None:
     variable.store(variable.copied(value))
 
 
-def own_part(variable: Any, value: jax.Array) -> jax.Array:
-    """Returns what one replica holds of a value [...], in the replica view."""
-    layout = variable.layout
-    return layout.own_shard(value) if isinstance(layout, PartitionedLayout) else value
-
-
 # -- who may ------------------------------------------------------------------
 
 
@@ -124,13 +116,15 @@ def _read_storage(variable: Any, state: Any) -> jax.Array:
     """Returns the value in global form, whatever other threads make of its storage."""
     with storage_lock:
         value = state.read(variable)
-        is_copy = variable.layout.kind is kinds.HOST
-        return value if state is not states.STORAGE or is_copy else alias_storage(variable)
+        if state is not states.STORAGE:
+            return value
+        is_copy = variable.layout.hands_out_copies and value is not variable.storage
+        return value if is_copy else alias_storage(variable)
 
 
 def _read_view(variable: Any, state: Any, frame: Frame) -> jax.Array:
     stored = state.read(variable)
-    if state.local_view and isinstance(variable.layout, PartitionedLayout):
+    if state.local_view and variable.layout.local_form.is_split:
         return state.gather(variable)
     if not variable.policy.stacked or state.local_view:
         return stored
@@ -197,20 +191,17 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
         )
     is_equal = rule is Combine.MEAN and is_number(value)
     if rule is Combine.EACH or is_equal:
-        array = own_part(variable, array)
+        array = variable.layout.local_form.own_part(array)
     else:
         array = _combine_in_replica(rule, variable, array)
     _write_component(variable, state, array.astype(variable.dtype), method)
 
 
 def _combine_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
-    topology = variable.strategy.extended.topology
+    topology, form = variable.strategy.extended.topology, variable.layout.local_form
     if rule is Combine.FIRST:
-        return own_part(variable, ops.from_first_replica(array, topology.axis_name))
-    if isinstance(variable.layout, PartitionedLayout):
-        total = variable.layout.scatter_sum(jnp.asarray(array))
-        return total if rule is Combine.SUM else total / topology.num_replicas
-    return ops.all_reduce(ReduceOp[rule.name], array, topology.axis_name, topology.num_replicas)
+        return form.own_part(ops.from_first_replica(array, topology.axis_name))
+    return form.reduce(ReduceOp[rule.name], array, topology)
 
 
 def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> None:

@@ -124,25 +124,25 @@ class TraceState:
         """
         shard = self.read(variable)
         if jax_compat.current_trace() is not self.trace:
-            return variable.layout.gather(shard)
+            return variable.layout.local_form.gather(shard)
         held, whole = self._gathered.get(variable, (None, None))
         if held is not shard:
-            whole = variable.layout.gather(shard)
+            whole = variable.layout.local_form.gather(shard)
             self._gathered[variable] = (shard, whole)
         return whole
 
-    def whole(self, shard: Any, layout: Any) -> Any:
+    def whole(self, shard: Any, form: Any) -> Any:
         """Returns a value gathered from this replica's shard, and remembers the shard.
 
         Whoever handles the whole as one value can go back to the shard: then the
         gather is dead code.
         """
-        whole = layout.gather(shard)
-        self._shards[id(whole)] = (whole, shard, layout)
+        whole = form.gather(shard)
+        self._shards[id(whole)] = (whole, shard, form)
         return whole
 
     def shard_of(self, whole: Any) -> tuple[Any, Any] | None:
-        """Returns (shard, layout) of what `whole` gave; None for any other value."""
+        """Returns (shard, local form) of what `whole` gave; None for any other value."""
         held = self._shards.get(id(whole))
         return None if held is None else held[1:]
 

@@ -96,9 +96,9 @@ class ShardedStrategy(Strategy):
         Adam's moments), "gradients" (ZeRO-2: values reduced to a variable arrive
         split, by a reduce-scatter) or "parameters" (ZeRO-3: all variables are
         split, and gathered where a replica reads them).
-      partitioner: `FixedShards`, `MinSize`, `MaxSize` of
-        `distjax.variables.partitioners`, or a function of shape and dtype: which
-        axis is split, and whether at all. Default: the first axis that R divides.
+      partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function
+        of shape and dtype: which axis is split, and whether at all. Default: the
+        first axis that R divides.
       axis_name: the name of the replica axis inside `run`.
       communication: how reductions to whole values travel.
 
@@ -144,8 +144,7 @@ class ShardedStrategy(Strategy):
                     "ShardedStrategy: partitioner needs a function of shape and dtype, or None",
                     got=describe_value(partitioner),
                     why="it is asked for each variable into how many parts each axis is split",
-                    fix="dj.ShardedStrategy(partitioner=FixedShards(2)), of "
-                    "distjax.variables.partitioners",
+                    fix="dj.ShardedStrategy(partitioner=dj.parts.FixedShards(2))",
                 )
             )
         topology = mesh_topology(devices_or_all(devices), axis_name)

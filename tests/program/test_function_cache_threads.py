@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distjax.variables.layouts.host import HostLayout
 
 import distjax as dj
 from distjax.strategies import reducing
+from distjax.variables.layouts.host import HostLayout
 from tests.replicas import local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation

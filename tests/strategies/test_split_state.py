@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.variables.partitioners import FixedShards, MaxSize, MinSize
+from distjax.parts import FixedShards, MaxSize, MinSize
 
 RNG = np.random.default_rng(0)
 W0, B0 = RNG.normal(size=(16, 8)).astype(np.float32), np.zeros((3,), np.float32)

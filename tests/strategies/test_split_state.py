@@ -125,6 +125,18 @@ def test_writes_in_a_replica_function(kind, aggregation):
     assert [c.shape for c in v.local_results()] == [W0.shape]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_is_reduced_to_the_devices_of_a_variable(kind):
+    strategy = make_strategy(kind, 2)
+    with strategy.scope():
+        v = dj.Variable(W0)
+    losses = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    reduce = lambda x: strategy.extended.reduce_to("sum", x, v)
+    assert float(reduce(losses)) == float(dj.jit(reduce)(losses)) == 1.0
+
+
 @pytest.mark.parametrize("kind", ["parameters", "central"])
 def test_update_without_group_has_one_element(kind):
     strategy = make_strategy(kind, 2)

@@ -86,8 +86,9 @@ __all__ = [
     "visualize",
 ]
 
-#: Imported when first asked for, so that `import distjax` imports no optional library.
-_LAZY = frozenset({"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim"})
+#: Imported when first asked for, so that `import distjax` imports no optional library. What these
+#: and this module export is public; all other modules are private.
+_LAZY = frozenset({"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim", "parts"})
 
 
 def __getattr__(name: str) -> _Any:

@@ -30,6 +30,7 @@ FLOORS = {
     "losses": 9,
     "checkpoint": 9,
     "diagnostics": 9,
+    "parts": 9,
     "launch": 10,
     "plan": 10,
     "testing": 11,

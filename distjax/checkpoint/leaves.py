@@ -16,7 +16,7 @@ from distjax.checkpoint import json_values
 from distjax.checkpoint.specs import NUMBER_TYPES, Spec, array_spec, dtype_name
 from distjax.checkpoint.state_objects import is_stateful
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
-from distjax.placement import locality as kinds
+from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
@@ -122,9 +122,10 @@ class VariableLeaf(Leaf):
         return _as_writable(self.value.value)
 
     def sharding(self) -> Sharding | None:
-        # What is stored flat, or once per replica, is laid out by the assignment.
-        is_direct = self.value.layout.kind in (kinds.MIRRORED, kinds.PARTITIONED)
-        return self.value.sharding if is_direct and not self.spec.is_key else None
+        # What is stored in another form, or once per replica, is laid out by the assignment.
+        v = self.value
+        is_value = v.layout.unencoded(v.shape) == v.layout and not is_host_memory(v.sharding)
+        return v.sharding if is_value and not self.spec.is_key else None
 
     def restore(self, saved: Any) -> Variable:
         self.value.assign(_array(self.spec, saved))

@@ -40,7 +40,7 @@ def reduce_arrays(
       axes: axes of one replica's value to reduce over as well; a mean is then
         over all elements of all replicas.
       options: how the values that differ travel.
-      splits: per array, the layout of a result that is split over the replicas
+      splits: per array, the local form of a result that is split over the replicas
         (it arrives by one reduce-scatter), or None; () for none.
     """
     count = topology.num_replicas
@@ -56,13 +56,16 @@ def reduce_arrays(
             if not d:
                 totals.append(x * count if op is ReduceOp.SUM else x)
                 continue
-            total = split.scatter_sum(x) if s else next(summed)
+            total = split.reduce(ReduceOp.SUM, x, topology) if s else next(summed)
             totals.append(total if op is ReduceOp.SUM else total / count)
         return totals
 
     arrays = [jnp.asarray(a) for a in arrays]
     outs = map_replicas(topology, on_replica, arrays, varying, scattered)
-    return [split.join(x) if s else x for x, s, split in zip(outs, scattered, splits, strict=True)]
+    return [
+        split.from_replicas(x) if s else x
+        for x, s, split in zip(outs, scattered, splits, strict=True)
+    ]
 
 
 def _as_summand(op: ReduceOp, x: jax.Array) -> jax.Array:

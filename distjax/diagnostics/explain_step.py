@@ -28,7 +28,6 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.variables.conversion import is_number
-from distjax.variables.variable_description import placement_text
 
 _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
 
@@ -160,7 +159,7 @@ def _variables(notes: Notes) -> tuple[VariableUse, ...]:
         VariableUse(
             v.name,
             _LETTERS.get(v.layout.kind, "V"),
-            placement_text(v.layout),
+            str(v.layout),
             v in notes.reads,
             v in notes.writes,
         )

@@ -15,7 +15,6 @@ from distjax.errors import ContextError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.variables.variable import Variable
-from distjax.variables.variable_description import placement_text
 
 Span = tuple[int, int]
 
@@ -86,7 +85,7 @@ def _caption(x: Any, array: jax.Array) -> str:
     if isinstance(x, PerReplica):
         return f"PerReplica {x.dtype}{list(x.shape)} on {x.num_replicas} replicas"
     if isinstance(x, Variable):
-        return f"Variable {x.name!r} {x.dtype}{list(x.shape)}, {placement_text(x.layout)}"
+        return f"Variable {x.name!r} {x.dtype}{list(x.shape)}, {x.layout}"
     return f"Array {array.dtype}{list(array.shape)}"
 
 

@@ -80,7 +80,13 @@ class NNXBridge:
 
     def as_arguments(self, plan: Plan, leaves: Sequence[Any]) -> list[Any]:
         """Returns stored leaves as what `run` takes, in the global view."""
-        return [as_argument(x, layout) for x, layout in zip(leaves, plan.layouts, strict=True)]
+        strategy = None if plan.strategy is None else plan.strategy()
+        if strategy is None:
+            return list(leaves)
+        topology = strategy.extended.topology
+        return [
+            as_argument(x, layout, topology) for x, layout in zip(leaves, plan.layouts, strict=True)
+        ]
 
     def as_values(self, plan: Plan, leaves: Sequence[Any]) -> list[Any]:
         """Returns stored leaves as global values, in the global view."""
@@ -102,8 +108,7 @@ class NNXBridge:
         if strategy is None:
             return dict(finals)
         layouts = [layout for entry in outcome.entries for layout in entry.layouts]
-        topology = strategy.extended.topology
-        return {i: as_stored_output(value, layouts[i], topology) for i, value in finals.items()}
+        return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
 
     def describe(self, strategy: Any) -> list[VariableDescription]:
         """Returns a description of each variable of the objects placed for `strategy`."""

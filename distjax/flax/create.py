@@ -12,8 +12,9 @@ from flax import nnx
 
 from distjax.context import frames
 from distjax.errors import describe_value, message
-from distjax.flax.layouts import ArrayLayout, HostShardedLayout, layout_of, place_array
+from distjax.flax.layouts import layout_of, place_array
 from distjax.flax.plans import raw_value, take_apart
+from distjax.variables.layouts.layout import Layout
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class Found:
 
     graphdef: Any = None
     treedef: Any = None
-    layouts: Sequence[ArrayLayout | None] = ()
+    layouts: Sequence[Layout | None] = ()
 
 
 def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
@@ -118,9 +119,9 @@ def _objects(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_object) if is_object(x)]
 
 
-def _to_stored(value: Any, layout: ArrayLayout | None) -> jax.Array:
+def _to_stored(value: Any, layout: Layout | None) -> jax.Array:
     value = jnp.asarray(value)
-    return layout.to_stored(value) if isinstance(layout, HostShardedLayout) else value
+    return value if layout is None else layout.to_stored(value)
 
 
 def _no_objects_text(name: str, value: Any) -> str:

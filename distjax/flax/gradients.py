@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from flax import nnx
-from jax import lax
 
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context import frames
+from distjax.flax.layouts import gradient_form
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.global_value import from_user_value, stack_replicas
-from distjax.variables.layout import PartitionedLayout
+from distjax.variables.layouts.local_form import LocalForm
 
 
 def value_and_grad(
@@ -57,7 +57,7 @@ def value_and_grad(
             own = [(v, split[path]) for path, v in _variables(model) if path in split]
             shards = [v.get_raw_value() for v, _ in own]
             for (variable, parameter), shard in zip(own, shards, strict=True):
-                variable.set_raw_value(parameter.state.whole(shard, parameter.layout))
+                variable.set_raw_value(parameter.state.whole(shard, parameter.form))
             out = fn(model, *args, **kwargs)
             for (variable, _), shard in zip(own, shards, strict=True):
                 variable.set_raw_value(shard)
@@ -82,7 +82,7 @@ class _SplitParameter(NamedTuple):
     variable: Any
     whole: Any
     shard: Any
-    layout: Any
+    form: LocalForm
     state: Any
 
 
@@ -163,7 +163,7 @@ class _Update:
             x if h is None else h[0]
             for x, h in zip((*self._params, *self._slots), held, strict=True)
         ]
-        self._layouts = [None if h is None else h[1] for h in held]
+        self._forms = [None if h is None else h[1] for h in held]
         self.arguments = (values, jax.tree.leaves(grads))
 
     def __call__(self, strategy: Any, values: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
@@ -171,26 +171,26 @@ class _Update:
         extended = strategy.extended
         whole = [
             x
-            if layout is None
-            else layout.join(stack_replicas(from_user_value(x), extended.topology))
-            for x, layout in zip(values, self._layouts, strict=True)
+            if form is None
+            else form.from_replicas(stack_replicas(from_user_value(x), extended.topology))
+            for x, form in zip(values, self._forms, strict=True)
         ]
         count = len(self._params)
         params = self._params_tree.unflatten(whole[:count])
         slots = self._slots_tree.unflatten(whole[count:])
-        reduced = _reduce_gradients(extended, self._op, grads, whole[:count])
+        reduced = _reduce_gradients(extended, self._op, grads, whole[:count], self._forms[:count])
         updates, slots = self._optimizer.tx.update(
             self._grads_tree.unflatten(reduced), slots, params
         )
         params = optax.apply_updates(params, updates)
         new = [*jax.tree.leaves(params), *jax.tree.leaves(slots)]
-        return [_return_as_given(x, y, extended) for x, y in zip(new, self._layouts, strict=True)]
+        return [_return_as_given(x, y, extended) for x, y in zip(new, self._forms, strict=True)]
 
     def write(self, new: Sequence[Any], state: Any) -> None:
         """Writes what the merge returned to the variables of the model and the optimizer."""
         values = [
-            x if layout is None else state.whole(x, layout)
-            for x, layout in zip(new, self._layouts, strict=True)
+            x if form is None else state.whole(x, form)
+            for x, form in zip(new, self._forms, strict=True)
         ]
         count, optimizer = len(self._params), self._optimizer
         nnx.update(self._model, self._params_tree.unflatten(values[:count]))
@@ -199,40 +199,48 @@ class _Update:
         optimizer.step[...] += 1
 
 
-def _return_as_given(value: Any, layout: PartitionedLayout | None, extended: Any) -> Any:
-    topology = extended.topology
-    if layout is None:
+def _return_as_given(value: Any, form: LocalForm | None, extended: Any) -> Any:
+    if form is None:
         return value
-    split = value if topology.mesh is None else lax.with_sharding_constraint(value, layout.sharding)
-    return PerReplica(layout.stack(split), topology)
+    return PerReplica(form.to_replicas(form.spread(value)), extended.topology)
 
 
 def _reduce_gradients(
-    extended: Any, op: ReduceOp, grads: Sequence[Any], params: Sequence[Any]
+    extended: Any,
+    op: ReduceOp,
+    grads: Sequence[Any],
+    params: Sequence[Any],
+    own_forms: Sequence[LocalForm | None],
 ) -> list[jax.Array]:
-    """Returns gradients reduced over the replicas, split where the strategy splits them."""
+    """Returns gradients reduced over the replicas, split where the strategy splits them.
+
+    Args:
+      extended: the strategy.
+      op: SUM or MEAN.
+      grads: whole ones, or the replicas' shards of the sum, which have arrived reduced.
+      params: the parameters, in the global view.
+      own_forms: the form of which a parameter was gathered; None: it is whole.
+    """
     topology = extended.topology
-    layouts = [extended.placement.reduction_layout(p) for p in params]
     arrays = [stack_replicas(from_user_value(g), topology) for g in grads]
     done = [g.shape[1:] != p.shape for g, p in zip(arrays, params, strict=True)]
+    forms = [
+        own if is_done and own is not None else gradient_form(extended, p)
+        for p, own, is_done in zip(params, own_forms, done, strict=True)
+    ]
 
     def reduce(*local: jax.Array) -> list[jax.Array]:
-        whole = [
-            i
-            for i, layout in enumerate(layouts)
-            if not (done[i] or isinstance(layout, PartitionedLayout))
-        ]
+        whole = [i for i, form in enumerate(forms) if not (done[i] or form.is_split)]
         sums = sum_over_replicas([local[i] for i in whole], topology, extended.communication)
         out = dict(zip(whole, sums, strict=True))
-        for i, layout in enumerate(layouts):
+        for i, form in enumerate(forms):
             if i not in out:
-                out[i] = local[i] if done[i] else layout.scatter_sum(local[i])
+                out[i] = local[i] if done[i] else form.reduce(ReduceOp.SUM, local[i], topology)
         return [out[i] for i in range(len(local))]
 
-    splits = [isinstance(layout, PartitionedLayout) for layout in layouts]
+    splits = [form.is_split for form in forms]
     sums = map_replicas(topology, reduce, arrays, [True] * len(arrays), splits)
     sums = [
-        layout.join(x) if split else x
-        for x, layout, split in zip(sums, layouts, splits, strict=True)
+        form.from_replicas(x) if form.is_split else x for x, form in zip(sums, forms, strict=True)
     ]
     return [x / topology.num_replicas for x in sums] if op is ReduceOp.MEAN else sums

@@ -7,87 +7,50 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Sharding
 
 from distjax.flax import rules
-from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.replica.output_layout import AlreadyPlaced, place_output
-from distjax.variables.layout import (
-    DirectLayout,
-    HostLayout,
-    Layout,
-    PartitionedLayout,
-    mirrored_layout,
-)
+from distjax.replica.output_layout import AlreadyPlaced
+from distjax.strategies.destinations import reduction_layout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.local_form import LocalForm
+from distjax.variables.layouts.mirrored import MirroredLayout
 
 
-@dataclasses.dataclass(frozen=True)
-class HostShardedLayout:
-    """One value [...] in host memory, split along `axis` over the host's devices.
-
-    A Flax variable keeps its shape wherever it lives, so it is not stored flat as
-    distjax's own host variables are.
-    """
-
-    topology: Topology
-    axis: int
-    memory_kind: str
-    kind: str = kinds.HOST
-
-    @property
-    def sharding(self) -> Sharding:
-        """Split along the axis, in host memory."""
-        return self._on_devices.with_memory_kind(self.memory_kind)
-
-    @property
-    def _on_devices(self) -> Any:
-        return PartitionedLayout(self.topology, self.axis).sharding
-
-    def to_stored(self, value: Any) -> Any:
-        """Returns `value` in host memory."""
-        return jax.device_put(jax.device_put(value, self._on_devices), self.sharding)
-
-    def from_stored(self, stored: Any) -> Any:
-        """Returns the value, copied to each device."""
-        return jax.device_put(jax.device_put(stored, self._on_devices), self.topology.mirrored)
-
-
-ArrayLayout = DirectLayout | PartitionedLayout | HostShardedLayout
-
-
-def layout_of(strategy: Any, variable: Any, shape: Any, dtype: Any) -> ArrayLayout | None:
+def layout_of(strategy: Any, variable: Any, shape: Any, dtype: Any) -> Layout:
     """Returns where an array of a variable lives under `strategy`.
 
     Parameters live where the strategy puts variables, optimizer state where it puts
-    variables colocated with others, everything else on each replica. None: anywhere.
+    variables colocated with others, everything else on each replica.
+    Others than distjax read these arrays too, so they are stored as they are.
     """
-    if strategy is None:
-        return None
-    extended = strategy.extended
-    if not extended.placement.synchronizes:
-        return extended.placement.layout(shape, dtype)
-    if not (rules.is_parameter(variable) or rules.is_slot_state(variable)):
-        return mirrored_layout(extended.topology)
-    colocate_with = variable if rules.is_slot_state(variable) else None
-    return _in_shape(extended.placement.layout(tuple(shape), dtype, colocate_with), tuple(shape))
+    extended, shape = strategy.extended, tuple(shape)
+    if rules.is_parameter(variable) or not extended.placement.synchronizes:
+        return extended.placement.layout(shape, dtype).unencoded(shape)
+    if rules.is_slot_state(variable):
+        beside = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
+        return extended.placement.layout(shape, dtype, beside).unencoded(shape)
+    return MirroredLayout(extended.topology)
 
 
-def _in_shape(layout: Layout, shape: tuple[int, ...]) -> ArrayLayout:
-    """Returns a layout that keeps the shape; sizes that do not divide stay on the devices."""
-    if not isinstance(layout, HostLayout):
-        assert isinstance(layout, (DirectLayout, PartitionedLayout))
-        return layout
-    count = layout.topology.num_replicas
-    axis = next((i for i, size in enumerate(shape) if size and size % count == 0), None)
-    if axis is None:
-        return mirrored_layout(layout.topology)
-    return HostShardedLayout(layout.topology, axis, layout.memory_kind)
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """What a placement is told of a parameter: what a `dj.Variable` in its place would have."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: Layout
 
 
-def place_array(value: Any, layout: ArrayLayout | None) -> Any:
+def gradient_form(extended: Any, parameter: Any) -> LocalForm:
+    """Returns what a replica holds of a gradient that is reduced to a parameter."""
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
+    return reduction_layout(extended, target).local_form
+
+
+def place_array(value: Any, layout: Layout | None) -> Any:
     """Returns an array moved to where it lives, outside of traces; itself if it is there."""
     if layout is None or layout.sharding is None or isinstance(value, PerReplica):
         return value
@@ -96,24 +59,23 @@ def place_array(value: Any, layout: ArrayLayout | None) -> Any:
     return jax.device_put(jnp.asarray(value), layout.sharding)
 
 
-def as_value(stored: Any, layout: ArrayLayout | None) -> Any:
+def as_value(stored: Any, layout: Layout | None) -> Any:
     """Returns the global value of a stored array, in a trace."""
-    return layout.from_stored(stored) if isinstance(layout, HostShardedLayout) else stored
+    if layout is None or isinstance(stored, PerReplica):
+        return stored
+    return layout.from_stored(stored, stored.shape)
 
 
-def as_argument(stored: Any, layout: ArrayLayout | None) -> Any:
-    """Returns a stored array as what `run` takes: a partitioned one as the replicas' shards."""
-    if isinstance(layout, PartitionedLayout):
-        return PerReplica(layout.stack(stored), layout.topology)
-    return as_value(stored, layout)
+def as_argument(stored: Any, layout: Layout | None, topology: Topology) -> Any:
+    """Returns a stored array as what `run` takes: a split one as the replicas' shards."""
+    value = as_value(stored, layout)
+    if layout is None or isinstance(value, PerReplica) or not layout.local_form.is_split:
+        return value
+    return PerReplica(layout.local_form.to_replicas(value), topology)
 
 
-def as_stored_output(value: Any, layout: ArrayLayout | None, topology: Topology) -> Any:
+def as_stored_output(value: Any, layout: Layout | None) -> Any:
     """Returns a global value as it is stored, in a trace."""
     if isinstance(value, PerReplica):
         return value
-    if isinstance(layout, HostShardedLayout):
-        return AlreadyPlaced(layout.to_stored(value))
-    if isinstance(layout, PartitionedLayout):
-        return AlreadyPlaced(lax.with_sharding_constraint(value, layout.sharding))
-    return AlreadyPlaced(value if layout is None else place_output(value, topology))
+    return AlreadyPlaced(value if layout is None else layout.constrain(layout.to_stored(value)))

@@ -101,5 +101,5 @@ def _select(finite: jax.Array, new: Any, old: Any) -> Any:
     held = None if state is None else state.shard_of(new)
     if state is None or held is None:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    shard, layout = held
-    return state.whole(jnp.where(finite, shard, state.shard_of(old)[0]), layout)
+    shard, form = held
+    return state.whole(jnp.where(finite, shard, state.shard_of(old)[0]), form)

@@ -11,7 +11,8 @@ from distjax.flax import rules, strategy_of
 from distjax.flax.layouts import layout_of
 from distjax.flax.plans import raw_value
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.variables.layout import stacked_layout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.variable_description import VariableDescription, describe_stored
 
 #: Rule -> the name of the aggregation of a `dj.Variable` that does the same.
@@ -40,7 +41,7 @@ def describe_placed(strategy: Any) -> list[VariableDescription]:
 def _describe_leaf(name: str, variable: Any, leaf: Any, strategy: Any) -> VariableDescription:
     rule = rules.rule_of(variable)
     if isinstance(leaf, PerReplica):
-        layout: Any = stacked_layout(leaf.topology)
+        layout: Layout = StackedLayout(leaf.topology)
         stored, shape = leaf.stacked, leaf.stacked.shape[1:]
     else:
         layout = layout_of(strategy, variable, leaf.shape, leaf.dtype)

@@ -22,8 +22,10 @@ from distjax.flax import (
     strategy_of,
 )
 from distjax.flax.graph_cache import FlatGraph
-from distjax.flax.layouts import ArrayLayout, HostShardedLayout, layout_of, place_array
+from distjax.flax.layouts import layout_of, place_array
+from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.variables.layouts.layout import Layout
 
 BARE = "array"  #: the kind of an array that is an attribute itself, in no variable
 
@@ -36,7 +38,7 @@ class Entry:
       path: the user's name, such as "Model.linear.kernel".
       kind: the name of the variable's type.
       rule: how what the replicas write becomes its value.
-      layouts: where each of its arrays lives.
+      layouts: where each of its arrays lives; None: anywhere.
       treedef: its value as a tree of arrays (mostly one).
       metric: number of the metric it belongs to and its name there, or None.
     """
@@ -44,7 +46,7 @@ class Entry:
     path: str
     kind: str
     rule: str
-    layouts: tuple[ArrayLayout | None, ...]
+    layouts: tuple[Layout | None, ...]
     treedef: Any
     metric: tuple[int, str] | None = None
 
@@ -74,7 +76,7 @@ class Plan:
         return self.strategy() is strategy
 
     @functools.cached_property
-    def layouts(self) -> list[ArrayLayout | None]:
+    def layouts(self) -> list[Layout | None]:
         """Where each leaf lives."""
         return [layout for entry in self.entries for layout in entry.layouts]
 
@@ -85,7 +87,7 @@ class Plan:
             i
             for i, entry in enumerate(self.entries)
             if entry.kind != BARE
-            and any(isinstance(layout, HostShardedLayout) for layout in entry.layouts)
+            and any(x is not None and is_host_memory(x.sharding) for x in entry.layouts)
         ]
 
     def __repr__(self) -> str:
@@ -245,9 +247,9 @@ def make_entry(
     """Returns what is static of one variable."""
     rule = rules.rule_of(variable)
     layouts = tuple(
-        layout_of(strategy, variable, x.shape, x.dtype)
-        if hasattr(x, "dtype") and not isinstance(x, PerReplica)
-        else None
+        None
+        if strategy is None or isinstance(x, PerReplica) or not hasattr(x, "dtype")
+        else layout_of(strategy, variable, x.shape, x.dtype)
         for x in leaves
     )
     kind = type(variable).__name__ if isinstance(variable, nnx.Variable) else BARE

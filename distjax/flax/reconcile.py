@@ -20,7 +20,6 @@ from distjax.flax.traced_objects import Outcome
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import from_user_value, stack_replicas
-from distjax.variables.layout import PartitionedLayout
 
 
 def combine_writes(
@@ -59,13 +58,11 @@ def combine_writes(
             combined[number] = _by_rule(plan, entry, value, topology)
     combined.update(_reduce_sums(sums, places, topology))
     combined.update(_combine_metrics(plan, places, finals, topology))
-    return {i: as_stored_output(value, places[i][0], topology) for i, value in combined.items()}
+    return {i: as_stored_output(value, places[i][0]) for i, value in combined.items()}
 
 
 def _join_shards(value: Any, layout: Any, topology: Topology) -> Any:
-    if not isinstance(layout, PartitionedLayout):
-        return value
-    return layout.join(stack_replicas(from_user_value(value), topology))
+    return layout.local_form.from_replicas(stack_replicas(from_user_value(value), topology))
 
 
 def _combine_rule(plan: Plan, entry: Entry) -> Any:

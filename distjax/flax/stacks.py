@@ -12,6 +12,7 @@ from jax import lax
 from distjax.context import frames
 from distjax.errors import message
 from distjax.flax.plans import raw_value, write_entries
+from distjax.variables.layouts.local_form import LocalForm
 
 
 def scan_layers(
@@ -56,8 +57,8 @@ def scan_layers(
 
     def body(carry: Any, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
         given = [
-            x if axis is None else lax.all_gather(x, name, axis=axis, tiled=True)
-            for x, (_, axis, name) in zip(slices, sources, strict=True)
+            x if form is None else form.gather(x)
+            for x, (_, form) in zip(slices, sources, strict=True)
         ]
         layer = nnx.graph.unflatten(graphdef, given)
         _, inner = nnx.graph.flatten(layer, graph=True)
@@ -69,27 +70,19 @@ def scan_layers(
 
     if checkpoint:
         body = jax.checkpoint(body, prevent_cse=False)
-    carry, ends = lax.scan(body, carry, [x for x, _, _ in sources])
+    carry, ends = lax.scan(body, carry, [x for x, _ in sources])
     write_entries(variables, dict(zip(changed, ends, strict=True)))
     return carry
 
 
-def _slice_source(value: Any) -> tuple[Any, int | None, str | None]:
-    """Returns what is scanned over, and along which axis and mesh axis a slice is gathered."""
+def _slice_source(value: Any) -> tuple[Any, LocalForm | None]:
+    """Returns what is scanned over, and the form of which a slice is gathered."""
     state = frames.current().state
     held = state.shard_of(value) if state is not None else None
     if held is None:
-        return value, None, None
-    shard, layout = held
-    name, count = layout.topology.axis_name, layout.topology.num_replicas
-    if layout.axis > 0:
-        return shard, layout.axis - 1, name
-    axis = next((i for i, n in enumerate(value.shape) if i and n and n % count == 0), None)
-    if axis is None:
-        return value, None, None
-    # Split along the layers: each replica gets its part of every layer in their place.
-    parts = lax.all_to_all(shard, name, split_axis=axis, concat_axis=0, tiled=True)
-    return parts, axis - 1, name
+        return value, None
+    shard, form = held
+    return form.unstack(shard, value.shape) or (value, None)
 
 
 def _require_stack(layers: Any, values: Sequence[Any]) -> None:

@@ -14,7 +14,6 @@ from distjax.context import frames
 from distjax.flax import host_reads, metric_rules, rules, static_attributes, strategy_of
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.placement.per_replica import is_per_replica
-from distjax.variables.layout import PartitionedLayout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,8 +167,8 @@ def _view_leaf(leaf: Any, layout: Any, entry: Entry, context: Any) -> Any:
     """Returns a leaf as the function that is traced sees it."""
     if context is None:
         return leaf
-    if isinstance(layout, PartitionedLayout):
-        return frames.current().state.whole(leaf, layout)
+    if layout is not None and layout.local_form.is_split:
+        return frames.current().state.whole(leaf, layout.local_form)
     if entry.rule == rules.FOLD and context.num_replicas_in_sync > 1:
         return _fold_keys(leaf, context.replica_id_in_sync_group)
     return leaf

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distjax.placement import locality as kinds
 from distjax.replica import lax
+from distjax.strategies.destinations import reduction_layout
 from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
@@ -33,9 +33,7 @@ class Accumulation:
     def __init__(self, extended: Any, variables: Sequence[Variable], num_steps: int):
         self._extended, self._num_steps, self._variables = extended, num_steps, variables
         self._devices = extended.non_slot_devices(variables)
-        self._is_split = [
-            extended.placement.reduction_layout(v).kind == kinds.PARTITIONED for v in variables
-        ]
+        self._is_split = [reduction_layout(extended, v).local_form.is_split for v in variables]
         self.accumulators = [
             self._make_accumulator(v, split)
             for v, split in zip(variables, self._is_split, strict=True)

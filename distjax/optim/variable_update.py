@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import optax
-from jax import lax
 
 from distjax.optim.slots import OptimizerState
-from distjax.variables.layout import PartitionedLayout
+from distjax.replica.output_layout import place_output
 from distjax.variables.variable import Variable
 
 
@@ -53,10 +52,12 @@ def _add_by_shards(variable: Variable, slots: Sequence[Variable], value: jax.Arr
     Else XLA would gather the update and add it whole on each replica: R times the
     additions, and a buffer of the variable's size.
     """
-    for layout in (slot.layout for slot in slots if slot.shape == value.shape):
-        if isinstance(layout, PartitionedLayout) and layout.topology.mesh is not None:
-            shards = lax.with_sharding_constraint(value, layout.sharding)
-            return lax.with_sharding_constraint(shards, variable.layout.sharding)
+    form = variable.layout.local_form
+    for other in (s.layout.local_form for s in slots if s.shape == value.shape):
+        if other.is_split:
+            shards = other.spread(value)
+            topology = variable.strategy.extended.topology
+            return form.spread(shards) if form.is_split else place_output(shards, topology)
     return value
 
 

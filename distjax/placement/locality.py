@@ -13,6 +13,12 @@ HOST = "host"
 UNPLACED = "unplaced"
 
 
+def is_host_memory(sharding: Sharding | None) -> bool:
+    """Returns whether arrays of `sharding` live in host memory beside that of the devices."""
+    kind = None if sharding is None else sharding.memory_kind
+    return kind not in (None, "device", "unpinned_host")
+
+
 @dataclasses.dataclass(frozen=True)
 class Locality:
     """How a value lives (`kind`) and on which devices (`sharding`).

@@ -10,6 +10,7 @@ from jax import lax
 
 from distjax import jax_compat
 from distjax.collectives.mapping import map_replicas
+from distjax.errors import LocalityError, message
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
@@ -20,7 +21,7 @@ class GlobalValue(NamedTuple):
 
     Attributes:
       array: [R, ...] where replicas differ, else [...].
-      differs: False where the value is proved equal on every replica (M), True
+      varying: False where the value is proved equal on every replica (M), True
         where it may differ (T).
     """
 
@@ -60,6 +61,35 @@ def from_user_value(value: Any) -> GlobalValue:
     if isinstance(value, PerReplica):
         return GlobalValue(value.stacked, True)
     return GlobalValue(jnp.asarray(value), False)
+
+
+def from_variable(variable: Any, value: Any) -> GlobalValue:
+    """Returns what the replicas hold of a variable, of its global form."""
+    form = variable.layout.local_form
+    return GlobalValue(form.to_replicas(value), form.varying)
+
+
+def to_variable(variable: Any, value: GlobalValue, topology: Topology) -> Any:
+    """Returns the global form of what the replicas hold of a variable.
+
+    Raises:
+      LocalityError: the variable is mirrored and the value may differ.
+    """
+    form = variable.layout.local_form
+    if form.varying:
+        return form.from_replicas(stack_replicas(value, topology))
+    if not value.varying:
+        return form.from_replicas(value.array)
+    if topology.num_replicas == 1:
+        return form.from_replicas(lax.squeeze(value.array, (0,)))
+    raise LocalityError(
+        message(
+            f"variable {variable.name!r} needs a value that is equal on every replica",
+            got="a value that differs per replica",
+            why="it is mirrored: its copies would diverge",
+            fix="reduce the value before it is written: ctx.all_reduce('mean', x)",
+        )
+    )
 
 
 def replica_mean(value: GlobalValue, topology: Topology) -> jax.Array:

@@ -24,11 +24,16 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.global_value import GlobalValue, as_user_value, replica_aval
+from distjax.replica.global_value import (
+    GlobalValue,
+    as_user_value,
+    from_variable,
+    replica_aval,
+    to_variable,
+)
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge
-from distjax.replica.views import global_view, replica_view
 from distjax.variables.conversion import is_number
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, variable_p
@@ -93,7 +98,7 @@ def run_in_trace(
     if traced.error is not None:
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
-        outer.write(variable, global_view(variable, value, topology))
+        outer.write(variable, to_variable(variable, value, topology))
     observer = frames.observer()
     if observer is not None:
         ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
@@ -206,5 +211,5 @@ def _emit(
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive is variable_p:
             variable = eqn.params["variable"]()
-            known[eqn.outvars[0]] = replica_view(variable, outer.read(variable))
+            known[eqn.outvars[0]] = from_variable(variable, outer.read(variable))
     return JaxprEmitter(topology).emit(traced.jaxpr, traced.consts, args, known)

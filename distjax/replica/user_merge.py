@@ -16,9 +16,15 @@ from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import PartitionedTree, function_name, is_array
 from distjax.replica.closures import ClosureValues
-from distjax.replica.global_value import GlobalValue, as_user_value, from_user_value, replica_aval
+from distjax.replica.global_value import (
+    GlobalValue,
+    as_user_value,
+    from_user_value,
+    from_variable,
+    replica_aval,
+    to_variable,
+)
 from distjax.replica.merge import merge_p
-from distjax.replica.views import global_view, replica_view
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import ShapeState, TraceState
 
@@ -110,7 +116,7 @@ class UserMerge:
         creation = CreationLog(made=self.created, makes_at_once=True)
         state = TraceState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
-            state.bind(variable, global_view(variable, value, topology))
+            state.bind(variable, to_variable(variable, value, topology))
         result = self._call([as_user_value(v, topology) for v in values[:num_args]], state)
         outs = self._as_global_values(result.leaves)
         if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
@@ -124,7 +130,7 @@ class UserMerge:
                 )
             )
         written = [(v, state.read(v)) for v in self.written]
-        return outs + [replica_view(v, x) for v, x in written]
+        return outs + [from_variable(v, x) for v, x in written]
 
     def _require_no_bare_collective(self, jaxpr: Any) -> None:
         found = next(Analysis(self.topology.axis_name).collectives(jaxpr), None)

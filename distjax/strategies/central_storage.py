@@ -13,7 +13,9 @@ from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
-from distjax.variables.layout import HostLayout, Layout, mirrored_layout
+from distjax.variables.layouts.host import HostLayout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.mirrored import MirroredLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,12 @@ class CentralStoragePlacement:
     def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
         if jax_compat.is_key_dtype(dtype) or 0 in shape:
-            return mirrored_layout(self.topology)
+            return MirroredLayout(self.topology)
         return HostLayout(self.topology, self.memory_kind)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the layout of a value on the devices, where updates run."""
-        return mirrored_layout(self.topology)
+        return MirroredLayout(self.topology)
 
 
 class CentralStorageStrategy(Strategy):

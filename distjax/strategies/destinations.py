@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica
+from distjax.variables.layouts.layout import Layout
 from distjax.variables.variable import Variable
 
 
@@ -30,8 +31,7 @@ def resolve(extended: Any, destinations: Any, method: str) -> Sharding | None:
     if destinations is None:
         return topology.mirrored
     if isinstance(destinations, Variable):
-        owner = destinations.strategy.extended
-        return owner.placement.reduction_layout(destinations).sharding
+        return reduction_layout(destinations.strategy.extended, destinations).sharding
     if isinstance(destinations, PerReplica):
         return destinations.topology.mirrored
     if isinstance(destinations, jax_compat.Tracer):
@@ -44,6 +44,11 @@ def resolve(extended: Any, destinations: Any, method: str) -> Sharding | None:
     if isinstance(destinations, (tuple, list)) and destinations:
         return _over([_device(d, method) for d in destinations], topology)
     raise ValueError(_text(method, destinations))
+
+
+def reduction_layout(extended: Any, variable: Any) -> Layout:
+    """Returns how a value reduced to the devices of `variable` is laid out, as it is."""
+    return extended.placement.reduction_layout(variable).unencoded(variable.shape)
 
 
 def sorted_devices(array: jax.Array) -> list[jax.Device]:

@@ -15,7 +15,9 @@ from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
-from distjax.variables.layout import Layout, PartitionedLayout, mirrored_layout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.layouts.partitioned import PartitionedLayout
 
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
@@ -44,18 +46,18 @@ class ShardedPlacement:
         """Returns the split layout where this kind of variable is split."""
         if colocate_with is not None or self.partition == "parameters":
             return self._split_layout(shape, dtype)
-        return mirrored_layout(self.topology)
+        return MirroredLayout(self.topology)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the split layout of a gradient from stage 2 on."""
         if self.partition == "optimizer":
-            return mirrored_layout(self.topology)
+            return MirroredLayout(self.topology)
         return self._split_layout(variable.shape, variable.dtype)
 
     def _split_layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         axis = self._axis(tuple(shape), dtype)
         if axis is None:
-            return mirrored_layout(self.topology)
+            return MirroredLayout(self.topology)
         return PartitionedLayout(self.topology, axis)
 
     def _axis(self, shape: tuple[int, ...], dtype: Any) -> int | None:
@@ -94,9 +96,9 @@ class ShardedStrategy(Strategy):
         Adam's moments), "gradients" (ZeRO-2: values reduced to a variable arrive
         split, by a reduce-scatter) or "parameters" (ZeRO-3: all variables are
         split, and gathered where a replica reads them).
-      partitioner: `FixedShards`, `MinSize`, `MaxSize` of
-        `distjax.variables.partitioners`, or a function of shape and dtype: which
-        axis is split, and whether at all. Default: the first axis that R divides.
+      partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function
+        of shape and dtype: which axis is split, and whether at all. Default: the
+        first axis that R divides.
       axis_name: the name of the replica axis inside `run`.
       communication: how reductions to whole values travel.
 
@@ -142,8 +144,7 @@ class ShardedStrategy(Strategy):
                     "ShardedStrategy: partitioner needs a function of shape and dtype, or None",
                     got=describe_value(partitioner),
                     why="it is asked for each variable into how many parts each axis is split",
-                    fix="dj.ShardedStrategy(partitioner=FixedShards(2)), of "
-                    "distjax.variables.partitioners",
+                    fix="dj.ShardedStrategy(partitioner=dj.parts.FixedShards(2))",
                 )
             )
         topology = mesh_topology(devices_or_all(devices), axis_name)

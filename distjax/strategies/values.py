@@ -14,7 +14,7 @@ from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import locality as kinds
-from distjax.placement.locality import Locality
+from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_callable
@@ -68,7 +68,7 @@ def locality(x: Any) -> Locality:
         return Locality(kinds.MIRRORED)
     if not isinstance(x, jax.Array):
         return Locality(kinds.UNPLACED)
-    if x.sharding.memory_kind not in (None, "device", "unpinned_host"):
+    if is_host_memory(x.sharding):
         return Locality(kinds.HOST, x.sharding)
     if not x.committed:
         return Locality(kinds.UNPLACED)
@@ -129,6 +129,8 @@ def split(topology: Topology, array: jax.Array, varying: bool) -> tuple[jax.Arra
     is_traced = isinstance(array, jax_compat.Tracer)
     if is_traced or topology.mesh is None or topology.model_axes:
         return tuple(array[i] for i in range(count)) if varying else (array,) * count
+    if not varying and not array.is_fully_replicated:  # one value, however it is laid out
+        return (array,) * count
     shards = {s.device: s.data for s in array.addressable_shards}
     local = [shards[d] for d in topology.devices if d in shards]
     if len(local) != count:

@@ -22,7 +22,6 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import state as states
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import reuse_components
-from distjax.variables.layout import PartitionedLayout
 from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
 
 
@@ -78,12 +77,6 @@ def initialize(variable: Any, value: Any) -> None:
     variable.store(variable.copied(value))
 
 
-def own_part(variable: Any, value: jax.Array) -> jax.Array:
-    """Returns what one replica holds of a value [...], in the replica view."""
-    layout = variable.layout
-    return layout.own_shard(value) if isinstance(layout, PartitionedLayout) else value
-
-
 # -- who may ------------------------------------------------------------------
 
 
@@ -118,7 +111,7 @@ def _is_local(variable: Any, frame: Frame) -> bool:
 
 def _read_view(variable: Any, state: Any, frame: Frame) -> jax.Array:
     stored = state.read(variable)
-    if state.local_view and isinstance(variable.layout, PartitionedLayout):
+    if state.local_view and variable.layout.local_form.is_split:
         return state.gather(variable)
     if not variable.policy.stacked or state.local_view:
         return stored
@@ -187,20 +180,17 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
         )
     is_equal = rule is Combine.MEAN and is_number(value)
     if rule is Combine.EACH or is_equal:
-        array = own_part(variable, array)
+        array = variable.layout.local_form.own_part(array)
     else:
         array = _combine_in_replica(rule, variable, array)
     _write_component(variable, state, array.astype(variable.dtype), method)
 
 
 def _combine_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
-    topology = variable.strategy.extended.topology
+    topology, form = variable.strategy.extended.topology, variable.layout.local_form
     if rule is Combine.FIRST:
-        return own_part(variable, ops.from_first_replica(array, topology.axis_name))
-    if isinstance(variable.layout, PartitionedLayout):
-        total = variable.layout.scatter_sum(jnp.asarray(array))
-        return total if rule is Combine.SUM else total / topology.num_replicas
-    return ops.all_reduce(ReduceOp[rule.name], array, topology.axis_name, topology.num_replicas)
+        return form.own_part(ops.from_first_replica(array, topology.axis_name))
+    return form.reduce(ReduceOp[rule.name], array, topology)
 
 
 def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> None:

@@ -17,7 +17,8 @@ from distjax.placement.per_replica import PerReplica
 from distjax.variables import access
 from distjax.variables.creation_log import require_no_trace, require_own_trace
 from distjax.variables.donation import hand_out
-from distjax.variables.layout import Layout, stacked_layout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.policy import PLAIN, Policy, policy_for
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import VariablePlacement
@@ -72,7 +73,7 @@ def make_variable(
         state.creations.collect(variable, value)
         if state.local_view:  # replica 0's value wins: equal everywhere from the start
             value = from_first_replica(value, strategy.extended.axis_name)
-            state.bind(variable, access.own_part(variable, value))
+            state.bind(variable, variable.layout.local_form.own_part(value))
         else:
             state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
     return variable
@@ -106,7 +107,7 @@ def _rehearsal_text(name: str) -> str:
 
 def _layout(strategy: Any, placement: VariablePlacement, policy: Policy, aval: Any) -> Layout:
     if policy.stacked:
-        return stacked_layout(strategy.extended.topology)
+        return StackedLayout(strategy.extended.topology)
     return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
 
 

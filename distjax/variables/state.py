@@ -61,8 +61,10 @@ class StorageState:
         if jax_compat.staging():
             raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
         variable.require_present()
-        stored = hand_out(variable.stored)
-        return variable.layout.from_stored(stored, variable.shape)
+        handle = hand_out(variable.stored)
+        value = variable.layout.from_stored(handle, variable.shape)
+        is_safe = value is handle or variable.layout.hands_out_copies
+        return value if is_safe else jax.numpy.copy(value)
 
     def write(self, variable: Any, value: Any) -> None:
         """Replaces the storage of `variable` by a value in global form."""
@@ -125,25 +127,25 @@ class TraceState:
         """
         shard = self.read(variable)
         if jax_compat.current_trace() is not self.trace:
-            return variable.layout.gather(shard)
+            return variable.layout.local_form.gather(shard)
         held, whole = self._gathered.get(variable, (None, None))
         if held is not shard:
-            whole = variable.layout.gather(shard)
+            whole = variable.layout.local_form.gather(shard)
             self._gathered[variable] = (shard, whole)
         return whole
 
-    def whole(self, shard: Any, layout: Any) -> Any:
+    def whole(self, shard: Any, form: Any) -> Any:
         """Returns a value gathered from this replica's shard, and remembers the shard.
 
         Whoever handles the whole as one value can go back to the shard: then the
         gather is dead code.
         """
-        whole = layout.gather(shard)
-        self._shards[id(whole)] = (whole, shard, layout)
+        whole = form.gather(shard)
+        self._shards[id(whole)] = (whole, shard, form)
         return whole
 
     def shard_of(self, whole: Any) -> tuple[Any, Any] | None:
-        """Returns (shard, layout) of what `whole` gave; None for any other value."""
+        """Returns (shard, local form) of what `whole` gave; None for any other value."""
         held = self._shards.get(id(whole))
         return None if held is None else held[1:]
 

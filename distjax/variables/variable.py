@@ -15,7 +15,7 @@ from distjax.context import frames
 from distjax.errors import message
 from distjax.variables import access
 from distjax.variables.html import variable_html
-from distjax.variables.layout import Layout
+from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import (
     Policy,
     VariableAggregation,
@@ -130,12 +130,12 @@ class Variable:
     @property
     def global_shape(self) -> tuple[int, ...]:
         """[R, ...] for a variable with a component per replica, else the shape."""
-        return self.layout.global_shape(self.shape)
+        return self.layout.local_form.global_shape(self.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what one replica holds."""
-        return self.layout.local_shape(self.shape)
+        return self.layout.local_form.local_shape(self.shape)
 
     @property
     def storage(self) -> Stored | None:

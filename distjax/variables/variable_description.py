@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from distjax.placement import locality as kinds
-from distjax.variables.layout import PartitionedLayout
+from distjax.placement.locality import is_host_memory
+from distjax.variables.layouts.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,8 @@ class VariableDescription:
       synchronization: the name of its VariableSynchronization.
       aggregation: the name of its VariableAggregation.
       trainable: whether it is trained.
-      placement: "mirrored", "per replica", "partitioned on axis 0" or "host memory".
+      placement: "mirrored", "per replica", "partitioned on axis 0" or "host memory";
+        of a layout of the user's own class, its `str`.
       bytes_per_device: bytes in the memory of each device; 0 for one in host memory.
       host_bytes: bytes in host memory, of all its parts together.
     """
@@ -53,7 +54,7 @@ def describe_variable(variable: Any) -> VariableDescription:
 def describe_stored(
     name: str,
     stored: Any,
-    layout: Any,
+    layout: Layout,
     *,
     shape: tuple[int, ...],
     synchronization: str,
@@ -62,7 +63,7 @@ def describe_stored(
 ) -> VariableDescription:
     """Returns the description of a value of `shape` whose stored array is `stored`."""
     itemsize = stored.dtype.itemsize
-    is_on_host = layout.kind == kinds.HOST
+    is_on_host = is_host_memory(stored.sharding)
     shard_bytes = math.prod(stored.sharding.shard_shape(stored.shape)) * itemsize
     return VariableDescription(
         name=name,
@@ -71,15 +72,7 @@ def describe_stored(
         synchronization=synchronization,
         aggregation=aggregation,
         trainable=trainable,
-        placement=placement_text(layout),
+        placement=str(layout),
         bytes_per_device=0 if is_on_host else shard_bytes,
         host_bytes=stored.size * itemsize if is_on_host else 0,
     )
-
-
-def placement_text(layout: Any) -> str:
-    """Returns where a variable of this layout lives, in words."""
-    if isinstance(layout, PartitionedLayout):
-        return f"partitioned on axis {layout.axis}"
-    words: dict[str, str] = {kinds.PER_REPLICA: "per replica", kinds.HOST: "host memory"}
-    return words.get(layout.kind, str(layout.kind))

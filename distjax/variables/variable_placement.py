@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import jax
 
 from distjax.placement.topology import Topology
-from distjax.variables.layout import DirectLayout, Layout, mirrored_layout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.layouts.one_device import OneDeviceLayout
 
 
 class VariablePlacement(Protocol):
@@ -34,7 +36,14 @@ class VariablePlacement(Protocol):
         ...
 
     def reduction_layout(self, variable: Any) -> Layout:
-        """Returns how a value reduced to the devices of `variable` is laid out."""
+        """Returns how a value reduced to the devices of `variable` is laid out.
+
+        Args:
+          variable: what has the `shape`, `dtype` and `layout` of a variable.
+
+        The value is stored in no other form: of the layout returned, `unencoded`
+        is what counts.
+        """
         ...
 
 
@@ -47,8 +56,7 @@ class PlainPlacement:
 
     def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
         """Returns the device's layout."""
-        device = self.device
-        return DirectLayout(None if device is None else jax.sharding.SingleDeviceSharding(device))
+        return OneDeviceLayout(self.device)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the variable's own layout."""
@@ -64,8 +72,8 @@ class MirroredPlacement:
 
     def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
         """Returns `P()`."""
-        return mirrored_layout(self.topology)
+        return MirroredLayout(self.topology)
 
     def reduction_layout(self, variable: Any) -> Layout:
         """Returns the layout of a mirrored value."""
-        return mirrored_layout(self.topology)
+        return MirroredLayout(self.topology)

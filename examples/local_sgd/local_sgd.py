@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 import distjax as dj
-from distjax.placement.topology import REPLICA_AXIS, mesh_topology
-from distjax.variables.variable_placement import MirroredPlacement
+from distjax.parts import MirroredPlacement, mesh_topology
 
 ON_READ, MEAN = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.MEAN
 
@@ -41,7 +40,7 @@ class LocalSGDStrategy(dj.Strategy):
     """
 
     def __init__(self, local_steps: int, devices: Sequence[jax.Device] | None = None):
-        topology = mesh_topology(devices or jax.local_devices(), REPLICA_AXIS)
+        topology = mesh_topology(devices or jax.local_devices(), dj.REPLICA_AXIS)
         super().__init__(LocalSGDExtended(topology, MirroredPlacement(topology)))
         self.local_steps = local_steps
 

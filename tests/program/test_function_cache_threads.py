@@ -10,7 +10,7 @@ import pytest
 
 import distjax as dj
 from distjax.strategies import reducing
-from distjax.variables.layout import HostLayout
+from distjax.variables.layouts.host import HostLayout
 from tests.replicas import local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation

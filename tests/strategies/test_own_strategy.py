@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax.placement.topology import mesh_topology
-from distjax.variables.variable_placement import MirroredPlacement
+from distjax.parts import MirroredPlacement, mesh_topology
 from tests.replicas import ids
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.variables.partitioners import FixedShards, MaxSize, MinSize
+from distjax.parts import FixedShards, MaxSize, MinSize
 
 RNG = np.random.default_rng(0)
 W0, B0 = RNG.normal(size=(16, 8)).astype(np.float32), np.zeros((3,), np.float32)
@@ -123,6 +123,18 @@ def test_writes_in_a_replica_function(kind, aggregation):
     v.assign(np.zeros_like(W0))
     np.testing.assert_array_equal(v.value, np.zeros_like(W0))
     assert [c.shape for c in v.local_results()] == [W0.shape]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_is_reduced_to_the_devices_of_a_variable(kind):
+    strategy = make_strategy(kind, 2)
+    with strategy.scope():
+        v = dj.Variable(W0)
+    losses = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    reduce = lambda x: strategy.extended.reduce_to("sum", x, v)
+    assert float(reduce(losses)) == float(dj.jit(reduce)(losses)) == 1.0
 
 
 @pytest.mark.parametrize("kind", ["parameters", "central"])

@@ -1,0 +1,56 @@
+"""Parts of strategies, for a strategy of one's own: public, as the top package is.
+
+A strategy is a `dj.Strategy` around a `StrategyExtended`, which takes a topology
+(which devices, how many replicas) and a placement (where variables live); a
+placement answers with layouts (how one variable is stored), and may ask a
+partitioner (into how many shards).
+
+Modules that neither this package nor another one of the API reference shows are
+private: they change without notice.
+"""
+
+from distjax.placement.topology import Topology, mesh_topology, one_device_topology
+from distjax.strategies.central_storage import CentralStoragePlacement
+from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.sharded import ShardedPlacement
+from distjax.variables.layouts.host import HostLayout
+from distjax.variables.layouts.host_sharded import HostShardedLayout
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.layouts.local_form import WHOLE, LocalForm
+from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.layouts.one_device import OneDeviceLayout
+from distjax.variables.layouts.partitioned import PartitionedLayout
+from distjax.variables.layouts.shards import AxisShards, Shards
+from distjax.variables.layouts.stacked import StackedLayout
+from distjax.variables.partitioners import FixedShards, MaxSize, MinSize
+from distjax.variables.variable_placement import (
+    MirroredPlacement,
+    PlainPlacement,
+    VariablePlacement,
+)
+
+__all__ = [
+    "WHOLE",
+    "AxisShards",
+    "CentralStoragePlacement",
+    "FixedShards",
+    "HostLayout",
+    "HostShardedLayout",
+    "Layout",
+    "LocalForm",
+    "MaxSize",
+    "MinSize",
+    "MirroredLayout",
+    "MirroredPlacement",
+    "OneDeviceLayout",
+    "PartitionedLayout",
+    "PlainPlacement",
+    "ShardedPlacement",
+    "Shards",
+    "StackedLayout",
+    "StrategyExtended",
+    "Topology",
+    "VariablePlacement",
+    "mesh_topology",
+    "one_device_topology",
+]

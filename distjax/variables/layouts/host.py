@@ -1,0 +1,75 @@
+"""The layout of one value in host memory, stored flat."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from distjax.placement import locality as kinds
+from distjax.placement.topology import Topology
+from distjax.variables.layouts.host_sharded import HostShardedLayout
+from distjax.variables.layouts.local_form import WHOLE
+from distjax.variables.layouts.mirrored import MirroredLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLayout:
+    """One value in host memory, flattened, padded and split over the host's devices.
+
+    A replicated host array would hold a copy per device; so the host holds one.
+    """
+
+    topology: Topology
+    memory_kind: str
+    kind = kinds.HOST
+    num_copies = 1
+    local_form = WHOLE
+    hands_out_copies = True
+
+    def __str__(self) -> str:
+        return "host memory"
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        devices = np.array(self.topology.devices, dtype=object)
+        return Mesh(devices, ("part",), axis_types=(AxisType.Auto,))
+
+    @property
+    def sharding(self) -> Sharding:
+        """Split over the devices, in host memory."""
+        return NamedSharding(self._mesh, PartitionSpec("part"), memory_kind=self.memory_kind)
+
+    def to_stored(self, value: Any) -> Any:
+        """Returns `value` flattened and padded, in host memory."""
+        flat = jnp.asarray(value).reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % len(self.topology.devices)))
+        split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
+        return jax.device_put(split, self.sharding)
+
+    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+        """Returns the value [...], copied to each device."""
+        flat = jax.device_put(stored, NamedSharding(self._mesh, PartitionSpec("part")))
+        flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
+        size = int(np.prod(shape, dtype=int))
+        # Constraints, not device_puts: in a trace those only name a memory, and a result that is
+        # this value would come out split, as would what is stored come out whole.
+        return lax.with_sharding_constraint(flat[:size].reshape(shape), self.topology.mirrored)
+
+    def constrain(self, stored: Any) -> Any:
+        """Returns `stored`: `to_stored` has put it there."""
+        return stored
+
+    def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout | MirroredLayout:
+        """Returns a host layout that keeps the shape; on the devices if R divides no size."""
+        count = self.topology.num_replicas
+        axis = next((i for i, size in enumerate(shape) if size and size % count == 0), None)
+        if axis is None:
+            return MirroredLayout(self.topology)
+        return HostShardedLayout(self.topology, axis, self.memory_kind)

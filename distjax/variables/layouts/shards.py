@@ -1,0 +1,175 @@
+"""What one replica holds of a value that is split: a shard."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from distjax.collectives.ops import ReduceOp, require_sums
+from distjax.placement.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisShards:
+    """The value is split into R equal parts along `axis`.
+
+    Attributes:
+      topology: the R replicas.
+      axis: an axis whose size R divides.
+    """
+
+    topology: Topology
+    axis: int
+    varying = True
+    is_split = True
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P(..., replica)` with the replica axis at `axis`."""
+        if self.topology.mesh is None:
+            return self.topology.mirrored
+        spec = PartitionSpec(*(None,) * self.axis, self.topology.axis_name)
+        return NamedSharding(self.topology.mesh, spec)
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns `shape`."""
+        return shape
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of one shard."""
+        size = shape[self.axis] // self.topology.num_replicas
+        return (*shape[: self.axis], size, *shape[self.axis + 1 :])
+
+    def to_replicas(self, value: jax.Array) -> jax.Array:
+        """Returns the shards of a value as [R, ...]: nothing is moved."""
+        count = self.topology.num_replicas
+        shape = value.shape
+        split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
+        return jnp.moveaxis(value.reshape(split), self.axis, 0)
+
+    def from_replicas(self, array: jax.Array) -> jax.Array:
+        """Returns the value of shards [R, ...]: nothing is moved."""
+        split = jnp.moveaxis(array, 0, self.axis)
+        shape = split.shape
+        whole = shape[self.axis] * shape[self.axis + 1]
+        return self.spread(split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :]))
+
+    def spread(self, value: jax.Array) -> jax.Array:
+        """Returns `value`, of which each device computes its shard."""
+        if self.topology.mesh is None:
+            return value
+        return lax.with_sharding_constraint(value, self.sharding)
+
+    def gather(self, local: jax.Array) -> jax.Array:
+        """Returns the value, by an all-gather."""
+        return lax.all_gather(local, self.topology.axis_name, axis=self.axis, tiled=True)
+
+    def own_part(self, value: jax.Array) -> jax.Array:
+        """Returns this replica's shard."""
+        size = value.shape[self.axis] // self.topology.num_replicas
+        start = lax.axis_index(self.topology.axis_name) * size
+        return lax.dynamic_slice_in_dim(value, start, size, self.axis)
+
+    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> jax.Array:
+        """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
+        total = lax.psum_scatter(
+            _as_summand(value), topology.axis_name, scatter_dimension=self.axis, tiled=True
+        )
+        return total if op is ReduceOp.SUM else total / topology.num_replicas
+
+    def unstack(
+        self, local: jax.Array, shape: tuple[int, ...]
+    ) -> tuple[jax.Array, AxisShards] | None:
+        """Returns the shards of the slices, split along one of their own axes."""
+        if self.axis > 0:
+            return local, AxisShards(self.topology, self.axis - 1)
+        count = self.topology.num_replicas
+        axis = next((i for i, n in enumerate(shape) if i and n and n % count == 0), None)
+        if axis is None:
+            return None
+        # Each replica has some slices whole: it gets its part of every slice in their place.
+        parts = lax.all_to_all(
+            local, self.topology.axis_name, split_axis=axis, concat_axis=0, tiled=True
+        )
+        return parts, AxisShards(self.topology, axis - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The value is split into R shards of one shape by two functions.
+
+    All that replicas do with shards follows from the two: one's own shard is an
+    element of ``split(value)``, gathering is `join` after an all-gather, reducing is a
+    reduce-scatter after `split`.
+
+    Attributes:
+      topology: the R replicas.
+      split: takes a value [...] of any dtype, returns its shards [R, ...].
+      join: the inverse of `split`.
+      sharding: of a value that is laid out by shards; None: the compiler's choice.
+
+    Both functions only rearrange (reshape, transpose, slice, concatenate, pad), and
+    are functions of a module, or methods of a frozen dataclass: equal shards of two
+    variables are then equal, and compiled once.
+    """
+
+    topology: Topology
+    split: Callable[[Any], Any]
+    join: Callable[[Any], Any]
+    sharding: Sharding | None = None
+    varying = True
+    is_split = True
+
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns `shape`."""
+        return shape
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of one shard."""
+        value = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return tuple(jax.eval_shape(self.split, value).shape[1:])
+
+    def to_replicas(self, value: Any) -> Any:
+        """Returns ``split(value)``."""
+        return self.split(value)
+
+    def from_replicas(self, array: Any) -> Any:
+        """Returns ``join(array)``."""
+        return self.spread(self.join(array))
+
+    def spread(self, value: Any) -> Any:
+        """Returns `value`, at `sharding` if there is one."""
+        return (
+            value if self.sharding is None else lax.with_sharding_constraint(value, self.sharding)
+        )
+
+    def gather(self, local: Any) -> Any:
+        """Returns the value, by an all-gather."""
+        return self.join(lax.all_gather(local, self.topology.axis_name))
+
+    def own_part(self, value: Any) -> Any:
+        """Returns this replica's shard."""
+        own = lax.axis_index(self.topology.axis_name)
+        return lax.dynamic_index_in_dim(self.split(value), own, keepdims=False)
+
+    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> jax.Array:
+        """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
+        total = lax.psum_scatter(self.split(_as_summand(value)), topology.axis_name)
+        return total if op is ReduceOp.SUM else total / topology.num_replicas
+
+    def unstack(self, local: Any, shape: tuple[int, ...]) -> None:
+        """Returns None: of a slice nothing is known."""
+        return None
+
+
+def _as_summand(value: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    require_sums(value.dtype, "a reduction to shards")
+    # A psum counts truth values as int32, a reduce-scatter would refuse them.
+    return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value

@@ -1,0 +1,58 @@
+"""The layout of a component per replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from distjax.collectives.constraint import constrain_to_replicas
+from distjax.placement import locality as kinds
+from distjax.placement.topology import Topology
+from distjax.variables.layouts.local_form import Components
+from distjax.variables.layouts.mirrored import MirroredLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedLayout:
+    """A component per replica, [R, ...]: `P(replica)`."""
+
+    topology: Topology
+    kind = kinds.PER_REPLICA
+    hands_out_copies = False
+
+    def __str__(self) -> str:
+        return "per replica"
+
+    @property
+    def num_copies(self) -> int:
+        """R."""
+        return self.topology.num_replicas
+
+    @property
+    def sharding(self) -> Sharding:
+        """`P(replica)`."""
+        return self.topology.per_replica
+
+    @property
+    def local_form(self) -> Components:
+        """A component of one's own."""
+        return Components(self.topology.num_replicas)
+
+    def to_stored(self, value: Any) -> Any:
+        """Returns `value`."""
+        return value
+
+    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+        """Returns `stored`."""
+        return stored
+
+    def constrain(self, stored: Any) -> jax.Array:
+        """Returns `stored`, a slice on each replica."""
+        return constrain_to_replicas(stored, self.topology, varying=True)
+
+    def unencoded(self, shape: tuple[int, ...]) -> MirroredLayout:
+        """Returns the mirrored layout: one value has no components."""
+        return MirroredLayout(self.topology)

@@ -231,8 +231,8 @@ def _renew_trees(path: Sequence[Any], node: Any, bare: dict[tuple[Any, ...], Any
 
 def _is_renewed(tree: Any) -> bool:
     """Returns whether a tree may hold parts or arrays; what else is static stays as it is."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_part)
-    if jax.tree_util.treedef_is_leaf(structure):
+    leaves = jax.tree.leaves(tree, is_leaf=_is_part)
+    if any(x is tree for x in leaves):
         return False
     return not leaves or any(_is_part(x) or is_array(x) for x in leaves)
 

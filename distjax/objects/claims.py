@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 _numbers = itertools.count()
-_registry_lock = threading.RLock()  # taken again where a collection runs inside of it
-_claims: dict[int, Claim] = {}  # by the id of an object
+#: By the id of an object. Written without a lock, which a signal could leave taken: an entry is
+#: never exchanged.
+_claims: dict[int, Claim] = {}
 _Lock = type(threading.RLock())
 
 
@@ -35,43 +36,45 @@ class Claim:
         self._unwatched: set[int] = set()
 
     def cover(self, value: object) -> None:
-        """Makes this the claim of `value`, for as long as it lives."""
+        """Makes this the claim of `value`, for as long as it lives, unless it has one by now."""
         key = id(value)
         try:
             self._watched[key] = weakref.ref(value, lambda _: self._forget(key))
         except TypeError:  # a variable of NNX: forgotten with the modules around it
             self._unwatched.add(key)
-        _claims[key] = self
+        _claims.setdefault(key, self)
 
     def _forget(self, key: int) -> None:
-        with _registry_lock:
-            self._watched.pop(key, None)
-            gone = {key} if self._watched else {key, *self._unwatched}
-            for each in gone:
-                if _claims.get(each) is self:
-                    del _claims[each]
+        self._watched.pop(key, None)
+        for gone in {key} if self._watched else {key, *self._unwatched}:
+            if _claims.get(gone) is self:
+                _claims.pop(gone, None)
 
 
 def known_claims(values: Iterable[object]) -> tuple[Claim, ...]:
     """Returns the claims that cover any of `values`, in order."""
-    found = {_claims.get(id(value)) for value in values} - {None}
+    found = {claim for claim in (_claims.get(id(value)) for value in values) if claim is not None}
     return tuple(sorted(found, key=lambda claim: claim.number))
 
 
 def claims_of(modules: Sequence[object], variables: Sequence[object]) -> tuple[Claim, ...]:
     """Returns the claims of objects, in order; those without one get one together.
 
+    Threads that meet here agree: an object has the claim that covered it first.
+
     Args:
       modules: objects that hold others; weakly referable.
       variables: what they hold; new ones come under a claim of the modules.
     """
-    with _registry_lock:
-        known = known_claims((*modules, *variables))
-        new = [value for value in modules if id(value) not in _claims]
+    known = known_claims((*modules, *variables))
+    new = [value for value in modules if id(value) not in _claims]
+    bare = [value for value in variables if id(value) not in _claims]
+    if new or bare:
         claim = Claim() if new or not known else known[0]
-        for value in (*new, *(v for v in variables if id(v) not in _claims)):
+        for value in (*new, *bare):
             claim.cover(value)
-        return known_claims((*modules, *variables))
+        known = known_claims((*modules, *variables))
+    return known
 
 
 class HeldClaims:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from flax import nnx
+from flax.nnx import pytreelib, tracers
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH
 
 #: The mark of what was made outside of all traces; None where this module was imported in one.
-_OUTSIDE = None if jax_compat.tracing() else nnx.tracers.TraceState()
+_OUTSIDE = None if jax_compat.tracing() else tracers.TraceState()
 #: The names under which functions of Flax hold what they refuse to change.
 _NAMES = ("self", "value")
 
@@ -25,12 +26,12 @@ def is_outside(node: Any) -> bool:
     """Returns whether a module or variable was made outside of traces, and is not in one now."""
     if isinstance(node, nnx.Variable):
         return any(_is_outside(part) for part in node.__getstate__().values())
-    states = [x for x in vars(node).values() if isinstance(x, nnx.pytreelib.PytreeState)]
+    states = [x for x in vars(node).values() if isinstance(x, pytreelib.PytreeState)]
     return any(_is_outside(state.trace_state) for state in states)
 
 
 def _is_outside(mark: Any) -> bool:
-    return isinstance(mark, nnx.tracers.TraceState) and mark == _OUTSIDE
+    return isinstance(mark, tracers.TraceState) and mark == _OUTSIDE
 
 
 def explain(error: Exception) -> TraceLeakError | None:

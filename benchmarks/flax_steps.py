@@ -99,9 +99,35 @@ def _nnx_cached_partial(devices: list[jax.Device]) -> Call:
 
 
 def _nnx_by_hand(devices: list[jax.Device]) -> Call:
-    """Split outside, merged in `jit(shard_map)`; the rules that distjax has, by hand."""
+    """Split once; the state is carried, and donated."""
     mesh = handwritten.make_mesh(devices)
     graphdef, state = nnx.split(_nnx_objects())
+    return carry(
+        handwritten.jit_over_replicas(_local_step(graphdef), mesh, donate=True),
+        handwritten.replicate(state, mesh),
+        handwritten.split(_batch(mesh.size), mesh),
+    )
+
+
+def _nnx_by_hand_each_step(devices: list[jax.Device]) -> Call:
+    """Split before each step, updated after it: the objects are up to date, as with `run`."""
+    mesh, objects = handwritten.make_mesh(devices), _nnx_objects()
+    graphdef, state = nnx.split(objects)
+    nnx.update(objects, handwritten.replicate(state, mesh))
+    compiled = handwritten.jit_over_replicas(_local_step(graphdef), mesh, donate=False)
+    batch = handwritten.split(_batch(mesh.size), mesh)
+
+    def call() -> Any:
+        _, state = nnx.split(objects)
+        state, loss = compiled(state, batch)
+        nnx.update(objects, state)
+        return loss
+
+    return call
+
+
+def _local_step(graphdef: Any) -> Callable[..., Any]:
+    """Merged in `jit(shard_map)`; the rules that distjax has, by hand."""
     step = _nnx_step(lambda tree: lax.pmean(tree, REPLICA_AXIS))
 
     def local_step(state: Any, batch: Any) -> Any:
@@ -117,12 +143,7 @@ def _nnx_by_hand(devices: list[jax.Device]) -> Call:
         nnx.update(rngs, keys)
         return nnx.state(objects), loss
 
-    compiled = handwritten.jit_over_replicas(local_step, mesh, donate=True)
-    return carry(
-        compiled,
-        handwritten.replicate(state, mesh),
-        handwritten.split(_batch(mesh.size), mesh),
-    )
+    return local_step
 
 
 def _nnx_ours(devices: list[jax.Device], donate: bool) -> Call:
@@ -218,6 +239,7 @@ def _rows(devices: list[jax.Device]) -> list[tuple[str, str, Call, Call, float |
         "linen, statistics per replica": (False, False),
     }
     return [
+        ("NNX", "split and updated by hand", run, _nnx_by_hand_each_step(devices), 1.1),
         ("NNX, donated", "shard_map", donated, _nnx_by_hand(devices), None),
         *(
             (name, "pmap", _linen_ours(devices, *form), _linen_pmap(devices, *form), 1.1)

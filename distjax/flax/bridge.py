@@ -3,57 +3,99 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from flax import nnx
 
+from distjax.flax import trace_level
 from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
 from distjax.flax.module_description import describe_placed
-from distjax.flax.plans import Objects, Plan, take_apart, write_entries
+from distjax.flax.plans import Objects, take_apart, write_entries
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
+from distjax.objects.claims import HeldClaims
 from distjax.variables.variable_description import VariableDescription
 
 _JIT = type(nnx.jit(lambda: None))
 
+R = TypeVar("R")
+
 
 class NNXObjectLeaves:
-    """NNX objects taken apart, outside of a program.
-
-    Attributes:
-      plan, leaves, owners, members: as in `distjax.objects.stateful.ObjectLeaves`.
-    """
+    """NNX objects taken apart: `distjax.objects.stateful.ObjectLeaves` for Flax NNX."""
 
     def __init__(self, objects: Objects):
         self._objects = objects
         self.plan, self.leaves = objects.plan, objects.leaves
         self.owners = objects.plan.places
-        self.members = objects.variables
+        self.members = objects.graph.variables
+        self._references: Any = None
+
+    def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
+        """Returns stored leaves in the global view, as what `run` takes or as values."""
+        owner = None if self.plan.strategy is None else self.plan.strategy()
+        pairs = zip(leaves, self.plan.layouts, strict=True)
+        if owner is None or not for_replicas:
+            return [as_value(x, layout) for x, layout in pairs]
+        topology = owner.extended.topology
+        return [as_argument(x, layout, topology) for x, layout in pairs]
+
+    def put_together(
+        self, leaves: Sequence[Any], context: Any, body: Callable[[TracedNNXObjects], R]
+    ) -> R:
+        """Returns `body()`, called while the objects hold values of a trace."""
+        graph = self._objects.graph
+        traced = TracedNNXObjects(self.plan, self._objects.objects, graph.variables)
+        saved = traced.save()
+        try:
+            traced.enter(leaves, graph.paths, context)
+            return body(traced)
+        finally:
+            try:
+                saved.restore()
+            except BaseException:  # a signal raised in it
+                saved.restore()
+                raise
+
+    def combine_writes(
+        self, outcome: Outcome, finals: Mapping[int, Any], strategy: Any
+    ) -> dict[int, Any]:
+        """Returns what is stored of what was written, by the rule of each in replicas."""
+        if strategy is not None:
+            return combine_writes(self.plan, outcome, finals, strategy)
+        owner = None if self.plan.strategy is None else self.plan.strategy()
+        if owner is None:
+            return dict(finals)
+        layouts = [layout for end in outcome.ends for layout in end.entry.layouts]
+        return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
         """Gives the objects their new values, and their new graph where it changed."""
-        if outcome.graphdef is None:
-            write_entries(self._objects.variables, self._new_values(outcome, stored))
-            return
-        before = [_read_raw(v) for v in self._objects.variables]
         after = self._new_values(outcome, stored)
+        variables = self._objects.graph.variables
+        if outcome.graphdef is None:
+            write_entries(variables, after)
+            return
+        if self._references is None:  # as they were, should a signal raise while they change
+            self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [
-            before[origin] if i not in after and origin is not None else after[i]
-            for i, origin in enumerate(outcome.origins)
+            _read_raw(variables[end.origin])
+            if i not in after and end.origin is not None
+            else after[i]
+            for i, end in enumerate(outcome.ends)
         ]
-        outer = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
-        nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=outer)
+        nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:
         """Returns the values of the entries of which a leaf is stored anew."""
         values, number = {}, 0
-        for i, entry in enumerate(outcome.entries):
-            numbers = range(number, number + len(entry.layouts))
-            number += len(entry.layouts)
+        for i, end in enumerate(outcome.ends):
+            numbers = range(number, number + len(end.entry.layouts))
+            number += len(end.entry.layouts)
             if any(n in stored for n in numbers):
-                values[i] = entry.treedef.unflatten(
+                values[i] = end.entry.treedef.unflatten(
                     [stored[n] if n in stored else self.leaves[n] for n in numbers]
                 )
         return values
@@ -74,41 +116,15 @@ class NNXBridge:
         """Returns the function inside `nnx.jit`: it becomes part of a larger program."""
         return fn.fun if type(fn) is _JIT and fn.in_shardings is None else fn
 
-    def split(self, objects: Sequence[Any], strategy: Any) -> NNXObjectLeaves:
-        """Takes objects apart, outside of the program; places them for `strategy` first."""
-        return NNXObjectLeaves(take_apart(objects, strategy))
+    def take_apart(
+        self, objects: Sequence[Any], strategy: Any, held: HeldClaims | None
+    ) -> NNXObjectLeaves:
+        """Returns objects taken apart, placed for `strategy` first."""
+        return NNXObjectLeaves(take_apart(objects, strategy, held))
 
-    def as_arguments(self, plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-        """Returns stored leaves as what `run` takes, in the global view."""
-        strategy = None if plan.strategy is None else plan.strategy()
-        if strategy is None:
-            return list(leaves)
-        topology = strategy.extended.topology
-        return [
-            as_argument(x, layout, topology) for x, layout in zip(leaves, plan.layouts, strict=True)
-        ]
-
-    def as_values(self, plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-        """Returns stored leaves as global values, in the global view."""
-        return [as_value(x, layout) for x, layout in zip(leaves, plan.layouts, strict=True)]
-
-    def merge(self, plan: Plan, leaves: Sequence[Any], context: Any) -> TracedNNXObjects:
-        """Puts the objects together, in a replica (`context`) or the global view (None)."""
-        return TracedNNXObjects(plan, leaves, context)
-
-    def combine_writes(
-        self, plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: Any
-    ) -> dict[int, Any]:
-        """Returns what is stored of what the replicas wrote, by the rule of each."""
-        return combine_writes(plan, outcome, finals, strategy)
-
-    def store(self, plan: Plan, outcome: Outcome, finals: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns what is stored of what code in the global view wrote."""
-        strategy = None if plan.strategy is None else plan.strategy()
-        if strategy is None:
-            return dict(finals)
-        layouts = [layout for entry in outcome.entries for layout in entry.layouts]
-        return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
+    def explain(self, error: Exception) -> Exception | None:
+        """Returns what to say of Flax's refusal to change what distjax did not find, or None."""
+        return trace_level.explain(error)
 
     def describe(self, strategy: Any) -> list[VariableDescription]:
         """Returns a description of each variable of the objects placed for `strategy`."""

@@ -13,7 +13,7 @@ from flax import nnx
 from distjax.context import frames
 from distjax.errors import describe_value, message
 from distjax.flax.layouts import layout_of, place_array
-from distjax.flax.plans import raw_value, take_apart
+from distjax.flax.plans import place_objects, raw_value
 from distjax.variables.layouts.layout import Layout
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def create(fn: Callable[[], T]) -> T:
     initial, found = initialiser(fn, strategy)
     arrays = [place_array(x, layout) for x, layout in zip(initial(), found.layouts, strict=True)]
     (built,) = nnx.graph.unflatten(found.graphdef, found.treedef.unflatten(arrays))
-    take_apart(_objects(built), strategy)
+    place_objects(_objects(built), strategy)
     return built
 
 
@@ -110,7 +110,7 @@ def place(module: T) -> T:
         raise ValueError(_no_objects_text("place", module))
     if not strategy.extended.is_default:
         frames.require_cross_replica(strategy, "flax.place")
-        take_apart(objects, strategy)
+        place_objects(objects, strategy)
     return module
 
 

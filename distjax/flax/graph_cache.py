@@ -14,6 +14,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from distjax import jax_compat
+from distjax.objects.claims import Claim, HeldClaims, claims_of, known_claims
+
 
 class FlatGraph:
     """What `nnx.graph.flatten` finds of objects.
@@ -22,6 +25,7 @@ class FlatGraph:
       graphdef: their graph.
       paths: per variable its path.
       variables: their variables and bare arrays, in the order of the graph.
+      claims: the claims of all that is in it, where they are taken.
       found: what was looked up by this graph at the last call, and the key to it.
     """
 
@@ -29,22 +33,44 @@ class FlatGraph:
         self.graphdef, flat = nnx.graph.flatten(tuple(objects), graph=True)
         self.paths: Sequence[tuple[Any, ...]] = flat.paths
         self.variables: list[Any] = list(flat.leaves)
+        self.claims: tuple[Claim, ...] = ()
         self.found: tuple[Any, Any] = (None, None)
 
 
-def flatten_graph(objects: Sequence[Any]) -> FlatGraph:
-    """Returns the flat graph of objects, outside of traces; that of an earlier call if it holds."""
+def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
+    """Returns the flat graph of objects; that of an earlier call if it holds.
+
+    Args:
+      objects: the objects.
+      held: takes the claims of all that is in the graph.
+    """
     key = tuple(map(id, objects))
     known = _graphs.get(key)
-    if known is not None and known[1].holds():
-        return known[0]
-    found = FlatGraph(objects)
-    fingerprint = _take_fingerprint(objects, found)
+    if known is not None:
+        held.take(known[0].claims)
+        if known[1].holds():
+            return known[0]
+    found = _flatten_claimed(objects, held)
+    fingerprint = None if jax_compat.tracing() else _take_fingerprint(objects, found)
     if fingerprint is None:
         _graphs.pop(key, None)
     else:
         _graphs[key] = found, fingerprint, _forget_with(objects, key)
     return found
+
+
+def _flatten_claimed(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
+    """Returns the flat graph of objects, looked at while its claims are held."""
+    if not held.claims:
+        held.take(known_claims(objects))
+    while True:
+        found = FlatGraph(objects)
+        modules = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
+        variables = [v for v in found.variables if isinstance(v, nnx.Variable)]
+        found.claims = claims_of(modules, variables)
+        if found.claims == held.claims:
+            return found
+        held.take(found.claims)  # and look again: another thread may just have changed it
 
 
 def references(objects: Sequence[Any]) -> Any:

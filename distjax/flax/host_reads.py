@@ -2,8 +2,8 @@
 
 Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX refuses to
 compute with one operand in each memory. A hook in the variable's metadata, which Flax
-calls for what is read, copies it. In a program distjax does the copying: traced objects are
-without the hook, so that what a step makes of them has the user's metadata only.
+calls for what is read, copies it. In a program distjax does the copying: while a step is traced
+the variables are without the hook, so that what it makes of them has the user's metadata only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from flax import nnx
 
 _HOOKS = "on_get_value"  # Flax's name in the metadata: a function, or a tuple of them
 
@@ -37,16 +36,19 @@ def add_hooks(variables: Iterable[Any]) -> bool:
     return bool(bare)
 
 
-def take_hooks(variables: Iterable[Any]) -> list[Any]:
-    """Takes the hook away; returns the variables that had it."""
-    found = [v for v in variables if isinstance(v, nnx.Variable) and on_devices in _hooks(v)]
-    for variable in found:
+def has_hook(variable: Any) -> bool:
+    """Returns whether a variable has the hook."""
+    return on_devices in _hooks(variable)
+
+
+def metadata_without(variable: Any) -> dict[str, Any]:
+    """Returns the metadata of a variable without the hook."""
+    metadata = variable.get_metadata()
+    if has_hook(variable):
         others = tuple(hook for hook in _hooks(variable) if hook is not on_devices)
-        if others:
-            variable.set_metadata(_HOOKS, others)
-        else:
-            variable.del_metadata(_HOOKS)
-    return found
+        del metadata[_HOOKS]
+        metadata.update({_HOOKS: others} if others else {})
+    return metadata
 
 
 def _hooks(variable: Any) -> tuple[Any, ...]:

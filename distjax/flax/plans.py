@@ -20,9 +20,11 @@ from distjax.flax import (
     rules,
     static_attributes,
     strategy_of,
+    trace_level,
 )
 from distjax.flax.graph_cache import FlatGraph
 from distjax.flax.layouts import layout_of, place_array
+from distjax.objects.claims import HeldClaims
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.variables.layouts.layout import Layout
@@ -101,45 +103,66 @@ class Objects:
     Attributes:
       objects: they themselves.
       plan: what is static of them.
-      variables: their variables and bare arrays, in the order of the graph.
+      graph: their graph, with their variables.
       leaves: arrays and PerReplica, as stored.
     """
 
     objects: Sequence[Any]
     plan: Plan
-    variables: Sequence[Any]
+    graph: FlatGraph
     leaves: list[Any]
 
 
-def take_apart(objects: Sequence[Any], strategy: Any) -> Objects:
+def take_apart(objects: Sequence[Any], strategy: Any, held: HeldClaims | None) -> Objects:
     """Returns the arrays of objects and the plan of them, placed for `strategy`.
 
     Args:
       objects: NNX objects.
       strategy: the strategy they are used under; None: the one they were placed for.
+      held: takes the claims of the objects; None inside a program, whose call has them.
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
+      TraceLeakError: inside a program, an object that its call did not find.
       TypeError: a static attribute, or metadata, that is not hashable.
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
+    if held is None:
+        graph = FlatGraph(objects)
+        _require_in_trace(graph.variables)
+    else:
+        graph = graph_cache.flatten_graph(objects, held)
     if strategy is not None:
         strategy_of.assign_strategy(objects, strategy)
     else:
         strategy = strategy_of.common_strategy(objects)
-    in_trace = jax_compat.tracing()
-    graph = FlatGraph(objects) if in_trace else graph_cache.flatten_graph(objects)
     values = [raw_value(v) for v in graph.variables]
     leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
     plan = _plan(objects, strategy, graph, leaves, structure)
-    if strategy is None or in_trace:
-        return Objects(objects, plan, graph.variables, leaves)
+    if strategy is None or jax_compat.tracing():
+        return Objects(objects, plan, graph, leaves)
     stored = [place_array(x, layout) for x, layout in zip(leaves, plan.layouts, strict=True)]
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
         write_entries(graph.variables, _group_by_entry(plan.entries, stored))
     if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
-        return take_apart(objects, strategy)  # metadata is part of the graph
-    return Objects(objects, plan, graph.variables, stored)
+        return take_apart(objects, strategy, held)  # metadata is part of the graph
+    return Objects(objects, plan, graph, stored)
+
+
+def place_objects(objects: Sequence[Any], strategy: Any) -> None:
+    """Moves the arrays of objects to where `strategy` keeps them."""
+    held = HeldClaims()
+    try:
+        take_apart(objects, strategy, held)
+    finally:
+        held.release()
+
+
+def _require_in_trace(variables: Sequence[Any]) -> None:
+    """Raises for a variable that no call has claimed: it would be a constant of the program."""
+    for variable in variables:
+        if isinstance(variable, nnx.Variable) and trace_level.is_outside(variable):
+            raise trace_level.not_found(variable)
 
 
 def raw_value(variable: Any) -> Any:

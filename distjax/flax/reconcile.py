@@ -39,7 +39,7 @@ def combine_writes(
       LocalityError: replicas wrote different values where the rule needs equal ones.
     """
     topology = strategy.extended.topology
-    places = [(layout, entry) for entry in outcome.entries for layout in entry.layouts]
+    places = [(layout, end.entry) for end in outcome.ends for layout in end.entry.layouts]
     combined: dict[int, Any] = {}
     sums: dict[int, Any] = {}
     for number, value in finals.items():
@@ -145,7 +145,7 @@ def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[st
 
 def _require_origin(outcome: Outcome, entry: Entry) -> None:
     """Raises for a key that a step made: there is none of before to go back to."""
-    if outcome.graphdef is None or outcome.origins[outcome.entries.index(entry)] is not None:
+    if all(end.origin is not None for end in outcome.ends if end.entry is entry):
         return
     raise LocalityError(
         message(

@@ -46,9 +46,34 @@ def assign_strategy(objects: Sequence[Any], strategy: Any) -> None:
         if owner is not None and owner is not strategy:
             raise StrategyMismatchError(_text(node, owner, strategy))
     for node in nodes:
-        key = id(node)
-        forget = weakref.ref(node, lambda _, key=key: _strategies.pop(key, None))
-        _strategies[key] = (forget, weakref.ref(strategy))
+        _assign(node, strategy)
+
+
+def assign_unassigned(nodes: Sequence[Any], strategy: Any) -> None:
+    """Records `strategy` as that of those modules in `nodes` that have none."""
+    for node in nodes:
+        if strategy_of(node) is None:
+            _assign(node, strategy)
+
+
+def _assign(node: Any, strategy: Any) -> None:
+    key = id(node)
+    forget = weakref.ref(node, lambda _: _strategies.pop(key, None))
+    _strategies[key] = (forget, weakref.ref(strategy))
+
+
+def records(nodes: Sequence[Any]) -> dict[int, Any]:
+    """Returns what is recorded of modules, for `put_back`."""
+    return {id(node): _strategies.get(id(node)) for node in nodes}
+
+
+def put_back(records: dict[int, Any]) -> None:
+    """Records what was recorded; may be run again."""
+    for key, record in records.items():
+        if record is None:
+            _strategies.pop(key, None)
+        else:
+            _strategies[key] = record
 
 
 def _text(node: Any, owner: Any, strategy: Any) -> str:

@@ -1,4 +1,8 @@
-"""Traced objects: NNX objects put together inside a trace, and what they hold at its end."""
+"""Traced objects: NNX objects while they hold values of a trace, and what they hold at its end.
+
+They are the user's own: nothing but the objects themselves is written, and what they held is
+saved before and given back after. So a function finds them wherever it refers to them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
+from distjax.errors import UnsupportedError, message
 from distjax.flax import host_reads, metric_rules, rules, static_attributes, strategy_of
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
+from distjax.flax.saved_state import SavedState, hold
 from distjax.placement.per_replica import is_per_replica
+from distjax.replica.arguments import is_array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class End:
+    """A variable at the end of a trace.
+
+    Attributes:
+      entry: what is static of it.
+      origin: its number in the plan, None for a new one.
+    """
+
+    entry: Entry
+    origin: int | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,70 +42,94 @@ class Outcome:
 
     Attributes:
       graphdef: their graph where it changed (attributes, new variables), else None.
-      entries: the variables of that graph.
-      origins: per variable of it its number in the plan, None for a new one.
+      ends: the variables of it.
       shards: numbers of leaves that are handed over as the replicas' shards.
     """
 
     graphdef: Any
-    entries: tuple[Entry, ...]
-    origins: tuple[int | None, ...]
-    shards: frozenset[int]
+    ends: tuple[End, ...]
+    shards: frozenset[int] = frozenset()
 
 
 class TracedNNXObjects:
-    """The objects of a plan, made of values inside a trace.
+    """The user's own objects while they hold the values of a trace.
 
     Args:
       plan: what is static of the objects.
-      leaves: their arrays, as this view sees them.
-      context: the replica context; None in the global view.
+      objects: the objects.
+      variables: their variables and bare arrays, in the order of the plan.
     """
 
-    def __init__(self, plan: Plan, leaves: Sequence[Any], context: Any):
-        self._plan = plan
-        self._in_replica = context is not None
+    def __init__(self, plan: Plan, objects: Sequence[Any], variables: Sequence[Any]):
+        self._plan, self._objects, self._variables = plan, objects, variables
+        self._in_replica = False
+        graph = list(nnx.iter_graph(tuple(objects), graph=True))
+        self._nodes = {path: node for path, node in graph if isinstance(node, nnx.Pytree)}
+        self._in_variables = [v for v in variables if isinstance(v, nnx.Variable)]
+        self._on_host = [v for v in self._in_variables if host_reads.has_hook(v)]
+        self._numbers = nnx.graph.RefMap()
+        self._graphdef: Any = None
+        self._start: list[list[Any]] = []
+
+    def save(self) -> SavedState:
+        """Returns what the objects hold."""
+        return SavedState([*self._nodes.values()], self._in_variables)
+
+    def enter(self, leaves: Sequence[Any], paths: Sequence[Any], context: Any) -> None:
+        """Gives the objects their values in the trace.
+
+        Args:
+          leaves: their arrays, as this view sees them.
+          paths: where each of the variables is in the graph.
+          context: the replica context; None in the global view.
+        """
+        plan, self._in_replica = self._plan, context is not None
+        strategy = None if plan.strategy is None else plan.strategy()
+        if context is None and strategy is not None:  # so that `run` inside can tell
+            strategy_of.assign_unassigned([*self._nodes.values()], strategy)
         seen = [
             _view_leaf(leaf, layout, entry, context)
             for leaf, (layout, entry) in zip(leaves, _layouts(plan), strict=True)
         ]
-        self._index = nnx.graph.IndexMap()
-        self.objects = nnx.graph.unflatten(
-            plan.graphdef, values_of(plan, seen), index_ref=self._index
+        values = values_of(plan, seen)
+        bare = {}
+        for variable, value, path in zip(self._variables, values, paths, strict=True):
+            if isinstance(variable, nnx.Variable):
+                hold(variable, value, host_reads.metadata_without(variable))
+            else:
+                bare[tuple(path)] = value
+        for path, node in self._nodes.items():
+            _renew_trees(path, node, bare)
+        self._graphdef, flat = nnx.graph.flatten(
+            tuple(self._objects), ref_index=self._numbers, graph=True
         )
-        if context is None and plan.strategy is not None:
-            strategy_of.assign_strategy(
-                self.objects, plan.strategy()
-            )  # so that `run` inside can tell
-        _, flat = nnx.graph.flatten(self.objects, graph=True)
-        self._variables = list(flat.leaves)
-        self._host_variables = host_reads.take_hooks(self._variables)
+        _require_held(plan, [raw_value(v) for v in flat.leaves], values)
         if context is not None and context.num_replicas_in_sync > 1:
-            _empty_other_parts(plan, self.objects, context.replica_id_in_sync_group)
-        self._entry = [
-            jax.tree.leaves(raw_value(v), is_leaf=is_per_replica) for v in self._variables
-        ]
+            _empty_other_parts(plan, self._objects, context.replica_id_in_sync_group)
+        self._start = [jax.tree.leaves(raw_value(v), is_leaf=is_per_replica) for v in flat.leaves]
 
     def remaining_members(self) -> dict[int, Any]:
         """Returns the variables that the objects had at the start and still have, by number."""
-        left = {id(node) for _, node in nnx.iter_graph(tuple(self.objects))}
+        left = {id(node) for _, node in nnx.iter_graph(tuple(self._objects))}
         variables = enumerate(self._variables)
         return {i: v for i, v in variables if isinstance(v, nnx.Variable) and id(v) in left}
 
-    def leave(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
+    def collect(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
         """Returns what is static of the end, and the leaves that changed, by number.
 
         Leaves of a changed graph are numbered in the order of that graph.
         """
-        static_attributes.require_no_traced_values(self.objects)
-        host_reads.add_hooks(self._host_variables)
-        outer = nnx.graph.RefMap.from_indexmap(self._index)
-        graphdef, flat = nnx.graph.flatten(self.objects, ref_outer_index=outer, graph=True)
-        if graphdef.with_no_outer_index() == self._plan.graphdef:
+        static_attributes.require_no_traced_values(self._objects)
+        graphdef, flat = self._flatten()
+        if graphdef.with_no_outer_index() == self._graphdef:
             values = [raw_value(v) for v in flat.leaves]
-            if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._entry)):
+            if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._start)):
                 return self._collect_updates(values, keep_all)
-        return self._collect_graph(graphdef, flat)
+        host_reads.add_hooks(self._on_host)
+        return self._collect_graph(*self._flatten())
+
+    def _flatten(self) -> tuple[Any, Any]:
+        return nnx.graph.flatten(tuple(self._objects), ref_outer_index=self._numbers, graph=True)
 
     def _is_update(self, variable: Any, value: Any, entry: Entry, start: list[Any]) -> bool:
         """Returns whether a new value can be written to the variable as it is."""
@@ -97,10 +141,10 @@ class TracedNNXObjects:
         self, values: Sequence[Any], keep_all: frozenset[int]
     ) -> tuple[Outcome, dict[int, Any]]:
         finals, shards = {}, set()
-        entries = [leaf for leaves in self._entry for leaf in leaves]
+        starts = [leaf for leaves in self._start for leaf in leaves]
         ends = [leaf for v in values for leaf in jax.tree.leaves(v, is_leaf=is_per_replica)]
         places = [entry for _, entry in _layouts(self._plan)]
-        same = [start is end for start, end in zip(entries, ends, strict=True)]
+        same = [start is end for start, end in zip(starts, ends, strict=True)]
         combined = self._find_combined_metrics(places, same)
         for number, (end, entry) in enumerate(zip(ends, places, strict=True)):
             if same[number] and number not in keep_all and _metric_of(entry) not in combined:
@@ -108,7 +152,8 @@ class TracedNNXObjects:
             finals[number], is_shard = self._hand_over(end)
             if is_shard:
                 shards.add(number)
-        return Outcome(None, self._plan.entries, (), frozenset(shards)), finals
+        ends = tuple(End(entry, i) for i, entry in enumerate(self._plan.entries))
+        return Outcome(None, ends, frozenset(shards)), finals
 
     def _find_combined_metrics(self, entries: Sequence[Entry], same: Sequence[bool]) -> set[int]:
         """Returns the metrics that changed and whose function combines all of their state."""
@@ -125,13 +170,15 @@ class TracedNNXObjects:
         return (value, False) if held is None else (held[0], True)
 
     def _name(self, path: Sequence[Any]) -> str:
-        root = type(self.objects[int(str(path[0]))]).__name__
+        root = type(self._objects[int(str(path[0]))]).__name__
         return ".".join([root, *map(str, path[1:])])
 
     def _collect_graph(self, graphdef: Any, flat: Any) -> tuple[Outcome, dict[int, Any]]:
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
         strategy = None if self._plan.strategy is None else self._plan.strategy()
-        entries, origins, ends, same = [], [], [], []
+        ends: list[
+            tuple[End, list[Any], bool]
+        ] = []  # with the leaves, and whether they are the same
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
             origin = known.get(id(variable))
@@ -140,19 +187,18 @@ class TracedNNXObjects:
             metric = known_entry.metric if known_entry else None
             entry = make_entry(strategy, variable, name, leaves, treedef, metric)
             is_same = origin is not None and all(
-                a is b for a, b in zip(leaves, self._entry[origin], strict=False)
+                a is b for a, b in zip(leaves, self._start[origin], strict=False)
             )
-            entries.append(entry)
-            origins.append(origin)
-            ends.append(leaves)
-            same.append(is_same)
-        combined = self._find_combined_metrics(entries, same)
+            ends.append((End(entry, origin), leaves, is_same))
+        combined = self._find_combined_metrics(
+            [end.entry for end, _, _ in ends], [is_same for _, _, is_same in ends]
+        )
         finals, number = {}, 0
-        for entry, leaves, is_same in zip(entries, ends, same, strict=True):
-            if not is_same or _metric_of(entry) in combined:
+        for end, leaves, is_same in ends:
+            if not is_same or _metric_of(end.entry) in combined:
                 finals.update((number + i, leaf) for i, leaf in enumerate(leaves))
             number += len(leaves)
-        return Outcome(graphdef, tuple(entries), tuple(origins), frozenset()), finals
+        return Outcome(graphdef, tuple(end for end, _, _ in ends)), finals
 
 
 def _metric_of(entry: Entry) -> int | None:
@@ -161,6 +207,57 @@ def _metric_of(entry: Entry) -> int | None:
 
 def _layouts(plan: Plan) -> list[tuple[Any, Entry]]:
     return [(layout, entry) for entry in plan.entries for layout in entry.layouts]
+
+
+def _renew_trees(path: Sequence[Any], node: Any, bare: dict[tuple[Any, ...], Any]) -> None:
+    """Gives a module trees of its own for the trace: a step may change them in place.
+
+    Among them is Flax's mark of the trace that may change the module. Variables and modules in
+    them stay the user's; bare arrays become those of the trace, by path.
+    """
+    attributes = vars(node)
+    for name, tree in [*attributes.items()]:
+        place = (*path, name)
+        if place in bare:
+            attributes[name] = bare[place]
+        elif not _is_part(tree) and _is_renewed(tree):
+            attributes[name] = jax.tree_util.tree_map_with_path(
+                lambda keys, x, place=place: bare.get((*place, *map(_key, keys)), x),
+                tree,
+                is_leaf=_is_part,
+            )
+
+
+def _is_renewed(tree: Any) -> bool:
+    """Returns whether a tree may hold parts or arrays; what else is static stays as it is."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_part)
+    if any(x is tree for x in leaves):
+        return False
+    return not leaves or any(_is_part(x) or is_array(x) for x in leaves)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, nnx.Variable) or nnx.graph.is_graph_node(value)
+
+
+def _key(entry: Any) -> Any:
+    """Returns the key of Flax's paths for one of JAX's."""
+    return next(getattr(entry, k) for k in ("key", "idx", "name") if hasattr(entry, k))
+
+
+def _require_held(plan: Plan, held: Sequence[Any], values: Sequence[Any]) -> None:
+    """Raises if the objects do not hold the values that they were given."""
+    for entry, now, value in zip(plan.entries, held, values, strict=True):
+        if now is not value:
+            raise UnsupportedError(
+                message(
+                    f"{entry.path} needs to be a variable to be taken into a program",
+                    got="an array in a node that is no nnx.Module",
+                    why="a program gives the objects the values of its trace, and only Flax's "
+                    "own classes say where they hold them",
+                    fix="nnx.Variable(array) in its place, or an nnx.Module around it",
+                )
+            )
 
 
 def _view_leaf(leaf: Any, layout: Any, entry: Entry, context: Any) -> Any:

@@ -1,8 +1,9 @@
 """Objects with state of their own (Flax modules) as arguments: what a bridge offers.
 
 A library whose objects change in place is bridged by one object that takes them
-apart into arrays, puts them together in a trace, and writes the arrays back. The
-core knows no such library: a bridge is imported when its library has been.
+apart into arrays; what they are taken apart into puts traced values into them for the
+time of a trace, and writes new arrays to them. The core knows no such library: a
+bridge is imported when its library has been.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 
+from distjax.objects.claims import HeldClaims
 from distjax.variables.variable_description import VariableDescription
+
+R = TypeVar("R")
 
 #: Module of a library -> module of ours that has its bridge, as `BRIDGE`.
 _BRIDGES = {"flax.nnx": "distjax.flax.bridge"}
@@ -32,30 +36,20 @@ class Bridge(Protocol):
         """Returns the function inside a compiling decorator of the library."""
         ...
 
-    def split(self, objects: Sequence[Any], strategy: Any) -> ObjectLeaves:
-        """Takes objects apart, outside of the program; places them for `strategy` first."""
+    def take_apart(
+        self, objects: Sequence[Any], strategy: Any, held: HeldClaims | None
+    ) -> ObjectLeaves:
+        """Returns objects taken apart, placed for `strategy` first.
+
+        Args:
+          objects: the objects, each once.
+          strategy: the strategy, or None.
+          held: takes the claims of the objects; None inside a program, whose call has them.
+        """
         ...
 
-    def as_arguments(self, plan: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Returns stored leaves as what `run` takes, in the global view."""
-        ...
-
-    def as_values(self, plan: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Returns stored leaves as global values, in the global view."""
-        ...
-
-    def merge(self, plan: Any, leaves: Sequence[Any], context: Any) -> TracedObjects:
-        """Puts the objects together, in a replica (`context`) or the global view (None)."""
-        ...
-
-    def combine_writes(
-        self, plan: Any, outcome: Any, finals: Mapping[int, Any], strategy: Any
-    ) -> dict[int, Any]:
-        """Returns what is stored of what the replicas wrote, by the rule of each."""
-        ...
-
-    def store(self, plan: Any, outcome: Any, finals: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns what is stored of what code in the global view wrote."""
+    def explain(self, error: Exception) -> Exception | None:
+        """Returns what to raise for an error of the library that hides its cause, or None."""
         ...
 
     def describe(self, strategy: Any) -> list[VariableDescription]:
@@ -68,7 +62,7 @@ class Bridge(Protocol):
 
 
 class ObjectLeaves(Protocol):
-    """Objects taken apart, outside of the program.
+    """Objects taken apart.
 
     Attributes:
       plan: what is static of them; hashable.
@@ -82,25 +76,47 @@ class ObjectLeaves(Protocol):
     owners: Sequence[int]
     members: Sequence[Any]
 
+    def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
+        """Returns stored leaves in the global view, as what `run` takes or as values."""
+        ...
+
+    def put_together(
+        self, leaves: Sequence[Any], context: Any, body: Callable[[TracedObjects], R]
+    ) -> R:
+        """Returns `body()`, called while the objects hold values of a trace.
+
+        After it they are as they were before, even where it raised.
+
+        Args:
+          leaves: what they hold.
+          context: the replica context; None in the global view.
+          body: is handed the objects as they are meanwhile.
+        """
+        ...
+
+    def combine_writes(self, outcome: Any, finals: Mapping[int, Any], strategy: Any) -> Any:
+        """Returns what is stored of what was written, by number.
+
+        Args:
+          outcome: of `TracedObjects.collect`.
+          finals: of it, in the global view.
+          strategy: the strategy whose replicas wrote; None: code in the global view did.
+        """
+        ...
+
     def write_back(self, outcome: Any, stored: Mapping[int, Any]) -> None:
-        """Gives the objects their new values."""
+        """Gives the objects their new values; may be called again where a signal raised in it."""
         ...
 
 
 class TracedObjects(Protocol):
-    """Objects put together inside a trace.
-
-    Attributes:
-      objects: traced copies of the user's objects, in their order.
-    """
-
-    objects: Sequence[Any]
+    """Objects while they hold the values of a trace."""
 
     def remaining_members(self) -> Mapping[int, Any]:
-        """Returns the `ObjectLeaves.members` that the objects still have, traced, by number."""
+        """Returns the `ObjectLeaves.members` that the objects still have, by number."""
         ...
 
-    def leave(self, keep_all: frozenset[int]) -> tuple[Any, dict[int, Any]]:
+    def collect(self, keep_all: frozenset[int]) -> tuple[Any, dict[int, Any]]:
         """Returns what is static of the end, and the leaves that changed, by number.
 
         Those numbered in `keep_all` are returned even if they did not change.

@@ -1,8 +1,8 @@
 """Objects with state through a program: taken apart, threaded, written back.
 
 Outside, the objects among the arguments and those that the function captured become
-arrays. Inside, traced objects made of these arrays take their places while the function is
-traced. What these hold at the end is written to the objects when the program
+arrays. While the function is traced, the objects themselves hold traced values. What
+they hold at the end is a result of the program, and is written to the objects when it
 has run; an exception before that leaves them as they were.
 """
 
@@ -17,36 +17,70 @@ from typing import Any
 import jax
 
 from distjax.context import frames
-from distjax.objects.captures import Captures, substitute
-from distjax.objects.stateful import Bridge, Placeholder, StateFound, active_bridge, is_placeholder
+from distjax.objects.captures import find_captures
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful import (
+    Bridge,
+    ObjectLeaves,
+    Placeholder,
+    StateFound,
+    TracedObjects,
+    active_bridge,
+    is_placeholder,
+)
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import Static
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.run import run_in_trace
 
-#: Held while traced objects are where a function refers to the user's.
-_places_lock = threading.RLock()
-
-#: The keyword under which a program gets what no positional argument holds.
-_STATE = "<state>"
+# Which objects a program of this thread is called with: a trace of it finds them here, since
+# what is static of a call must not keep them alive.
+_this_thread = threading.local()
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticPart:
     """What is static of the objects that one call takes or captures.
 
     Attributes:
-      bridge: the bridge of their library.
       plan: the bridge's own.
-      captured: per object that the function captured its number.
+      captured: per reference in the function to an object the number of that object.
       kept: numbers of leaves that come back changed or not, as they are donated.
     """
 
-    bridge: Bridge
     plan: Any
     captured: tuple[int, ...]
     kept: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectKeywords:
+    """The keyword arguments of a call with objects, and what no argument carries.
+
+    Attributes:
+      kwargs: the user's.
+      captured: the leaves of objects that only the function refers to.
+      static: what is static of the objects.
+    """
+
+    kwargs: dict[str, Any]
+    captured: list[Placeholder]
+    static: StaticPart
+
+
+def _flatten_keywords(node: ObjectKeywords) -> tuple[Any, Any]:
+    names = sorted(node.kwargs)
+    values = [(jax.tree_util.DictKey(name), node.kwargs[name]) for name in names]
+    captured = (jax.tree_util.DictKey("captured objects"), node.captured)
+    return (*values, captured), (node.static, tuple(names))
+
+
+def _unflatten_keywords(aux: tuple[StaticPart, tuple[str, ...]], children: Any) -> ObjectKeywords:
+    *values, captured = children
+    return ObjectKeywords(dict(zip(aux[1], values, strict=True)), captured, aux[0])
+
+
+jax.tree_util.register_pytree_with_keys(ObjectKeywords, _flatten_keywords, _unflatten_keywords)
 
 
 class StatefulArgs:
@@ -55,10 +89,10 @@ class StatefulArgs:
     Args:
       bridge: the bridge of their library.
       objects: the objects, each once; those among the arguments come first.
-      captured: per object that the function captured its number.
+      split: the objects, taken apart.
+      captured: per reference in the function to an object the number of that object.
       args: positional arguments.
       kwargs: keyword arguments.
-      strategy: the strategy to place them for, or None.
       donated: numbers of the positional arguments that are donated.
 
     Attributes:
@@ -69,14 +103,13 @@ class StatefulArgs:
         self,
         bridge: Bridge,
         objects: Sequence[Any],
+        split: ObjectLeaves,
         captured: tuple[int, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        strategy: Any,
         donated: Collection[int],
     ):
-        self._objects = objects
-        self._split = split = bridge.split(objects, strategy)
+        self._bridge, self._objects, self._split = bridge, objects, split
         leaves: list[list[Any]] = [[] for _ in objects]
         for owner, leaf in zip(split.owners, split.leaves, strict=True):
             leaves[owner].append(leaf)
@@ -93,11 +126,20 @@ class StatefulArgs:
 
         is_leaf = _leaf_test(bridge)
         self.args = tuple(jax.tree.map(placeholder, arg, is_leaf=is_leaf) for arg in args)
-        self.kwargs = jax.tree.map(placeholder, kwargs, is_leaf=is_leaf)
+        kwargs = jax.tree.map(placeholder, kwargs, is_leaf=is_leaf) if kwargs else {}
         given = {s.index for i in donated for s in _placeholders(self.args[i]) if s.leaves}
         kept = frozenset(i for i, owner in enumerate(split.owners) if owner in given)
         rest = [Placeholder(i, leaves[i]) for i in range(len(objects)) if i not in placed]
-        self.kwargs[_STATE] = (StaticPart(bridge, split.plan, captured, kept), rest)
+        self.kwargs = ObjectKeywords(kwargs, rest, StaticPart(split.plan, captured, kept))
+
+    def call(self, program: Callable[..., Any]) -> Any:
+        """Returns ``program(args, kwargs, finish)``, whose trace finds the objects."""
+        outer = getattr(_this_thread, "call", None)
+        try:
+            _this_thread.call = self
+            return program(self.args, self.kwargs, self.finish)
+        finally:
+            _this_thread.call = outer
 
     def finish(self, returned: tuple[Any, Any, Mapping[int, Any]]) -> Any:
         """Writes what the program returned to the objects; returns the user's results."""
@@ -107,13 +149,82 @@ class StatefulArgs:
         )
         return _put_objects(result, [*self._objects, *self._split.members])
 
+    # -- inside of a program --------------------------------------------------
+
+    def emit_run(
+        self, strategy: Any, fn: Callable[..., Any], args: Any, keywords: ObjectKeywords, state: Any
+    ) -> tuple[Any, Any, Any]:
+        """Emits ``fn`` on every replica; returns what `finish` takes."""
+        args, keywords = self._with_inputs(args, keywords, True)
+
+        # The captured come last, so that errors number the user's arguments as he does.
+        def on_replica(*args: Any, **kwargs: Any) -> Any:
+            given = ObjectKeywords(kwargs, args[-1], keywords.static)
+            return self._trace(fn, args[:-1], given, frames.current().replica_context)
+
+        functools.update_wrapper(on_replica, fn, updated=())
+        result, outcome, finals = run_in_trace(
+            strategy, on_replica, (*args, keywords.captured), keywords.kwargs, state
+        )
+        return result, outcome, self._split.combine_writes(outcome, finals, strategy)
+
+    def emit_call(
+        self, fn: Callable[..., Any], args: Any, keywords: ObjectKeywords
+    ) -> tuple[Any, Any, Any]:
+        """Calls ``fn`` in the global view; returns what `finish` takes."""
+        args, keywords = self._with_inputs(args, keywords, False)
+        result, outcome, finals = self._trace(fn, args, keywords, None)
+        return result, outcome, self._split.combine_writes(outcome, finals, None)
+
+    def _with_inputs(self, args: Any, keywords: ObjectKeywords, for_replicas: bool) -> Any:
+        """Returns the arguments with all leaves of the placeholders in them converted together."""
+        placeholders = _in_order((args, keywords))
+        leaves = [leaf for s in placeholders for leaf in s.leaves]
+        converted = iter(self._split.as_inputs(leaves, for_replicas))
+        new = {
+            s.index: Placeholder(s.index, [next(converted) for _ in s.leaves]) for s in placeholders
+        }
+
+        def exchange(value: Any) -> Any:
+            return new[value.index] if is_placeholder(value) and value.leaves else value
+
+        return jax.tree.map(exchange, (args, keywords), is_leaf=_is_placeholder_or_value)
+
+    def _trace(
+        self, fn: Callable[..., Any], args: Any, keywords: ObjectKeywords, context: Any
+    ) -> tuple[Any, Any, dict[int, Any]]:
+        """Calls ``fn`` while its objects hold the leaves of the placeholders."""
+        leaves = [leaf for s in _in_order((args, keywords)) for leaf in s.leaves]
+        args, kwargs = _put_objects((args, keywords.kwargs), self._objects)
+        fn = self._bridge.unwrap(fn)
+
+        def body(traced: TracedObjects) -> tuple[Any, Any, dict[int, Any]]:
+            result = self._take_objects(fn(*args, **kwargs), traced)
+            return result, *traced.collect(keywords.static.kept)
+
+        return self._split.put_together(leaves, context, body)
+
+    def _take_objects(self, result: Any, traced: TracedObjects) -> Any:
+        """Returns results with placeholders for the objects in them, and for their variables."""
+        count = len(self._objects)
+        indices = {id(v): count + i for i, v in traced.remaining_members().items()}
+        indices.update((id(o), i) for i, o in enumerate(self._objects))
+
+        def placeholder(value: Any) -> Any:
+            return Placeholder(indices[id(value)], ()) if id(value) in indices else value
+
+        return jax.tree.map(
+            placeholder, result, is_leaf=lambda x: id(x) in indices or is_per_replica(x)
+        )
+
 
 def extract_objects(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     strategy: Any,
-    donated: Collection[int] = (),
+    donated: Collection[int],
+    held: HeldClaims | None,
 ) -> StatefulArgs | None:
     """Takes apart the objects among the arguments of ``fn`` and in what it captured.
 
@@ -122,37 +233,45 @@ def extract_objects(
     bridge = active_bridge()
     if bridge is None:
         return None
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
-    found = {id(leaf): leaf for leaf in leaves if bridge.is_stateful(leaf)}
-    with _places_lock:  # else the traced objects of another thread's trace may be found
-        captures = _captures(bridge, fn, leaves)
-    found.update((id(o), o) for o in captures.objects)
+    given, captures = _find_objects(bridge, fn, args, kwargs)
+    found = {id(o): o for o in (*given, *captures)}
     if not found:
         return None
     indices = {key: i for i, key in enumerate(found)}
-    captured = tuple(indices[id(o)] for o in captures.objects)
-    return StatefulArgs(bridge, list(found.values()), captured, args, kwargs, strategy, donated)
+    captured = tuple(indices[id(o)] for o in captures)
+    objects = list(found.values())
+    split = bridge.take_apart(objects, strategy, held)
+    return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
 
 
-def _captures(bridge: Bridge, fn: Any, leaves: Sequence[Any]) -> Captures:
-    captures = Captures(bridge.unwrap(fn), bridge.is_stateful)
-    for leaf in leaves:  # attributes of the user's own objects among the arguments
-        value = leaf.value if isinstance(leaf, Static) else leaf
-        if not bridge.is_stateful(value) and not is_placeholder(value):
-            captures.search(value)
-    return captures
+def _find_objects(
+    bridge: Bridge, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the objects among the arguments, and those that the function refers to."""
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
+    values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
+    given = [leaf for leaf in leaves if bridge.is_stateful(leaf)]
+    others = [x for x in values if not (bridge.is_stateful(x) or is_placeholder(x))]
+    return given, find_captures([bridge.unwrap(fn), *others], bridge.is_stateful)
 
 
 def _leaf_test(bridge: Bridge) -> Callable[[Any], bool]:
     def is_leaf(value: Any) -> bool:
-        special = isinstance(value, (Placeholder, Static)) or is_per_replica(value)
-        return special or bridge.is_stateful(value)
+        return _is_placeholder_or_value(value) or bridge.is_stateful(value)
 
     return is_leaf
 
 
+def _is_placeholder_or_value(value: Any) -> bool:
+    return isinstance(value, (Placeholder, Static)) or is_per_replica(value)
+
+
 def _placeholders(tree: Any) -> list[Placeholder]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_placeholder) if is_placeholder(x)]
+
+
+def _in_order(tree: Any) -> list[Placeholder]:
+    return sorted(_placeholders(tree), key=lambda s: s.index)
 
 
 def _put_objects(tree: Any, objects: Sequence[Any]) -> Any:
@@ -161,109 +280,63 @@ def _put_objects(tree: Any, objects: Sequence[Any]) -> Any:
     )
 
 
-# -- inside of a program ------------------------------------------------------
+# -- what programs emit -------------------------------------------------------
 
 
 def run_here(
     strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
-    stateful = extract_objects(fn, args, kwargs, strategy)
-    if stateful is None:
-        return run_in_trace(strategy, fn, args, kwargs, state)
-    return stateful.finish(emit_run(strategy, fn, stateful.args, stateful.kwargs, state))
+    stateful = extract_objects(fn, args, kwargs, strategy, (), None)
+    try:
+        if stateful is None:
+            return run_in_trace(strategy, fn, args, kwargs, state)
+        emitted = stateful.emit_run(strategy, fn, stateful.args, stateful.kwargs, state)
+        return stateful.finish(emitted)
+    except Exception as error:
+        _explain(error)
+        raise
 
 
 def emit_run(
-    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
+    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, state: Any
 ) -> Any:
     """Emits ``fn`` on every replica; objects are arrays among the arguments.
 
     Returns the results; where there are objects (results, what is static of
     the objects' end, new stored values).
     """
-    if _STATE not in kwargs:
+    try:
+        if isinstance(kwargs, ObjectKeywords):
+            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state)
         _require_no_state(fn, args, kwargs)
         return run_in_trace(strategy, fn, args, kwargs, state)
-    static: StaticPart = kwargs[_STATE][0]
-    bridge, plan = static.bridge, static.plan
-    args, kwargs = _with_leaves(args, kwargs, lambda leaves: bridge.as_arguments(plan, leaves))
-
-    def on_replica(*args: Any, **kwargs: Any) -> Any:
-        return _call(fn, static, args, kwargs, frames.current().replica_context)
-
-    functools.update_wrapper(on_replica, fn, updated=())
-    result, outcome, finals = run_in_trace(strategy, on_replica, args, kwargs, state)
-    return result, outcome, bridge.combine_writes(plan, outcome, finals, strategy)
+    except Exception as error:
+        _explain(error)
+        raise
 
 
-def emit_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def emit_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Calls ``fn`` in the global view, as `emit_run` does in the replica view."""
-    if _STATE not in kwargs:
+    try:
+        if isinstance(kwargs, ObjectKeywords):
+            return _this_thread.call.emit_call(fn, args, kwargs)
         _require_no_state(fn, args, kwargs)
         return fn(*args, **kwargs)
-    static: StaticPart = kwargs[_STATE][0]
-    bridge, plan = static.bridge, static.plan
-    args, kwargs = _with_leaves(args, kwargs, lambda leaves: bridge.as_values(plan, leaves))
-    result, outcome, finals = _call(fn, static, args, kwargs, None)
-    return result, outcome, bridge.store(plan, outcome, finals)
+    except Exception as error:
+        _explain(error)
+        raise
 
 
 def _require_no_state(fn: Any, args: Any, kwargs: Any) -> None:
     bridge = active_bridge()
-    if bridge is None:
-        return
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
-    if any(map(bridge.is_stateful, leaves)) or _captures(bridge, fn, leaves).objects:
+    if bridge is not None and any(_find_objects(bridge, fn, args, kwargs)):
         raise StateFound
 
 
-def _with_leaves(
-    args: tuple[Any, ...], kwargs: dict[str, Any], convert: Callable[[list[Any]], list[Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with all leaves of the placeholders in them converted together."""
-    placeholders = sorted(
-        (s for s in _placeholders((args, kwargs)) if s.leaves), key=lambda s: s.index
-    )
-    converted = iter(convert([leaf for s in placeholders for leaf in s.leaves]))
-    new = {s.index: Placeholder(s.index, [next(converted) for _ in s.leaves]) for s in placeholders}
-
-    def exchange(value: Any) -> Any:
-        return new[value.index] if is_placeholder(value) and value.leaves else value
-
-    return jax.tree.map(exchange, (args, kwargs), is_leaf=_is_placeholder_or_value)
-
-
-def _is_placeholder_or_value(value: Any) -> bool:
-    return isinstance(value, (Placeholder, Static)) or is_per_replica(value)
-
-
-def _call(
-    fn: Callable[..., Any], static: StaticPart, args: tuple[Any, ...], kwargs: Any, context: Any
-) -> tuple[Any, Any, dict[int, Any]]:
-    """Calls ``fn`` with traced objects in the places of its objects."""
-    bridge = static.bridge
-    placeholders = sorted(_placeholders((args, kwargs)), key=lambda s: s.index)
-    traced = bridge.merge(static.plan, [leaf for s in placeholders for leaf in s.leaves], context)
-    kwargs = {k: v for k, v in kwargs.items() if k != _STATE}
-    fn = bridge.unwrap(fn)
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_placeholder_or_value)
-    args, kwargs = _put_objects((args, kwargs), traced.objects)
-    with _places_lock:  # one thread at a time has its traced objects in the user's places
-        captures = _captures(bridge, fn, leaves)
-        found = zip(captures.objects, static.captured, strict=True)
-        replacements = {id(o): traced.objects[i] for o, i in found}
-        with captures.replace(replacements):
-            result = substitute(fn, replacements)(*args, **kwargs)
-    members = traced.remaining_members().items()
-    indices = {id(member): len(traced.objects) + i for i, member in members}
-    indices.update((id(o), i) for i, o in enumerate(traced.objects))
-
-    def placeholder(value: Any) -> Any:
-        return Placeholder(indices[id(value)], ()) if id(value) in indices else value
-
-    result = jax.tree.map(
-        placeholder, result, is_leaf=lambda x: id(x) in indices or is_per_replica(x)
-    )
-    outcome, finals = traced.leave(static.kept)
-    return result, outcome, finals
+def _explain(error: Exception) -> None:
+    """Raises what a bridge says in place of an error that hides its cause."""
+    bridge = active_bridge()
+    explained = None if bridge is None else bridge.explain(error)
+    if explained is not None:
+        raise explained from error

@@ -7,15 +7,16 @@ from typing import Any
 
 import jax
 
+from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
-from distjax.objects.stateful_args import StatefulArgs, extract_objects
+from distjax.objects.stateful_args import extract_objects
 from distjax.program.program import Program
 
 
 class StatefulProgram:
     """A program, and the objects with state that each call of it takes or captures.
 
-    Whether it is, is found at the first call; a later one that differs is found when
+    Whether it is, is found at the first calls; a later one that differs is found when
     it is traced, so that a call without objects pays nothing.
 
     Args:
@@ -30,38 +31,47 @@ class StatefulProgram:
         self,
         program: Program,
         resolve: Callable[[], Any],
-        strategy: Any,
+        strategy: Callable[[], Any],
         donated: Collection[int] = (),
         on_second_call: Callable[[], None] | None = None,
     ):
         self._program, self._resolve = program, resolve
         self._strategy, self._donated = strategy, donated
         self._on_second_call = on_second_call
-        self._has_objects: bool | None = None
+        self._was_called = False
+        self._is_plain = False  # there have been calls, and no objects
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program and returns the user's results."""
-        if self._on_second_call is not None and self._has_objects is not None:
-            self._on_second_call()
-            self._on_second_call = None
-        if self._has_objects is False:
+        if self._is_plain:
             try:
                 return self._program(args, kwargs)
             except StateFound:
-                self._has_objects = True
-        stateful = self._extract(args, kwargs)
-        if stateful is None:
-            return self._program(args, kwargs)
-        return self._program(stateful.args, stateful.kwargs, stateful.finish)
+                self._is_plain = False
+        if self._was_called and self._on_second_call is not None:
+            self._on_second_call()
+            self._on_second_call = None
+        return self._with_objects(args, kwargs, self._program)
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""
-        stateful = self._extract(args, kwargs)
-        if stateful is not None:
-            args, kwargs = stateful.args, stateful.kwargs
-        return self._program.lower(args, kwargs)
+        lower = lambda args, kwargs, finish=None: self._program.lower(args, kwargs)
+        return self._with_objects(args, kwargs, lower)
 
-    def _extract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StatefulArgs | None:
-        stateful = extract_objects(self._resolve(), args, kwargs, self._strategy(), self._donated)
-        self._has_objects = self._has_objects or stateful is not None
-        return stateful
+    def _with_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Callable[..., Any]
+    ) -> Any:
+        """Returns what `program` does of the arguments; its objects are claimed meanwhile."""
+        held = HeldClaims()
+        try:
+            stateful = extract_objects(
+                self._resolve(), args, kwargs, self._strategy(), self._donated, held
+            )
+            self._is_plain, self._was_called = self._was_called and stateful is None, True
+            return program(args, kwargs) if stateful is None else stateful.call(program)
+        finally:
+            try:
+                held.release()
+            except BaseException:  # a signal raised in it
+                held.release()
+                raise

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax.errors import UnsupportedError
 from distjax.testing import hlo
 from tests.flax.image_loop import values
 from tests.replicas import ids
@@ -259,3 +260,58 @@ def test_an_interrupt_while_results_are_written_leaves_those_of_the_whole_step(
         program(model)
     assert np.asarray(model.bias[...]).tolist() == [2, 2]
     np.testing.assert_array_equal(model.kernel[...], kernel + 1)
+
+
+class Box:
+    """A node of a class that Flax is told about."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+nnx.graph.register_graph_node_type(
+    Box,
+    flatten=lambda box: (sorted(vars(box).items()), None),
+    set_key=lambda box, key, value: setattr(box, key, value),
+    pop_key=lambda box, key: vars(box).pop(key),
+    create_empty=lambda _: Box(),
+    clear=lambda box: vars(box).clear(),
+    init=lambda box, items: vars(box).update(items),
+)
+
+
+def test_nodes_of_other_classes_hold_variables_and_no_arrays(pair, how):
+    model = nnx.Dict(box=nnx.data(Box(count=nnx.Variable(jnp.zeros(2)))))
+
+    def step(model):
+        model["box"].count[...] += 1
+
+    run = how(lambda model: pair.run(step, args=(model,)))
+    run(model)
+    assert np.asarray(model["box"].count[...]).tolist() == [1, 1]
+    model["box"].scale = jnp.ones(2)
+    with pytest.raises(UnsupportedError) as caught:
+        run(model)
+    assert str(caught.value).splitlines()[0] == (
+        "Dict.box.scale needs to be a variable to be taken into a program."
+    )
+    assert np.asarray(model["box"].count[...]).tolist() == [1, 1]
+
+
+def test_a_plain_tree_that_a_failing_step_changed_is_as_it_was(pair):
+    model = nnx.Dict(table=nnx.data({"a": nnx.Variable(jnp.zeros(2)), "bare": jnp.zeros(3)}))
+    table, bare = model["table"], model["table"]["bare"]
+
+    def step(model):
+        assert model["table"]["a"] is table["a"]
+        model["table"]["a"][...] += 1
+        model["table"]["b"] = nnx.Variable(jnp.ones(2))
+        model["table"]["bare"] += 1
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pair.run(step, args=(model,))
+    assert model["table"] is table
+    assert table["bare"] is bare
+    assert list(table) == ["a", "bare"]
+    assert np.asarray(table["a"][...]).tolist() == [0, 0]

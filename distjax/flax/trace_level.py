@@ -1,0 +1,62 @@
+"""The level of JAX traces at which Flax lets an object change, and what hides behind its error.
+
+Flax marks each object with the trace that it was made in, and refuses to change it in
+another. A step's objects are given new marks while it is traced; one that distjax did
+not find keeps its own, and Flax's error does not say what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from flax.nnx import pytreelib, tracers
+
+from distjax import jax_compat
+from distjax.errors import TraceLeakError, message
+from distjax.objects.captures import MAX_DEPTH
+
+#: The mark of what was made outside of all traces; None where this module was imported in one.
+_OUTSIDE = None if jax_compat.tracing() else tracers.TraceState()
+#: The names under which functions of Flax hold what they refuse to change.
+_NAMES = ("self", "value")
+
+
+def is_outside(node: Any) -> bool:
+    """Returns whether a module or variable was made outside of traces, and is not in one now."""
+    if isinstance(node, nnx.Variable):
+        return any(_is_outside(part) for part in node.__getstate__().values())
+    states = [x for x in vars(node).values() if isinstance(x, pytreelib.PytreeState)]
+    return any(_is_outside(state.trace_state) for state in states)
+
+
+def _is_outside(mark: Any) -> bool:
+    return isinstance(mark, tracers.TraceState) and mark == _OUTSIDE
+
+
+def explain(error: Exception) -> TraceLeakError | None:
+    """Returns what to say of Flax's refusal to change what distjax did not find, or None."""
+    if "different trace level" not in str(error) or error.__traceback__ is None:
+        return None
+    traceback = error.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    refused = [traceback.tb_frame.f_locals.get(name) for name in _NAMES]
+    for node in refused:
+        if isinstance(node, (nnx.Pytree, nnx.Variable)) and is_outside(node):
+            return not_found(node)
+    return None
+
+
+def not_found(node: Any) -> TraceLeakError:
+    """Returns the error for an object that a step uses and distjax did not find."""
+    return TraceLeakError(
+        message(
+            f"an nnx.{type(node).__name__} that a step uses needs to be an argument, or captured "
+            "where distjax can see it",
+            got="one that was found neither among the arguments nor in what the function refers to",
+            why="distjax searches arguments, closures, globals that the code names and attributes "
+            f"of your objects, {MAX_DEPTH} deep; what it does not find it cannot write back",
+            fix="pass the object: strategy.run(step, args=(model, batch))",
+        )
+    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, Token
 from typing import Any
 
 from distjax.context.observer import Observer
@@ -82,49 +82,83 @@ def push(frame: Frame) -> None:
     _stack.set((*_stack.get(), frame))
 
 
-def pop(frame: Frame) -> None:
-    """Takes `frame` off the stack.
-
-    Raises:
-      ContextError: `frame` is not the innermost one; it is taken out anyway.
-    """
+def take_out(frame: Frame) -> bool:
+    """Takes `frame`, and no other, off the stack; returns whether the stack had it."""
     frames = _stack.get()
-    if frames and frames[-1] is frame:
-        _stack.set(frames[:-1])
-        return
-    _stack.set(tuple(f for f in frames if f is not frame))
-    here = any(f is frame for f in frames)
-    raise ContextError(
-        message(
-            f"scopes need to be left in the order opposite to entering, "
-            f"here the scope of {frame.strategy!r}",
-            got=f"innermost is {frames[-1].name}" if here else "a scope entered in another thread",
-            why="each thread has one stack of contexts (scope nesting error)",
-            fix="with strategy.scope(): ...",
-        )
-    )
+    rest = tuple(f for f in frames if f is not frame)
+    if len(rest) == len(frames):
+        return False
+    _stack.set(rest)
+    return True
+
+
+# A signal (Ctrl-C) may raise at any line below. So a frame is put on the stack inside the block
+# that takes it off, and is taken off twice: the second time finds it if a signal came the first.
+# What is left is what was entered, and only by a stack that has it: a generator that is suspended
+# in a block may be finalised in another thread or task, or in the middle of somebody's step.
 
 
 @contextlib.contextmanager
 def with_frame(frame: Frame) -> Iterator[Frame]:
-    """Puts `frame` on the stack for a block; restores the stack whatever happens."""
-    before = _stack.get()
-    _stack.set((*before, frame))
+    """Puts `frame` on the stack for a call.
+
+    What was entered in the call ends with it, if only to be safe from generators that it
+    leaves suspended in a block: they would leave the state of a trace behind that is over.
+    """
     try:
-        yield frame
+        try:
+            push(frame)
+            yield frame
+        except GeneratorExit:  # nobody left it, since a signal came; what is above is newer
+            take_out(frame)
+            raise
+        finally:
+            _leave(frame)
     finally:
-        _stack.set(before)
+        _leave(frame)
+
+
+def _leave(frame: Frame) -> None:
+    """Takes `frame` and all above it off the stack, if the stack has it."""
+    frames = _stack.get()
+    for index, each in enumerate(frames):
+        if each is frame:
+            _stack.set(frames[:index])
+            return
+
+
+@contextlib.contextmanager
+def with_block(frame: Frame) -> Iterator[Frame]:
+    """Puts `frame` on the stack for a block of the user's, which a generator may suspend."""
+    try:
+        try:
+            push(frame)
+            yield frame
+        finally:
+            take_out(frame)
+    finally:
+        take_out(frame)
 
 
 @contextlib.contextmanager
 def with_stack(frames: tuple[Frame, ...]) -> Iterator[None]:
     """Gives the calling thread the stack `frames` for a block (for our threads)."""
-    before = _stack.get()
-    _stack.set(frames)
+    tokens: list[Token[tuple[Frame, ...]]] = []
     try:
-        yield
+        try:
+            tokens.extend(map(_stack.set, (frames,)))  # in C: no signal comes between the two
+            yield
+        finally:
+            _reset(tokens)
     finally:
-        _stack.set(before)
+        _reset(tokens)
+
+
+def _reset(tokens: Sequence[Token[tuple[Frame, ...]]]) -> None:
+    for token in tokens:
+        # Refused in the context of another thread or task, and the second time.
+        with contextlib.suppress(ValueError, RuntimeError):
+            _stack.reset(token)
 
 
 # -- who watches --------------------------------------------------------------

@@ -29,17 +29,13 @@ class OutputSpec:
     Attributes:
       partitioned: the user's tree of results.
       wrappers: per array the topology of its PerReplica, or None.
-      recreated_variable: whether a constructor was handed a variable made before.
+      recreated: the names of variables made before that constructors were handed.
     """
 
     def __init__(
-        self, partitioned: PartitionedTree, wrappers: tuple[Any, ...], recreated_variable: bool
+        self, partitioned: PartitionedTree, wrappers: tuple[Any, ...], recreated: tuple[str, ...]
     ):
-        self.partitioned, self.wrappers, self.recreated_variable = (
-            partitioned,
-            wrappers,
-            recreated_variable,
-        )
+        self.partitioned, self.wrappers, self.recreated = partitioned, wrappers, recreated
         self._wraps = any(w is not None for w in wrappers)
 
     def unpack(self, arrays: Sequence[Any]) -> Any:

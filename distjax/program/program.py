@@ -72,7 +72,8 @@ class Program:
         self._marks_static = False
         self._jitted: Any = None  # a jax.stages.Wrapped, made at the first call
         self._pending: Discovered | None = None
-        self._is_unguarded = self._spans_devices = False
+        self._recreated: tuple[str, ...] = ()
+        self._spans_devices = False
         self._watch = RetraceWatch(name, argument_names)
 
     # -- calling --------------------------------------------------------------
@@ -92,8 +93,8 @@ class Program:
         donated, tree = self._split_donated(args, kwargs)
         if self._jitted is None:
             self._prepare(donated, tree)
-        if self._is_unguarded:
-            raise ContextError(_unguarded_text(self.name))
+        if self._recreated:
+            raise ContextError(_unguarded_text(self.name, self._recreated))
         try:
             result, spec = self._run(donated, tree, finish)
         except _UnknownVariables as unknown:
@@ -103,8 +104,8 @@ class Program:
             if "deleted" in str(error):
                 self._require_undeleted(donated)
             result, spec = self._run(*self._retry_args(error, args, kwargs), finish)
-        if spec.recreated_variable:
-            self._is_unguarded = True
+        if spec.recreated:
+            self._recreated = spec.recreated
         return result
 
     def _run(self, donated: Any, tree: Any, finish: Any) -> tuple[Any, OutputSpec]:
@@ -184,7 +185,7 @@ class Program:
         donated, tree = self._split_donated(*self._mark_static(args, kwargs))
         if self._jitted is None:
             self._prepare(donated, tree)
-        for attempt in range(2):
+        for attempt in range(3):
             jitted: Any = self._jitted
             try:
                 return jitted.lower(
@@ -197,6 +198,10 @@ class Program:
                 if attempt:
                     raise
                 self._rebuild(unknown.discovered, donated, tree)
+            except ValueError as error:
+                if attempt == 2 or "incompatible devices" not in str(error):
+                    raise
+                donated, tree = self._place((donated, tree))
 
     def _mark_static(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         marked = mark_static((args, kwargs), self._argument_names)
@@ -311,10 +316,10 @@ def _deleted_text(function: str, argument: str, array: jax.Array) -> str:
     )
 
 
-def _unguarded_text(name: str) -> str:
+def _unguarded_text(name: str, variables: tuple[str, ...]) -> str:
     return message(
         f"{name} needs to create its variables once",
-        got="a second call of a function whose variable constructors are not guarded",
+        got=f"a second call, and not guarded: the constructor of {', '.join(map(repr, variables))}",
         why="the constructor runs at every trace, but a compiled call runs none",
         fix="create the variables outside, or guard them: "
         "`if self.v is None: self.v = dj.Variable(...)`",

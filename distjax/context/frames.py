@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
+from distjax.context.contracts import StrategyLike, VariableLike
 from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
 
@@ -28,20 +29,41 @@ class Frame:
       state: where variables are read and written; None means their storage.
       in_update: whether `extended.update` is running a function on components.
       colocate_with: the variable that new variables are colocated with, or None.
-      is_default: whether this frame leaves the default state active.
+      allows_both: whether no context was entered, so that methods of either may be called.
       from_set_strategy: whether `set_strategy` pushed it.
       observer: who is told what traces prove, from here inwards (an `Observer`); None
         leaves it to the frames around, MUTED silences them.
     """
 
-    strategy: Any
+    strategy: StrategyLike
     replica_context: Any = None
     state: Any = None
     in_update: bool = False
     colocate_with: Any = None
-    is_default: bool = False
+    allows_both: bool = False
     from_set_strategy: bool = False
     observer: Any = None
+
+    @property
+    def has_strategy(self) -> bool:
+        """Whether a strategy was chosen: another one than the default is active."""
+        return not self.strategy.extended.is_default
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether code runs as one of a chosen strategy's replicas."""
+        return self.replica_context is not None and self.has_strategy
+
+    def owns_variable(self, variable: VariableLike, *, read: bool) -> bool:
+        """Returns whether code may read, or write, `variable` here.
+
+        Any code may read those of the default strategy, and what the default strategy runs
+        may read and write all.
+        """
+        owner = variable.strategy
+        if owner is self.strategy or not self.has_strategy:
+            return True
+        return owner.extended.is_default and (read or self.replica_context is None)
 
     @property
     def name(self) -> str:
@@ -196,13 +218,13 @@ def in_replica_context() -> bool:
     return current().replica_context is not None
 
 
-def require_cross_replica(strategy: Any, method: str) -> None:
+def require_cross_replica(strategy: StrategyLike, method: str) -> None:
     """Raises unless `strategy.<method>` may be called here.
 
     Legal in the default context and in cross-replica context of `strategy`.
     """
     frame = current()
-    if frame.is_default or (frame.replica_context is None and frame.strategy is strategy):
+    if frame.allows_both or (frame.replica_context is None and frame.strategy is strategy):
         return
     if frame.strategy is not strategy:
         raise StrategyMismatchError(mixing_text(strategy, frame, method))
@@ -213,22 +235,29 @@ def require_cross_replica(strategy: Any, method: str) -> None:
             why="a replica sees its own values only. Method requires being in cross-replica "
             "context",
             fix="call it outside run, or inside ctx.merge_call(lambda strategy, x: "
-            f"strategy.{method}(...), args=(x,)); for a reduction: ctx.all_reduce(op, x)",
+            f"strategy.{method}(...), args=(x,)); {_in_replica(method)}",
         )
     )
 
 
-def require_enterable(strategy: Any, method: str) -> None:
+def _in_replica(method: str) -> str:
+    """Returns what a replica calls in place of `method`."""
+    if method == "gather":
+        return "for all replicas' values: ctx.all_gather(x, axis) (ReplicaContext.all_gather)"
+    return "for a reduction: ctx.all_reduce(op, x)"
+
+
+def require_enterable(strategy: StrategyLike, method: str) -> None:
     """Raises unless `strategy.<method>` may make `strategy` active here.
 
     Legal in cross-replica context of `strategy` and wherever no strategy is
     active, functions that the default strategy runs among them.
     """
-    if not current().strategy.extended.is_default:
+    if current().has_strategy:
         require_cross_replica(strategy, method)
 
 
-def mixing_text(strategy: Any, frame: Frame, what: str) -> str:
+def mixing_text(strategy: StrategyLike, frame: Frame, what: str) -> str:
     """Returns the text for a call of one strategy in the context of another."""
     return message(
         f"{what} of {strategy!r} needs this strategy, or none, to be active",

@@ -68,13 +68,13 @@ def _scope_frame(strategy: Any) -> Frame:
     now = frames.current()
     if strategy.extended.is_default:
         _require_nothing_to_nest(now)
-        return Frame(strategy, now.replica_context, state=now.state, is_default=True)
+        return Frame(strategy, now.replica_context, state=now.state, allows_both=True)
     frames.require_enterable(strategy, "scope()")
     return Frame(strategy, state=now.state, in_update=now.in_update)
 
 
 def _require_nothing_to_nest(now: Frame) -> None:
-    if not has_strategy():
+    if not now.has_strategy:
         return
     raise StrategyMismatchError(
         message(
@@ -94,7 +94,7 @@ def get_strategy() -> Any:
 
 def has_strategy() -> bool:
     """Returns whether a strategy other than the default one is active."""
-    return not frames.current().strategy.extended.is_default
+    return frames.current().has_strategy
 
 
 def get_replica_context() -> Any:

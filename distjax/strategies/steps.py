@@ -61,10 +61,11 @@ class MultiStepContext:
           ValueError: no reduce_op in a replica context.
           TypeError: a leaf that is neither array nor number.
         """
-        strategy, replica = frames.current().strategy, frames.current().replica_context
-        is_kept = reduce_op is None and strategy.extended.is_default
+        frame = frames.current()
+        replica = frame.replica_context
+        is_kept = reduce_op is None and not frame.has_strategy
         if replica is None or is_kept:
-            self._set(strategy, output, name, reduce_op)
+            self._set(frame.strategy, output, name, reduce_op)
             return
         if reduce_op is None:
             raise ValueError(
@@ -94,9 +95,7 @@ class MultiStepContext:
 
         Context: cross-replica, or replica.
         """
-        replica = frames.current().replica_context
-        is_own = replica is not None and not frames.current().strategy.extended.is_default
-        self.non_tensor_outputs[name] = (output,) if is_own else output
+        self.non_tensor_outputs[name] = (output,) if frames.current().is_replica else output
 
 
 def run_steps(
@@ -201,7 +200,7 @@ def _make_program(extended: Any, resolve: Callable[[], Any]) -> Program:
         f"steps of {function_name(resolve())}",
         call,
         lambda state: Frame(extended.strategy, state=state),
-        lambda tree: tree,
+        extended.place_arguments,
     )
 
 

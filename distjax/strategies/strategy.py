@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from distjax.context import frames, scoping
+from distjax.context.contracts import ExtendedLike
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
-from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.tracebacks import keep_user_lines
@@ -25,12 +25,12 @@ class Strategy:
     Source: tf.distribute.Strategy; seed 001.
     """
 
-    def __init__(self, extended: StrategyExtended):
+    def __init__(self, extended: ExtendedLike):
         self._extended = extended
         extended.bind(self)
 
     @property
-    def extended(self) -> StrategyExtended:
+    def extended(self) -> ExtendedLike:
         """The methods for algorithms that need to be distribution-aware."""
         return self._extended
 

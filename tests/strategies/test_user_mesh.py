@@ -137,7 +137,7 @@ def test_steps(each):
 
 
 def test_with_and_without_a_mesh_in_turn():
-    """JAX tells a mesh that was taken away from none: the step is compiled once for each."""
+    """Before 0.12 JAX tells a mesh that was taken away from none: one more trace, once."""
     strategy, traces = dj.VirtualStrategy(2), []
     step = lambda x: traces.append(1) or x * 2
     mesh = Mesh(np.array(DEVICES[:4]), ("x",), axis_types=(AxisType.Auto,))
@@ -145,7 +145,7 @@ def test_with_and_without_a_mesh_in_turn():
         is_near(strategy.run(step, args=(np.ones(2),)), [2.0] * 2)
         with jax.set_mesh(mesh):
             is_near(strategy.run(step, args=(np.ones(2),)), [2.0] * 2)
-    assert len(traces) == 2
+    assert len(traces) <= 2
 
 
 def test_model_axes_are_named_in_constraints(mesh):
@@ -166,7 +166,7 @@ def test_code_under_the_default_strategy_names_the_mesh(mesh):
     @dj.jit
     def step(x):
         x = jax.sharding.reshard(x, PartitionSpec("x")) if is_explicit else constrained(x)
-        v.assign_add(x * 0 + 1)
+        v.assign_add(jnp.ones(4))
         return x * 2
 
     constrained = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("x"))

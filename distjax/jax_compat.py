@@ -284,18 +284,29 @@ def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         with outside_traces():  # JAX sets no mesh in a trace, but we only take one away
             no_mesh = jax.set_mesh(None)
         with no_mesh:
-            is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns of one as a leaf
-            args, kwargs = jax.tree.map(_off_explicit_mesh, (args, kwargs), is_leaf=is_iterator)
+            args, kwargs = off_explicit_meshes((args, kwargs))
             return fn(*args, **kwargs)
 
     return call
 
 
-def _off_explicit_mesh(leaf: Any) -> Any:
+def off_explicit_meshes(tree: Any) -> Any:
+    """Returns `tree`, its arrays of Explicit meshes as arrays that JAX puts where they are used."""
+    off_mesh = lambda leaf: as_uncommitted(leaf) if _is_explicit(leaf) else leaf
+    is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns of one as a leaf
+    return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
+
+
+def has_explicit_mesh(tree: Any) -> bool:
+    """Returns whether an array of `tree` lives on a mesh with Explicit axes."""
+    return any(map(_is_explicit, jax.tree.leaves(tree)))
+
+
+def _is_explicit(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-        return leaf
+        return False
     axis_types = getattr(getattr(leaf.sharding, "mesh", None), "axis_types", ())
-    return as_uncommitted(leaf) if jax.sharding.AxisType.Explicit in axis_types else leaf
+    return jax.sharding.AxisType.Explicit in axis_types
 
 
 def as_uncommitted(array: jax.Array) -> jax.Array:

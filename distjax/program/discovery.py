@@ -207,7 +207,7 @@ def discover(
         ]
 
     try:
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
+        jaxpr, consts = jax_compat.trace_jaxpr(traced, list(map(jax_compat.aval_of, leaves)))
     finally:
         creation_log.close()
     _require_no_baked_state(consts)

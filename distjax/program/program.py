@@ -100,7 +100,7 @@ class Program:
         except _UnknownVariables as unknown:
             self._rebuild(unknown.discovered, donated, tree)
             result, spec = self._run(donated, tree, finish)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
             if "deleted" in str(error):
                 self._require_undeleted(donated)
             result, spec = self._run(*self._retry_args(error, args, kwargs), finish)
@@ -176,6 +176,8 @@ class Program:
         ):
             self._marks_static = True
             return self._split_donated(*marked)
+        if jax_compat.has_explicit_mesh(marked):  # JAX says a KeyError of an axis, and more
+            return self._split_donated(*jax_compat.off_explicit_meshes(marked))
         if "incompatible devices" in str(error):
             return self._place(self._split_donated(*marked))
         raise error

@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import jax
 import jax.extend.core as jec
+import numpy as np
 from jax import core
 from jax.interpreters import ad, batching
 
@@ -37,6 +38,9 @@ primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 Zero = ad.Zero
 is_undefined_primal = ad.is_undefined_primal
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def only_compiles(devices: Iterable[jax.Device]) -> bool:
@@ -322,3 +326,56 @@ def outside_manual_axes() -> AbstractContextManager[Any]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def has_user_mesh() -> bool:
+    """Returns whether the user has set a mesh (`jax.set_mesh`); not inside a `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or mesh.manual_axes)
+
+
+def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns ``fn``, called without the mesh that the user has set.
+
+    JAX holds the devices of all that runs against that mesh, and ours have meshes of their
+    own. Arguments of Explicit meshes are taken off them: JAX combines them with nothing else.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not has_user_mesh():
+            return fn(*args, **kwargs)
+        with outside_traces():  # JAX sets no mesh in a trace, but we only take one away
+            no_mesh = jax.set_mesh(None)
+        with no_mesh:
+            args, kwargs = off_explicit_meshes((args, kwargs))
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def off_explicit_meshes(tree: Any) -> Any:
+    """Returns `tree`, its arrays of Explicit meshes as arrays that JAX puts where they are used."""
+    off_mesh = lambda leaf: as_uncommitted(leaf) if _is_explicit(leaf) else leaf
+    is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns of one as a leaf
+    return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
+
+
+def has_explicit_mesh(tree: Any) -> bool:
+    """Returns whether an array of `tree` lives on a mesh with Explicit axes."""
+    return any(map(_is_explicit, jax.tree.leaves(tree)))
+
+
+def _is_explicit(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return False
+    axis_types = getattr(getattr(leaf.sharding, "mesh", None), "axis_types", ())
+    return jax.sharding.AxisType.Explicit in axis_types
+
+
+def as_uncommitted(array: jax.Array) -> jax.Array:
+    """Returns a copy, by way of the host, that JAX puts wherever it is used."""
+    if is_key_dtype(array.dtype):
+        data = as_uncommitted(jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=key_impl(array.dtype))
+    return jax.numpy.asarray(np.asarray(array))

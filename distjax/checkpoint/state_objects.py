@@ -8,12 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distjax.placement.per_replica import is_per_replica
+from distjax.strategies.default import DefaultExtended
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.variables.variable import Variable
 
 #: Objects whose attributes are no part of a user's state.
-_CLOSED = (type, types.FunctionType, types.MethodType, types.ModuleType, Strategy, StrategyExtended)
+_CLOSED = (
+    *(type, types.FunctionType, types.MethodType, types.ModuleType),
+    *(Strategy, StrategyExtended, DefaultExtended),
+)
 
 
 def is_nnx(value: Any) -> bool:

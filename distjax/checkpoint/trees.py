@@ -114,13 +114,14 @@ def _join_path(prefix: str, path: Any) -> str:
 
 def _require_outside(method: str) -> None:
     frame = frames.current()
-    is_replica = frame.replica_context is not None and not frame.strategy.extended.is_default
-    if not is_replica and frame.state is None and not jax_compat.tracing():
+    if not frame.is_replica and frame.state is None and not jax_compat.tracing():
         return
     raise ContextError(
         message(
             f"{method} needs to be called outside of replica functions and traces",
-            got=frame.name if is_replica else "a trace (dj.jit, a merge function, jax.jit, ...)",
+            got=frame.name
+            if frame.is_replica
+            else "a trace (dj.jit, a merge function, jax.jit, ...)",
             why="a traced function runs once, and its values exist only when its program has run",
             fix=f"for x in dataset: strategy.run(step, args=(x,)); checkpointer.{method}(...) "
             "between steps",

@@ -20,6 +20,7 @@ def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., A
     return jax.jit(program)
 
 
+@jax_compat.ignores_user_mesh
 def call_compiled(fn: Callable[..., Any], arrays: Any, *static: Any) -> Any:
     """Returns ``fn(arrays, *static)``, compiled once per function and static values.
 

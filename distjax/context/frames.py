@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, Token
 from typing import Any
 
 from distjax import jax_compat
+from distjax.context.contracts import StrategyLike, VariableLike
 from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
 
@@ -29,20 +30,41 @@ class Frame:
       state: where variables are read and written; None means their storage.
       in_update: whether `extended.update` is running a function on components.
       colocate_with: the variable that new variables are colocated with, or None.
-      is_default: whether this frame leaves the default state active.
+      allows_both: whether no context was entered, so that methods of either may be called.
       from_set_strategy: whether `set_strategy` pushed it.
       observer: who is told what traces prove, from here inwards (an `Observer`); None
         leaves it to the frames around, MUTED silences them.
     """
 
-    strategy: Any
+    strategy: StrategyLike
     replica_context: Any = None
     state: Any = None
     in_update: bool = False
     colocate_with: Any = None
-    is_default: bool = False
+    allows_both: bool = False
     from_set_strategy: bool = False
     observer: Any = None
+
+    @property
+    def has_strategy(self) -> bool:
+        """Whether a strategy was chosen: another one than the default is active."""
+        return not self.strategy.extended.is_default
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether code runs as one of a chosen strategy's replicas."""
+        return self.replica_context is not None and self.has_strategy
+
+    def owns_variable(self, variable: VariableLike, *, read: bool) -> bool:
+        """Returns whether code may read, or write, `variable` here.
+
+        Any code may read those of the default strategy, and what the default strategy runs
+        may read and write all.
+        """
+        owner = variable.strategy
+        if owner is self.strategy or not self.has_strategy:
+            return True
+        return owner.extended.is_default and (read or self.replica_context is None)
 
     @property
     def name(self) -> str:
@@ -89,49 +111,83 @@ def push(frame: Frame) -> None:
     _stack.set((*_stack.get(), frame))
 
 
-def pop(frame: Frame) -> None:
-    """Takes `frame` off the stack.
-
-    Raises:
-      ContextError: `frame` is not the innermost one; it is taken out anyway.
-    """
+def take_out(frame: Frame) -> bool:
+    """Takes `frame`, and no other, off the stack; returns whether the stack had it."""
     frames = _stack.get()
-    if frames and frames[-1] is frame:
-        _stack.set(frames[:-1])
-        return
-    _stack.set(tuple(f for f in frames if f is not frame))
-    here = any(f is frame for f in frames)
-    raise ContextError(
-        message(
-            f"scopes need to be left in the order opposite to entering, "
-            f"here the scope of {frame.strategy!r}",
-            got=f"innermost is {frames[-1].name}" if here else "a scope entered in another thread",
-            why="each thread has one stack of contexts (scope nesting error)",
-            fix="with strategy.scope(): ...",
-        )
-    )
+    rest = tuple(f for f in frames if f is not frame)
+    if len(rest) == len(frames):
+        return False
+    _stack.set(rest)
+    return True
+
+
+# A signal (Ctrl-C) may raise at any line below. So a frame is put on the stack inside the block
+# that takes it off, and is taken off twice: the second time finds it if a signal came the first.
+# What is left is what was entered, and only by a stack that has it: a generator that is suspended
+# in a block may be finalised in another thread or task, or in the middle of somebody's step.
 
 
 @contextlib.contextmanager
 def with_frame(frame: Frame) -> Iterator[Frame]:
-    """Puts `frame` on the stack for a block; restores the stack whatever happens."""
-    before = _stack.get()
-    _stack.set((*before, frame))
+    """Puts `frame` on the stack for a call.
+
+    What was entered in the call ends with it, if only to be safe from generators that it
+    leaves suspended in a block: they would leave the state of a trace behind that is over.
+    """
     try:
-        yield frame
+        try:
+            push(frame)
+            yield frame
+        except GeneratorExit:  # nobody left it, since a signal came; what is above is newer
+            take_out(frame)
+            raise
+        finally:
+            _leave(frame)
     finally:
-        _stack.set(before)
+        _leave(frame)
+
+
+def _leave(frame: Frame) -> None:
+    """Takes `frame` and all above it off the stack, if the stack has it."""
+    frames = _stack.get()
+    for index, each in enumerate(frames):
+        if each is frame:
+            _stack.set(frames[:index])
+            return
+
+
+@contextlib.contextmanager
+def with_block(frame: Frame) -> Iterator[Frame]:
+    """Puts `frame` on the stack for a block of the user's, which a generator may suspend."""
+    try:
+        try:
+            push(frame)
+            yield frame
+        finally:
+            take_out(frame)
+    finally:
+        take_out(frame)
 
 
 @contextlib.contextmanager
 def with_stack(frames: tuple[Frame, ...]) -> Iterator[None]:
     """Gives the calling thread the stack `frames` for a block (for our threads)."""
-    before = _stack.get()
-    _stack.set(frames)
+    tokens: list[Token[tuple[Frame, ...]]] = []
     try:
-        yield
+        try:
+            tokens.extend(map(_stack.set, (frames,)))  # in C: no signal comes between the two
+            yield
+        finally:
+            _reset(tokens)
     finally:
-        _stack.set(before)
+        _reset(tokens)
+
+
+def _reset(tokens: Sequence[Token[tuple[Frame, ...]]]) -> None:
+    for token in tokens:
+        # Refused in the context of another thread or task, and the second time.
+        with contextlib.suppress(ValueError, RuntimeError):
+            _stack.reset(token)
 
 
 # -- who watches --------------------------------------------------------------
@@ -169,13 +225,13 @@ def in_replica_context() -> bool:
     return current().replica_context is not None
 
 
-def require_cross_replica(strategy: Any, method: str) -> None:
+def require_cross_replica(strategy: StrategyLike, method: str) -> None:
     """Raises unless `strategy.<method>` may be called here.
 
     Legal in the default context and in cross-replica context of `strategy`.
     """
     frame = current()
-    if frame.is_default or (frame.replica_context is None and frame.strategy is strategy):
+    if frame.allows_both or (frame.replica_context is None and frame.strategy is strategy):
         return
     if frame.strategy is not strategy:
         raise StrategyMismatchError(mixing_text(strategy, frame, method))
@@ -186,22 +242,29 @@ def require_cross_replica(strategy: Any, method: str) -> None:
             why="a replica sees its own values only. Method requires being in cross-replica "
             "context",
             fix="call it outside run, or inside ctx.merge_call(lambda strategy, x: "
-            f"strategy.{method}(...), args=(x,)); for a reduction: ctx.all_reduce(op, x)",
+            f"strategy.{method}(...), args=(x,)); {_in_replica(method)}",
         )
     )
 
 
-def require_enterable(strategy: Any, method: str) -> None:
+def _in_replica(method: str) -> str:
+    """Returns what a replica calls in place of `method`."""
+    if method == "gather":
+        return "for all replicas' values: ctx.all_gather(x, axis) (ReplicaContext.all_gather)"
+    return "for a reduction: ctx.all_reduce(op, x)"
+
+
+def require_enterable(strategy: StrategyLike, method: str) -> None:
     """Raises unless `strategy.<method>` may make `strategy` active here.
 
     Legal in cross-replica context of `strategy` and wherever no strategy is
     active, functions that the default strategy runs among them.
     """
-    if not current().strategy.extended.is_default:
+    if current().has_strategy:
         require_cross_replica(strategy, method)
 
 
-def mixing_text(strategy: Any, frame: Frame, what: str) -> str:
+def mixing_text(strategy: StrategyLike, frame: Frame, what: str) -> str:
     """Returns the text for a call of one strategy in the context of another."""
     return message(
         f"{what} of {strategy!r} needs this strategy, or none, to be active",

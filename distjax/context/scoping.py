@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from distjax.context import frames
@@ -11,33 +10,71 @@ from distjax.context.frames import Frame
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 
 
-@contextlib.contextmanager
-def scope(strategy: Any) -> Iterator[None]:
-    """Makes `strategy` active for a block."""
-    frame = _scope_frame(strategy)
-    frames.push(frame)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ContextError):  # the error under way counts
-            frames.pop(frame)
-        raise
-    frames.pop(frame)
+class Scope(contextlib.ContextDecorator):
+    """What `strategy.scope()` returns: the strategy is active from entering to leaving.
+
+    It can be entered again, inside itself and in other threads too: each entry puts a
+    frame of its own on the stack of its thread.
+    """
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._entered: list[Frame] = []
+
+    def __enter__(self) -> Any:
+        frame = _scope_frame(self._strategy)
+        try:
+            self._entered.append(frame)
+            frames.push(frame)
+            return self._strategy
+        except BaseException:  # a signal: `with` will not leave what it has not entered
+            frames.take_out(frame)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        innermost = frames.current()
+        frame = next((f for f in reversed(frames.stack()) if f in self._entered), None)
+        if frame is not None:
+            self._leave(frame)
+        if frame is not innermost and kind is None:  # an error under way counts more
+            raise ContextError(_order_text(self._strategy, None if frame is None else innermost))
+
+    def _leave(self, frame: Frame) -> None:
+        try:
+            frames.take_out(frame)
+        finally:
+            frames.take_out(frame)  # a signal may have come the first time
+            self._entered.remove(frame)
+
+    def __del__(self) -> None:
+        # Nobody can leave it any more: it was entered by hand, or a signal came first. (One that
+        # ends `__init__` leaves no list.)
+        for frame in vars(self).get("_entered", ()):
+            frames.take_out(frame)
+
+
+def _order_text(strategy: Any, innermost: Frame | None) -> str:
+    return message(
+        f"scopes need to be left in the order opposite to entering, here the scope of {strategy!r}",
+        got="a scope that was left before, or entered in another thread"
+        if innermost is None
+        else f"innermost is {innermost.name}",
+        why="each thread has one stack of contexts (scope nesting error)",
+        fix="with strategy.scope(): ...",
+    )
 
 
 def _scope_frame(strategy: Any) -> Frame:
     now = frames.current()
     if strategy.extended.is_default:
         _require_nothing_to_nest(now)
-        if not frames.stack():
-            return now
-        return Frame(strategy, now.replica_context, state=now.state, is_default=True)
+        return Frame(strategy, now.replica_context, state=now.state, allows_both=True)
     frames.require_enterable(strategy, "scope()")
     return Frame(strategy, state=now.state, in_update=now.in_update)
 
 
 def _require_nothing_to_nest(now: Frame) -> None:
-    if not has_strategy():
+    if not now.has_strategy:
         return
     raise StrategyMismatchError(
         message(
@@ -57,7 +94,7 @@ def get_strategy() -> Any:
 
 def has_strategy() -> bool:
     """Returns whether a strategy other than the default one is active."""
-    return not frames.current().strategy.extended.is_default
+    return frames.current().has_strategy
 
 
 def get_replica_context() -> Any:
@@ -95,7 +132,7 @@ def set_strategy(strategy: Any) -> None:
             )
         )
     if stack:
-        frames.pop(stack[0])
+        frames.take_out(stack[0])
     if strategy is not None and not strategy.extended.is_default:
         frames.push(Frame(strategy, from_set_strategy=True))
 

@@ -263,7 +263,7 @@ def _produce(stream: HostStream, layout: InputLayout, steps: int | None) -> _Chu
 
 def _require_untraced(method: str) -> None:
     frame = frames.current()
-    if frame.replica_context is not None and not frame.strategy.extended.is_default:
+    if frame.is_replica:
         raise ContextError(
             message(
                 f"{method} should be called from outside of replica_fn",

@@ -43,9 +43,9 @@ def create(fn: Callable[[], T]) -> T:
       >>> model.kernel[...].addressable_shards[0].data.shape
       (2, 3)
     """
-    strategy = frames.current().strategy
-    if strategy.extended.is_default:
+    if not frames.current().has_strategy:
         return fn()
+    strategy = frames.current().strategy
     frames.require_cross_replica(strategy, "flax.create")
     initial, found = initialiser(fn, strategy)
     arrays = [place_array(x, layout) for x, layout in zip(initial(), found.layouts, strict=True)]
@@ -108,7 +108,7 @@ def place(module: T) -> T:
     objects = _objects(module)
     if not objects:
         raise ValueError(_no_objects_text("place", module))
-    if not strategy.extended.is_default:
+    if frames.current().has_strategy:
         frames.require_cross_replica(strategy, "flax.place")
         place_objects(objects, strategy)
     return module

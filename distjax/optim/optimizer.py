@@ -163,7 +163,7 @@ class Optimizer:
         grads = self._in_order(grads_and_vars)
         frame = frames.current()
         context = frame.replica_context
-        if context is None or (frame.is_default and frame.strategy is not self._strategy):
+        if context is None or (frame.allows_both and frame.strategy is not self._strategy):
             self._apply_across(self._strategy, grads, extra)
             return
         gradient_pairs.require_local((grads, extra))

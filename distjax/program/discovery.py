@@ -198,7 +198,7 @@ def discover(
         ]
 
     try:
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, leaves)
+        jaxpr, consts = jax_compat.trace_jaxpr(traced, list(map(jax_compat.aval_of, leaves)))
     finally:
         log.close()
     error = found.pop("error", None)

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 
+from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import emit_call
+from distjax.placement.per_replica import is_per_replica
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
@@ -39,13 +41,17 @@ class CompiledFunction:
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
         self._programs: dict[Any, StatefulProgram] = {}
+        self._off_mesh: set[StatefulProgram] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
             return self._fn(*_unmark(args), **kwargs)
         try:
-            return self._program()(*self.mark_arguments(args, kwargs))
+            program, marked = self._program(), self.mark_arguments(args, kwargs)
+            if jax_compat.has_user_mesh():
+                return self._under_user_mesh(program, program, *marked)
+            return program(*marked)
         except Exception as error:
             keep_user_lines(error)
             raise
@@ -55,7 +61,30 @@ class CompiledFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
-        return self._program().lower(*self.mark_arguments(args, kwargs))
+        program, marked = self._program(), self.mark_arguments(args, kwargs)
+        if jax_compat.has_user_mesh():
+            return self._under_user_mesh(program, program.lower, *marked)
+        return program.lower(*marked)
+
+    def _under_user_mesh(
+        self, program: StatefulProgram, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Calls with the mesh that the user has set, or without, as the function needs it.
+
+        Code of the user's may name the mesh; JAX refuses code of a strategy under it.
+        """
+        ignoring = jax_compat.ignores_user_mesh(call)
+        if program in self._off_mesh or frames.current().has_strategy:
+            return ignoring(args, kwargs)
+        try:
+            return call(args, kwargs)
+        except (ValueError, TypeError, AssertionError, KeyError, NotImplementedError) as error:
+            try:
+                result = ignoring(args, kwargs)
+            except Exception:
+                raise error from None
+            self._off_mesh.add(program)
+            return result
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
@@ -73,7 +102,7 @@ class CompiledFunction:
         frame = frames.current()
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         if key not in self._programs:
-            strategy = None if frame.strategy.extended.is_default else frame.strategy
+            strategy = frame.strategy if frame.has_strategy else None
             self._programs[key] = StatefulProgram(
                 Program(JitStep(self._fn, frame, self._donate_argnums)),
                 lambda: self._fn,
@@ -95,6 +124,16 @@ class CompiledFunction:
             for i, a in enumerate(args)
         )
         return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
+
+
+def _off_their_devices(tree: Any) -> Any:
+    """Returns the arguments with arrays that the program may move to its devices."""
+
+    def uncommitted(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+        return jax_compat.as_uncommitted(leaf) if is_array else leaf
+
+    return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)
 
 
 def _unmark(tree: Any) -> Any:
@@ -128,8 +167,8 @@ class JitStep:
         return emit_call(self._fn, *_unmark((args, kwargs)))
 
     def place(self, tree: Any) -> Any:
-        """Returns `tree`: a program of `dj.jit` runs where its arguments are."""
-        return tree
+        """Returns the arguments with arrays that the program may move to its devices."""
+        return _off_their_devices(tree)
 
 
 def jit(

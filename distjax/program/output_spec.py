@@ -23,19 +23,19 @@ class OutputSpec:
     Attributes:
       partitioned: the user's tree of results.
       wrappers: per array the topology of its PerReplica, or None.
-      recreated_variable: whether a constructor was handed a variable made before.
+      recreated: the names of variables made before that constructors were handed.
     """
 
-    __slots__ = ("_treedef", "_wraps", "partitioned", "recreated_variable", "wrappers")
+    __slots__ = ("_treedef", "_wraps", "partitioned", "recreated", "wrappers")
 
     def __init__(
         self,
         partitioned: PartitionedTree,
         wrappers: tuple[Topology | None, ...],
-        recreated_variable: bool,
+        recreated: tuple[str, ...],
     ):
         self.partitioned, self.wrappers = partitioned, wrappers
-        self.recreated_variable = recreated_variable
+        self.recreated = recreated
         self._wraps = any(wrapper is not None for wrapper in wrappers)
         # Where every leaf is an array, no Python object has to be put between them.
         self._treedef = partitioned.treedef if partitioned.is_of_arrays else None

@@ -44,7 +44,8 @@ class Program:
         self._step = step
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
-        self._marks_objects = self._is_unguarded = False
+        self._marks_objects = False
+        self._recreated: tuple[str, ...] = ()
         self._watch = RetraceWatch(step.name, step.argument_names)
 
     # -- calling --------------------------------------------------------------
@@ -59,8 +60,8 @@ class Program:
         build = self._build
         if build is None or self._marks_objects:
             args, kwargs = self._mark_objects(args, kwargs)
-        if self._is_unguarded:
-            raise ContextError(_unguarded_text(self._step.name))
+        if self._recreated:
+            raise ContextError(_unguarded_text(self._step.name, self._recreated))
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
         try:
@@ -69,8 +70,8 @@ class Program:
             result, spec = start(build, args, kwargs, finish)
         except Exception as error:
             result, spec = self._start_anew(error, args, kwargs, finish)
-        if spec.recreated_variable:
-            self._is_unguarded = True
+        if spec.recreated:
+            self._recreated = spec.recreated
         return result
 
     def _start_anew(
@@ -122,6 +123,8 @@ class Program:
         if jax_compat.is_broken_cache(error) and self._build is not None:
             self._build = None  # compiled anew; the variables' arrays move to the next build
             return args, kwargs
+        if jax_compat.has_explicit_mesh((args, kwargs)):  # JAX says a KeyError of an axis, and more
+            return jax_compat.off_explicit_meshes((args, kwargs))
         if jax_compat.is_device_mismatch(error):
             placed = self._step.place((args, kwargs))
             if any(map(_is_other, jax.tree.leaves(placed), jax.tree.leaves((args, kwargs)))):
@@ -218,10 +221,10 @@ def _deleted_text(function: str, argument: str, array: jax.Array) -> str:
     )
 
 
-def _unguarded_text(name: str) -> str:
+def _unguarded_text(name: str, variables: tuple[str, ...]) -> str:
     return message(
         f"{name} needs to create its variables once",
-        got="a second call of a function whose variable constructors are not guarded",
+        got=f"a second call, and not guarded: the constructor of {', '.join(map(repr, variables))}",
         why="the constructor runs at every trace, but a compiled call runs none",
         fix="create the variables outside, or guard them: "
         "`if self.v is None: self.v = dj.Variable(...)`",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.objects.stateful_args import emit_run, run_here
@@ -53,8 +54,10 @@ def place_arguments(topology: Topology, tree: Any) -> Any:
     devices = set(topology.devices)
 
     def place(leaf: Any) -> Any:
-        is_elsewhere = isinstance(leaf, jax.Array) and leaf.sharding.device_set != devices
-        return jax.device_put(leaf, topology.mirrored) if is_elsewhere else leaf
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+        if not is_array or not leaf.committed or leaf.sharding.device_set == devices:
+            return leaf
+        return jax.device_put(leaf, topology.mirrored)
 
     return jax.tree.map(place, tree, is_leaf=is_per_replica)
 
@@ -71,7 +74,10 @@ class ReplicaRunner:
         state = frames.current().state
         if state is not None:
             return run_here(self._extended.strategy, fn, args, kwargs, state)
-        return self._programs.get(fn, self._make_program)(args, kwargs)
+        program = self._programs.get(fn, self._make_program)
+        if jax_compat.has_user_mesh():
+            return jax_compat.ignores_user_mesh(program)(args, kwargs)
+        return program(args, kwargs)
 
     def _make_program(self, resolve: Callable[[], Any]) -> StatefulProgram:
         strategy = self._extended.strategy

@@ -28,13 +28,13 @@ def colocate(extended: Any, colocate_with: Any) -> Iterator[None]:
         )
     if not isinstance(colocate_with, Variable):
         _require_known(extended, colocate_with)
-        with frames.with_frame(dataclasses.replace(frame, colocate_with=None)):
+        with frames.with_block(dataclasses.replace(frame, colocate_with=None)):
             yield
         return
     if colocate_with.strategy is not extended.strategy:
         raise LocalityError(_foreign_text(extended, colocate_with))
 
-    with frames.with_frame(dataclasses.replace(frame, colocate_with=colocate_with)):
+    with frames.with_block(dataclasses.replace(frame, colocate_with=colocate_with)):
         yield
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import jax
+
+from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.frames import Frame
@@ -13,22 +20,45 @@ from distjax.data.input_context import InputContext
 from distjax.data.options import ERROR, as_input_options
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
+from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
-from distjax.strategies.extended import StrategyExtended
+from distjax.strategies import colocation, reducing, update, values
+from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.reducing import require_pairs
+from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.strategies.strategy import Strategy
+from distjax.variables.construct import copy_variable, make_variable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import PlainPlacement
 
 
-class DefaultExtended(StrategyExtended):
-    """Runs functions as they are: nothing is traced, wrapped or placed."""
+class DefaultExtended:
+    """Runs functions as they are: nothing is traced, wrapped or placed.
+
+    Its contract is that of `StrategyExtended`, where the methods are described.
+    """
 
     is_default = True
+    wraps = False
+    axis_name = REPLICA_AXIS
+    communication = DEFAULT_OPTIONS
+    require_static_shapes = False
+    should_checkpoint = should_save_summary = True
+    strategy: Any
 
     def __init__(self) -> None:
-        super().__init__(None, PlainPlacement(), wraps=False)
+        self.placement = PlainPlacement()
+        self.step_programs = FunctionCache()
+        self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
+        self._containers = ContainerRegistry()
+        self.variable_lock = threading.RLock()
+
+    def bind(self, strategy: Any) -> None:
+        """Says of which Strategy this is the inside."""
+        self.strategy = strategy
+
+    # -- where things are, and what there is not ------------------------------
 
     @property
     def topology(self) -> Topology:
@@ -68,9 +98,7 @@ class DefaultExtended(StrategyExtended):
         """Raises: a matter of strategies with replicas."""
         raise UnsupportedError(_no_devices_text("should_init"))
 
-    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
-        """Returns the first variable by name, on whose device all others are."""
-        return min(var_list, key=lambda v: v.name, default=self.topology.devices)
+    # -- replicas and what they hold ------------------------------------------
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -87,6 +115,42 @@ class DefaultExtended(StrategyExtended):
     def place_arguments(self, tree: Any) -> Any:
         """Returns `tree`: functions run where their arguments are."""
         return tree
+
+    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
+        """Reduces over the one replica, and over `axis`."""
+        frames.require_cross_replica(self.strategy, "reduce")
+        return reducing.reduce(self, op, value, axis, mask)
+
+    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
+        """Returns `value`: there is one replica."""
+        as_reduce_op(op)
+        frames.require_cross_replica(self.strategy, "reduce_to")
+        return value
+
+    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
+        """Returns the values: there is one replica."""
+        pairs = require_pairs(value_destination_pairs)
+        return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
+
+    def broadcast_to(self, value: Any, destinations: Any = None) -> NoReturn:
+        """Raises: there is nothing to broadcast to."""
+        frames.require_cross_replica(self.strategy, "broadcast_to")
+        raise UnsupportedError(_no_devices_text("broadcast_to"))
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the values of the one replica."""
+        frames.require_cross_replica(self.strategy, "gather")
+        return reducing.gather(self, value, axis)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns `value`, the one replica's."""
+        return (value,)
+
+    # -- input ----------------------------------------------------------------
+
+    def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
+        """Returns what ``fn(ValueContext())`` does."""
+        return values.values_from_function(self, fn)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Returns `dataset` itself, unless smaller batches are to be dropped or padded."""
@@ -106,21 +170,87 @@ class DefaultExtended(StrategyExtended):
             return fn(InputContext())
         return datasets.distribute_datasets_from_function(None, fn, options)
 
-    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
-        """Returns `value`: there is one replica."""
-        as_reduce_op(op)
-        frames.require_cross_replica(self.strategy, "reduce_to")
-        return value
+    def run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Runs K steps as one compiled loop."""
+        frames.require_cross_replica(self.strategy, "run_steps_on_iterator")
+        return run_steps(self, fn, iterator, iterations, initial_loop_values)
 
-    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
-        """Returns the values: there is one replica."""
-        pairs = require_pairs(value_destination_pairs)
-        return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
+    # -- variables ------------------------------------------------------------
 
-    def broadcast_to(self, value: Any, destinations: Any = None) -> NoReturn:
-        """Raises: there is nothing to broadcast to."""
-        frames.require_cross_replica(self.strategy, "broadcast_to")
-        raise UnsupportedError(_no_devices_text("broadcast_to"))
+    def create_variable(self, initial_value: Any, **options: Any) -> Variable:
+        """Makes a variable that JAX places."""
+        variable = make_variable(self.strategy, self.placement, initial_value, **options)
+        self.variables.add(variable)
+        return variable
+
+    def copy_variable(self, variable: Variable) -> Variable:
+        """Returns a new variable with a copy of the value (for deepcopy)."""
+        made = copy_variable(variable)
+        self.variables.add(made)
+        return made
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(var, *args, **kwargs)``."""
+        frames.require_cross_replica(self.strategy, "update")
+        args, kwargs = require_call(fn, args, kwargs, "update")
+        return update.update(self, var, fn, args, kwargs, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(*args, **kwargs)``."""
+        frames.require_cross_replica(self.strategy, "update_non_slot")
+        args, kwargs = require_call(fn, args, kwargs, "update_non_slot")
+        return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
+
+    def update_frame(self) -> Frame:
+        """Returns the current frame, for an update: there are no copies, so its context stays."""
+        return dataclasses.replace(frames.current(), in_update=True)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """Returns the first variable by name, on whose device all others are."""
+        return min(var_list, key=lambda v: v.name, default=self.topology.devices)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing: all variables live in one place."""
+        return colocation.colocate(self, colocate_with_variable)
+
+    def read_var(self, v: Variable) -> jax.Array:
+        """Returns the value of `v`."""
+        update.require_variable(v, "read_var")
+        return v.value
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the variable that `value` is the one component of, else `value` itself."""
+        return self._containers.container_of(value)
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Returns whether `v` belongs to the default strategy."""
+        update.require_variable(v, "variable_created_in_scope")
+        return v.strategy is self.strategy
+
+    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the one component of a variable."""
+        self._containers.remember(variable, (stored,))
+        return (stored,)
 
 
 def _no_devices_text(what: str) -> str:
@@ -143,5 +273,5 @@ class DefaultStrategy(Strategy):
 
 
 DEFAULT_STRATEGY = DefaultStrategy()
-_frame = Frame(DEFAULT_STRATEGY, DefaultReplicaContext(DEFAULT_STRATEGY), is_default=True)
+_frame = Frame(DEFAULT_STRATEGY, DefaultReplicaContext(DEFAULT_STRATEGY), allows_both=True)
 frames.set_default_frame(lambda: _frame)

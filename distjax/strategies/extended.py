@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 
+from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions, as_communication_options
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
+from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
-from distjax.errors import ContextError, message
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.replica_runner import ReplicaRunner, place_arguments
@@ -40,6 +41,7 @@ class StrategyExtended:
         of one replica on one device hands out bare values.
 
     Attributes:
+      strategy: the Strategy that this is the inside of.
       variables: the strategy's living variables; it keeps none of them alive.
       variable_lock: held while arrays of these variables move or are donated.
 
@@ -47,6 +49,7 @@ class StrategyExtended:
     """
 
     is_default = False
+    strategy: Any
 
     def __init__(
         self,
@@ -69,27 +72,8 @@ class StrategyExtended:
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: Any) -> None:
-        """Tells which Strategy this is the inside of (called once, by Strategy)."""
-        self._strategy = weakref.ref(strategy)
-
-    @property
-    def strategy(self) -> Any:
-        """The Strategy that this is the inside of; it is held by who uses it, not from here.
-
-        Raises:
-          ContextError: nobody has kept it.
-        """
-        strategy = self._strategy()
-        if strategy is not None:
-            return strategy
-        raise ContextError(
-            message(
-                "extended needs its strategy, which nobody has kept",
-                got="methods of the inside of a strategy that is gone",
-                why="a strategy holds its extended, and not the other way round",
-                fix="strategy = dj.MirroredStrategy(); strategy.extended.reduce_to(...)",
-            )
-        )
+        """Says of which Strategy this is the inside (called once, by Strategy)."""
+        self.strategy = strategy
 
     # -- where things are -----------------------------------------------------
 
@@ -207,6 +191,7 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "batch_reduce_to")
         return reducing.batch_reduce_to(self, op, value_destination_pairs)
 
+    @jax_compat.ignores_user_mesh
     def broadcast_to(self, value: Any, destinations: Any = None) -> Any:
         """Returns a copy of `value` on `destinations` (None: all workers).
 
@@ -228,10 +213,12 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "gather")
         return reducing.gather(self, value, axis)
 
+    @jax_compat.ignores_user_mesh
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Takes values apart: see `Strategy.local_results`."""
         return values.local_results(self, value)
 
+    @jax_compat.ignores_user_mesh
     def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
         """Makes a PerReplica: see `Strategy.distribute_values_from_function`."""
         return values.values_from_function(self, fn)
@@ -250,6 +237,7 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
 
+    @jax_compat.ignores_user_mesh
     def run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
@@ -282,18 +270,21 @@ class StrategyExtended:
 
     # -- variables ------------------------------------------------------------
 
+    @jax_compat.ignores_user_mesh
     def create_variable(self, initial_value: Any, **options: Any) -> Variable:
         """Makes a variable by this strategy's policy (called by `Variable`)."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
 
+    @jax_compat.ignores_user_mesh
     def copy_variable(self, variable: Variable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
         made = copy_variable(variable)
         self.variables.add(made)
         return made
 
+    @jax_compat.ignores_user_mesh
     def update(
         self,
         var: Variable,
@@ -325,6 +316,7 @@ class StrategyExtended:
         args, kwargs = require_call(fn, args, kwargs, "update")
         return update.update(self, var, fn, args, kwargs, group)
 
+    @jax_compat.ignores_user_mesh
     def update_non_slot(
         self,
         colocate_with: Any,
@@ -352,6 +344,10 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "update_non_slot")
         args, kwargs = require_call(fn, args, kwargs, "update_non_slot")
         return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
+
+    def update_frame(self) -> Frame:
+        """Returns the frame of an update function on one copy: cross-replica context."""
+        return Frame(self.strategy, state=frames.current().state, in_update=True)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Returns the devices for variables that belong to no other variable.
@@ -386,6 +382,7 @@ class StrategyExtended:
         update.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
 
+    @jax_compat.ignores_user_mesh
     def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array."""
         if variable.layout.num_copies == 1:

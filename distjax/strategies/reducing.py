@@ -25,7 +25,7 @@ from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
 from distjax.strategies.destinations import place_on, reduction_layout, resolve
-from distjax.strategies.values import is_mirrored
+from distjax.strategies.values import is_mirrored, off_device
 from distjax.variables.access import read_components
 from distjax.variables.layouts.local_form import LocalForm
 from distjax.variables.variable import Variable
@@ -174,12 +174,12 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
     return axes
 
 
+@jax_compat.ignores_user_mesh
 def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any) -> Any:
-    global_value = _as_global_value(extended, ReduceOp.MEAN, value) or GlobalValue(
-        jnp.asarray(value), False
-    )
+    global_value = _as_global_value(extended, ReduceOp.MEAN, value)
+    global_value = global_value or GlobalValue(jnp.asarray(off_device(value)), False)
     global_mask = _as_global_value(extended, ReduceOp.MEAN, mask, "the mask")
-    global_mask = global_mask or GlobalValue(jnp.asarray(mask), False)
+    global_mask = global_mask or GlobalValue(jnp.asarray(off_device(mask)), False)
     shape = global_value.array.shape[int(global_value.varying) :]
     fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
     require_mask(replica_aval(global_mask), shape, "reduce: mask", fix)

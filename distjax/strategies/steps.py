@@ -61,10 +61,11 @@ class MultiStepContext:
           ValueError: no reduce_op in a replica context.
           TypeError: a leaf that is neither array nor number.
         """
-        strategy, replica = frames.current().strategy, frames.current().replica_context
-        is_kept = reduce_op is None and strategy.extended.is_default
+        frame = frames.current()
+        replica = frame.replica_context
+        is_kept = reduce_op is None and not frame.has_strategy
         if replica is None or is_kept:
-            self._set(strategy, output, name, reduce_op)
+            self._set(frame.strategy, output, name, reduce_op)
             return
         if reduce_op is None:
             raise ValueError(
@@ -94,9 +95,7 @@ class MultiStepContext:
 
         Context: cross-replica, or replica.
         """
-        replica = frames.current().replica_context
-        is_own = replica is not None and not frames.current().strategy.extended.is_default
-        self.non_tensor_outputs[name] = (output,) if is_own else output
+        self.non_tensor_outputs[name] = (output,) if frames.current().is_replica else output
 
 
 def run_steps(
@@ -218,8 +217,8 @@ class LoopStep:
         return _loop(self._resolve(), layout.value, arrays, initial)
 
     def place(self, tree: Any) -> Any:
-        """Returns `tree`: elements come from an input that is where it needs to be."""
-        return tree
+        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
+        return self._extended.place_arguments(tree)
 
 
 def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
 from distjax.context import frames, scoping
+from distjax.context.contracts import ExtendedLike
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
-from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.tracebacks import keep_user_lines
@@ -26,12 +25,12 @@ class Strategy:
     Source: tf.distribute.Strategy; seed 001.
     """
 
-    def __init__(self, extended: StrategyExtended):
+    def __init__(self, extended: ExtendedLike):
         self._extended = extended
         extended.bind(self)
 
     @property
-    def extended(self) -> StrategyExtended:
+    def extended(self) -> ExtendedLike:
         """The methods for algorithms that need to be distribution-aware."""
         return self._extended
 
@@ -50,15 +49,18 @@ class Strategy:
         """The replica axis inside `run`, for `lax.psum` and BatchNorm; None: there is none."""
         return self._extended.public_axis_name
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Enters cross-replica context; variables made inside belong to this strategy.
+    def scope(self) -> scoping.Scope:
+        """Returns a context in which this strategy is active: variables made in it are its own.
+
+        Entering gives the strategy. One scope can be entered again: after it was left,
+        inside itself, and in several threads at once.
 
         Context: cross-replica of this strategy, or none active.
 
         Raises:
           StrategyMismatchError: another strategy is active.
-          ContextError: in a replica context, or when left out of order.
+          ContextError: in a replica context; when left out of order, twice, or in another
+            thread than it was entered in.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -69,8 +71,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.scope; seed 001.
         """
-        with scoping.scope(self):
-            yield self
+        return scoping.Scope(self)
 
     def run(
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -66,24 +65,13 @@ def _on_the_value(
 ) -> Any:
     kept = variable.stored.keep()
     try:
-        with frames.with_frame(_update_frame(extended)):
+        with frames.with_frame(extended.update_frame()):
             return fn(variable, *args, **kwargs)
     except BaseException:
         # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
         if frames.current().state is None:
             variable.stored.restore(kept)
         raise
-
-
-def _update_frame(extended: Any) -> Frame:
-    """Returns the frame of an update function on one copy.
-
-    The default strategy has no contexts to change: its replica context stays.
-    """
-    frame = frames.current()
-    if extended.is_default:
-        return dataclasses.replace(frame, in_update=True)
-    return Frame(extended.strategy, state=frame.state, in_update=True)
 
 
 def _require_own(extended: Any, variable: Variable) -> None:
@@ -127,13 +115,13 @@ def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica)
 
 
 def _one_value_each(extended: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the arguments with the PerReplica values of a lone replica as arrays."""
+    """Returns the arguments on the devices, PerReplica values of a lone replica as arrays."""
     leaf = lambda x: (
         as_user_value(GlobalValue(x.stacked, True), extended.topology)
         if isinstance(x, PerReplica)
         else x
     )
-    return jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica)
+    return extended.place_arguments(jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica))
 
 
 def _as_lists(extended: Any, count: int, result: Any) -> Any:
@@ -169,7 +157,7 @@ def update_non_slot(
                 require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
         result = _on_each_copy(extended, None, fn, args, kwargs)
     else:
-        with frames.with_frame(_update_frame(extended)):
+        with frames.with_frame(extended.update_frame()):
             result = fn(*args, **kwargs)
     return result if group else _as_lists(extended, _num_counter_copies(extended), result)
 
@@ -235,8 +223,8 @@ class UpdateStep:
         return _on_each_copy_in_trace(self._extended, self._variable, self._fn, args, kwargs, state)
 
     def place(self, tree: Any) -> Any:
-        """Returns `tree`: arguments are where the variable is."""
-        return tree
+        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
+        return self._extended.place_arguments(tree)
 
 
 class _ComponentState(TraceState):

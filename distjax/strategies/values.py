@@ -169,13 +169,13 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
     if len(shapes) > 1:
         raise LocalityError(_values_text(f"shapes {sorted(shapes)}"))
     if any(isinstance(value, jax.Array) for value in column):
-        stacked = jnp.stack([jnp.asarray(_off_device(value)) for value in column])
+        stacked = jnp.stack([jnp.asarray(off_device(value)) for value in column])
     else:
         stacked = np.stack([np.asarray(value) for value in column])
     return PerReplica(jax.device_put(stacked, topology.per_replica), topology)
 
 
-def _off_device(value: Any) -> Any:
+def off_device(value: Any) -> Any:
     """Returns an array that can be combined with arrays of other devices."""
     if isinstance(value, jax.Array) and not jax_compat.is_key_dtype(value.dtype):
         return value if isinstance(value, jax_compat.Tracer) else np.asarray(value)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.context import frames
+from distjax.data import dataset as datasets
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
@@ -67,7 +68,7 @@ class ReferenceStrategy(Strategy):
     """
 
     def __init__(self, num_replicas: int):
-        super().__init__(ReferenceExtended(num_replicas))  # type: ignore[arg-type]
+        super().__init__(ReferenceExtended(num_replicas))
 
     def __repr__(self) -> str:
         return f"ReferenceStrategy({self.num_replicas_in_sync})"
@@ -77,6 +78,8 @@ class ReferenceExtended:
     """The inside of a ReferenceStrategy: the contract of StrategyExtended."""
 
     is_default = False
+    wraps = True
+    strategy: Any
     public_axis_name = None
     require_static_shapes = between_graph = False
     should_init = should_checkpoint = should_save_summary = True
@@ -89,13 +92,8 @@ class ReferenceExtended:
         self._variables: weakref.WeakSet[ReferenceVariable] = weakref.WeakSet()
 
     def bind(self, strategy: Any) -> None:
-        """Tells which Strategy this is the inside of."""
-        self._strategy = weakref.ref(strategy)
-
-    @property
-    def strategy(self) -> Any:
-        """The Strategy that this is the inside of."""
-        return self._strategy()
+        """Says of which Strategy this is the inside."""
+        self.strategy = strategy
 
     # -- replicas -------------------------------------------------------------
 
@@ -226,6 +224,18 @@ class ReferenceExtended:
         stack = lambda *leaves: PerReplica(jnp.stack([*map(jnp.asarray, leaves)]), self.topology)
         return jax.tree.map(stack, *trees)
 
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits batches over the replicas."""
+        self._require_context("distribute_dataset")
+        return datasets.distribute_dataset(self.topology, dataset, options)
+
+    def distribute_datasets_from_function(
+        self, fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Gives each replica elements of its own."""
+        self._require_context("distribute_datasets_from_function")
+        return datasets.distribute_datasets_from_function(self.topology, fn, options)
+
     # -- variables ------------------------------------------------------------
 
     def create_variable(
@@ -320,6 +330,6 @@ class ReferenceExtended:
         return self.worker_devices
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, var: Any) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
         """Changes nothing: there is one device."""
         yield

@@ -156,11 +156,10 @@ class ReferenceVariable(Variable):
     def _own_component(self, action: str) -> int | None:
         """Returns which component the context sees; None in cross-replica context."""
         frame = frames.current()
-        is_default = frame.strategy.extended.is_default
-        if not is_default and frame.strategy is not self.strategy:
+        if frame.has_strategy and frame.strategy is not self.strategy:
             raise StrategyMismatchError(frames.mixing_text(self.strategy, frame, action))
         _require_no_trace(self, action, frame)
-        if is_default:
+        if not frame.has_strategy:
             return None
         if frame.in_update:
             updates = [f for f in frames.stack() if isinstance(f, ComponentFrame)]

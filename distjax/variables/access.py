@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distjax import jax_compat
 from distjax.collectives import ops
 from distjax.collectives.ops import ReduceOp
 from distjax.context import frames
@@ -34,6 +35,12 @@ def read(variable: Any) -> jax.Array:
 
 def write(variable: Any, value: Any, method: str) -> jax.Array:
     """Writes `value` by the rules of the current context; returns what it then sees."""
+    if variable.sharding is None:
+        return _write(variable, value, method)
+    return _write_off_mesh(variable, value, method)
+
+
+def _write(variable: Any, value: Any, method: str) -> jax.Array:
     frame = frames.current()
     state = _state_for(variable, frame, "write")
     state.require_writable(variable)
@@ -48,6 +55,9 @@ def write(variable: Any, value: Any, method: str) -> jax.Array:
     else:
         _write_across(variable, state, array, method)
     return read(variable)
+
+
+_write_off_mesh = jax_compat.ignores_user_mesh(_write)
 
 
 def components(variable: Any) -> tuple[jax.Array, ...]:
@@ -74,6 +84,8 @@ def initialize(variable: Any, value: Any) -> None:
     """Gives a new variable its storage: a copy of `value` [...] in each component."""
     if variable.policy.stacked:
         value = jnp.broadcast_to(jnp.asarray(value), variable.global_shape)
+    if variable.layout.hands_out_copies:  # its stored form is computed on the variable's devices
+        value = variable.beside(value)
     variable.store(variable.copied(value))
 
 
@@ -81,18 +93,12 @@ def initialize(variable: Any, value: Any) -> None:
 
 
 def _state_for(variable: Any, frame: Frame, action: str) -> Any:
-    owner = variable.strategy
-    state = states.STORAGE if frame.state is None else frame.state
-    if owner is frame.strategy or frame.strategy.extended.is_default:
-        return state
-    if owner.extended.is_default and action == "read":
-        return state
-    if owner.extended.is_default and frame.replica_context is None:
-        return state
+    if frame.owns_variable(variable, read=action == "read"):
+        return states.STORAGE if frame.state is None else frame.state
     raise StrategyMismatchError(
         message(
-            f"a {action} of variable {variable.name!r} needs its own strategy, {owner!r}, to be "
-            "active",
+            f"a {action} of variable {variable.name!r} needs its own strategy, "
+            f"{variable.strategy!r}, to be active",
             got=frame.name,
             why="Mixing different tf.distribute.Strategy objects: the variable lives on the "
             "devices of another strategy",

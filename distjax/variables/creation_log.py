@@ -22,7 +22,7 @@ class CreationLog:
       makes_at_once: whether variables get their storage right away, from concrete
         initial values (merge functions, whose trace for shapes is thrown away).
       remembered: the variables made at once.
-      reused: whether a constructor was handed a variable of the trace before.
+      reused: the names of variables of the trace before that constructors were handed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CreationLog:
         self.values: dict[Any, Any] = {}
         self.collected: list[Any] = []
         self.position = 0
-        self.reused = False
+        self.reused: tuple[str, ...] = ()
 
     @staticmethod
     def within(state: Any) -> CreationLog | None:
@@ -60,7 +60,7 @@ class CreationLog:
         if (variable.shape, variable.dtype, variable.name) != (tuple(shape), dtype, name):
             got = f"{name!r} {dtype}{list(shape)} at the place of {variable!r}"
             raise ContextError(_changed_text(name, got))
-        top.reused = True
+        top.reused = (*top.reused, name)
         return variable
 
     def collect(self, variable: Any, value: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
-from distjax.errors import TraceLeakError
+from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
 from distjax.variables.donation import hand_out
 from distjax.variables.leak_errors import leak_text
@@ -49,6 +49,20 @@ def _variable_abstract_eval(*, variable: Any, local_view: bool) -> ShapedArray:
     described = variable()
     shape = described.local_shape if local_view else described.global_shape
     return ShapedArray(shape, described.dtype)
+
+
+@variable_p.def_impl
+def _refuse_to_evaluate(*, variable: WeakVariable, local_view: bool) -> Any:
+    raise TraceLeakError(
+        message(
+            f"a read of variable {variable().name!r} needs to be traced with its step",
+            got="JAX evaluates at once, though the step is being traced",
+            why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
+            "left JAX's state of this thread behind",
+            fix="leave `with jax.ensure_compile_time_eval():`; after an interrupt go on in a new "
+            "thread, or restart the process",
+        )
+    )
 
 
 class StorageState:

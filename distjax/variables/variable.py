@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 
 from distjax.context import frames
 from distjax.errors import message
+from distjax.jax_compat import as_uncommitted
 from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layouts.layout import Layout
@@ -89,8 +90,9 @@ class Variable:
         name = "Variable" if name is None else name
         modes = resolve_modes(synchronization, aggregation, name)
         frame = frames.current()
-        options = dict(trainable=trainable, name=name, dtype=dtype, modes=modes)
-        return frame.strategy.extended.create_variable(initial_value, **options)
+        return frame.strategy.extended.create_variable(
+            initial_value, trainable=trainable, name=name, dtype=dtype, modes=modes
+        )
 
     @classmethod
     def declared(
@@ -160,7 +162,7 @@ class Variable:
         if not isinstance(value, jax.Array) or not value.committed or self.sharding is None:
             return value
         devices = self.sharding.device_set
-        return value if value.sharding.device_set == devices else np.asarray(value)
+        return value if value.sharding.device_set == devices else as_uncommitted(value)
 
     def copied(self, value: Any) -> Any:
         """Returns a copy of a global value, shared with nobody."""

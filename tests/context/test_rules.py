@@ -178,6 +178,12 @@ def test_r013_cross_replica_methods_are_refused_in_a_replica(pair, variable, nam
     assert state() == DEFAULT
 
 
+def test_gather_in_a_replica_names_what_a_replica_has(pair):
+    with pytest.raises(ContextError, match=r"Fix: .*ctx\.all_gather\(x, axis\)") as caught:
+        pair.run(lambda: pair.gather(jnp.ones(1), 0))
+    assert "ReplicaContext.all_gather" in str(caught.value)
+
+
 def test_scope_is_refused_in_a_replica(pair):
     def fn():
         with pair.scope():

@@ -27,7 +27,6 @@ def summed(x):
     return dj.get_replica_context().all_reduce("sum", x)
 
 
-@pytest.mark.xfail(strict=True, reason="fault 25: JAX's ValueError of incompatible devices")
 @pytest.mark.parametrize("where", ARRAYS)
 def test_an_argument_of_dj_jit_is_moved_or_the_error_says_how_to_move_it(pair, where):
     step = dj.jit(lambda x: pair.run(summed, args=(x,)))
@@ -45,9 +44,6 @@ def test_an_argument_of_run_is_moved(pair, where):
     np.testing.assert_array_equal(result, 2 * np.arange(8.0))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="fault 25: KeyError, as the array's type names an axis of another mesh"
-)
 def test_an_argument_of_run_that_is_sharded_by_explicit_axes_is_moved(mirrored):
     result = mirrored.run(summed, args=(on_four("Explicit"),))
     np.testing.assert_array_equal(result, 2 * np.arange(8.0))

@@ -8,14 +8,12 @@ import distjax as dj
 from distjax.errors import ContextError
 
 
-@pytest.mark.xfail(strict=True, reason="issue 10, point 1: the fix names all_reduce only")
 def test_gather_in_a_replica_names_all_gather(pair):
     with pytest.raises(ContextError) as caught:
         pair.run(lambda x: pair.gather(x, axis=0), args=(jnp.ones(3),))
     assert "all_gather(" in fix_of(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="issue 10, point 1: the error names the function only")
 @pytest.mark.parametrize("how", ["run", "jit"])
 def test_a_second_creation_names_the_variable(pair, how):
     def fn(x):

@@ -11,9 +11,6 @@ from own_threads import in_own_thread
 
 import distjax as dj
 
-fault_18 = pytest.mark.xfail(
-    strict=True, reason="fault 18: an interrupt beside the change leaves a frame on the stack"
-)
 OURS = in_packages("distjax")
 
 
@@ -69,7 +66,6 @@ def require_clean(strategy, v, _):
     np.testing.assert_array_equal(v.value, before + 1)
 
 
-@fault_18
 @pytest.mark.parametrize("make_call", [first_call, update, scope], ids=lambda fn: fn.__name__)
 def test_each_line_of_what_changes_the_context(pair, make_call):
     def make():

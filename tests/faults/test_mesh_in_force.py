@@ -71,9 +71,6 @@ def optimized(strategy):
 OPERATIONS = [written, run, run_of_numpy, step, jit, updated, reduced_batch, optimized]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="fault 22: JAX's ValueError of a mesh that is not the strategy's"
-)
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda fn: fn.__name__)

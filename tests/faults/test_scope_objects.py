@@ -12,12 +12,7 @@ from own_threads import in_own_thread, on_own_thread
 import distjax as dj
 from distjax.errors import ContextError
 
-scope_object = pytest.mark.xfail(
-    strict=True, reason="fault 25: a scope can be entered once, else it is an AttributeError"
-)
 
-
-@scope_object
 @on_own_thread
 def test_a_scope_can_be_entered_again(strategy):
     before = dj.get_strategy()
@@ -28,7 +23,6 @@ def test_a_scope_can_be_entered_again(strategy):
         assert dj.get_strategy() is before
 
 
-@scope_object
 @on_own_thread
 def test_a_scope_can_be_nested_in_itself(strategy):
     before = dj.get_strategy()
@@ -41,7 +35,6 @@ def test_a_scope_can_be_nested_in_itself(strategy):
     assert dj.get_strategy() is before
 
 
-@scope_object
 @on_own_thread
 def test_a_scope_can_be_entered_again_after_an_error_in_it(pair):
     scope = pair.scope()
@@ -52,7 +45,6 @@ def test_a_scope_can_be_entered_again_after_an_error_in_it(pair):
     assert not dj.has_strategy()
 
 
-@scope_object
 @on_own_thread
 def test_two_threads_enter_one_scope_and_each_leaves_its_own_frame(pair):
     scope, other = pair.scope(), dj.VirtualStrategy(3)
@@ -90,7 +82,6 @@ def entered_by_both(scope, meet):
         scope.__exit__(None, None, None)
 
 
-@scope_object
 @on_own_thread
 def test_a_scope_left_in_another_thread_raises_and_its_own_thread_can_still_leave(pair):
     scope = pair.scope()
@@ -104,7 +95,6 @@ def test_a_scope_left_in_another_thread_raises_and_its_own_thread_can_still_leav
     assert not dj.has_strategy()
 
 
-@scope_object
 @on_own_thread
 def test_a_scope_left_twice_is_an_error(pair):
     scope = pair.scope()
@@ -116,7 +106,6 @@ def test_a_scope_left_twice_is_an_error(pair):
     assert not dj.has_strategy()
 
 
-@scope_object
 @on_own_thread
 def test_a_scope_left_before_it_was_entered_is_an_error(pair):
     with pytest.raises(ContextError):

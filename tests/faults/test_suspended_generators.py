@@ -33,12 +33,6 @@ def suspended():
     return held
 
 
-fault_2 = pytest.mark.xfail(
-    strict=True, reason="fault 2: leaving a block restores the whole stack that it found"
-)
-
-
-@fault_2
 @on_own_thread
 def test_a_generator_finalised_in_a_step_leaves_the_steps_context(suspended):
     strategy = dj.VirtualStrategy(4)
@@ -53,7 +47,6 @@ def test_a_generator_finalised_in_a_step_leaves_the_steps_context(suspended):
     assert np.ravel(strategy.local_results(replicas)).tolist() == [0, 1, 2, 3]
 
 
-@fault_2
 @on_own_thread
 def test_a_generator_finalised_in_a_scope_leaves_the_scope(suspended):
     strategy = dj.VirtualStrategy(4)
@@ -66,7 +59,6 @@ def test_a_generator_finalised_in_a_scope_leaves_the_scope(suspended):
     assert collect() == (strategy, strategy)
 
 
-@fault_2
 @on_own_thread
 def test_a_generator_finalised_in_an_update_leaves_the_update(suspended):
     strategy = dj.VirtualStrategy(4)

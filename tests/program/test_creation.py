@@ -192,6 +192,7 @@ def test_unguarded_creation_runs_once(pair, how):
         with pytest.raises(ContextError) as caught:
             step(x)
         assert first_line(caught).endswith("needs to create its variables once.")
+        assert "not guarded: the constructor of 'u'." in str(caught.value)
         assert "if self.v is None" in str(caught.value)
 
 
@@ -328,3 +329,15 @@ def test_creation_in_a_run_inside_a_merge_function(pair):
     merge = lambda strategy: strategy.run(layer, args=(1.0,))
     with pytest.raises(TraceLeakError, match="needs to be created outside of inner traces"):
         pair.run(lambda: dj.get_replica_context().merge_call(merge))
+
+
+def test_a_read_that_jax_evaluates_at_once(pair):
+    """As after an interrupt that leaves JAX's state behind: the trace is not the current one."""
+    with pair.scope():
+        v = dj.Variable(1.0, name="w")
+    with pytest.raises(dj.errors.TraceLeakError) as caught:
+        with jax.ensure_compile_time_eval():
+            pair.run(lambda: v.value + 1)
+    assert first_line(caught) == "a read of variable 'w' needs to be traced with its step."
+    assert "go on in a new thread, or restart the process" in str(caught.value)
+    assert local(pair, pair.run(lambda: v.value + 1)) == [2, 2]

@@ -204,10 +204,10 @@ def test_an_exception_in_an_update_changes_nothing_else(pair):
     assert not dj.in_cross_replica_context()
 
 
-def test_extended_without_its_strategy():
+def test_extended_keeps_its_strategy():
     extended = dj.VirtualStrategy(2).extended
-    with pytest.raises(ContextError, match="^extended needs its strategy, which nobody has kept"):
-        extended.reduce_to("sum", 1.0, None)
+    assert float(extended.reduce_to("mean", jnp.float32(3), None)) == 3.0
+    assert extended.strategy.extended is extended
 
 
 # -- update_non_slot ------------------------------------------------------------

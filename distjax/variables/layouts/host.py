@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from distjax import jax_compat
 from distjax.placement import locality as kinds
 from distjax.placement.topology import Topology
 from distjax.variables.layouts.host_sharded import HostShardedLayout
@@ -53,6 +54,7 @@ class HostLayout:
         split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
         return jax.device_put(split, self.sharding)
 
+    @jax_compat.ignores_user_mesh
     def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
         """Returns the value [...], copied to each device."""
         flat = jax.device_put(stored, NamedSharding(self._mesh, PartitionSpec("part")))

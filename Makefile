@@ -62,8 +62,8 @@ notebooks: $(INSTALLED)  ## execute every notebook and check that it is the pair
 docs: $(INSTALLED)  ## the guides and the API reference, in build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-table: $(INSTALLED)  ## run the tests of the seeds, write their table into README.md
-	$(BIN)/python -m pytest -n $(WORKERS) -m seed --write-seed-table $(PYTEST_FLAGS)
+table: $(INSTALLED)  ## run the tests of the API's rows, write docs/tf_distribute_api.md
+	$(BIN)/python -m pytest -n $(WORKERS) -m api_row --write-api-table $(PYTEST_FLAGS)
 
 bench: $(INSTALLED)  ## time distjax against hand-written JAX
 	$(BIN)/python -m benchmarks

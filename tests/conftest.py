@@ -26,7 +26,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 import pytest
 
 import distjax as dj
-from tests.seed_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
+from tests.api_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
 
 REPLICA_COUNTS = (1, 2, 3, 8)
 

@@ -28,7 +28,7 @@ def as_reduce_op(op: Any, where: str = "op") -> ReduceOp:
 
     Args:
       op: a ReduceOp, its name in any case, or VariableAggregation.SUM / MEAN
-        (the seeds use it so).
+        (as TF 1.12 and 1.13 take it).
       where: the user's name of the argument.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Names of the tower API, TensorFlow 1.12 (seed 002).
+"""Names of the tower API, TensorFlow 1.12.
 
 A tower is a replica. Functions take their arguments bare: `f(fn, x)` where later
 versions write `f(fn, args=(x,))`.
@@ -149,7 +149,7 @@ class DistributionStrategy(Adapter):
 
 
 class PerDeviceDataset(Adapter):
-    """A distributed dataset, and the iterator over it that seed 002 makes of it."""
+    """A distributed dataset, and the iterator over it that TF 1.12 makes of it."""
 
     def make_one_shot_iterator(self) -> Any:
         """``iter(dataset)``, whose `get_next` gives an element."""

@@ -1,4 +1,4 @@
-"""Names of the early replica API, TensorFlow 1.13 (seed 001).
+"""Names of the early replica API, TensorFlow 1.13.
 
 Example:
   >>> from distjax.compat import v1_13
@@ -112,7 +112,7 @@ class Strategy(Adapter):
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """`extended.call_for_each_replica`, as the example of seed 001 calls it."""
+        """`extended.call_for_each_replica`, as the example of TF 1.13 calls it."""
         return self.wrapped.extended.call_for_each_replica(fn, args, kwargs)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Names of the late replica API, TensorFlow 1.15 (seed 000).
+"""Names of the late replica API, TensorFlow 1.15.
 
 Example:
   >>> from distjax.compat import v1_15

@@ -69,8 +69,8 @@ class DistributedIterator:
       layout: how they lie on the devices.
       prefetch: how many elements to move ahead; 0: no thread.
 
-    Source: seeds 001 and 002, "producing an iterator with locality T";
-      tf.distribute.DistributedIterator.
+    Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an
+      iterator with locality T (TF 1.12, 1.13).
     """
 
     def __init__(self, stream: HostStream, layout: InputLayout, prefetch: int):
@@ -134,7 +134,8 @@ class DistributedIterator:
           >>> iterator.take(3).num_steps
           2
 
-        Source: `run_steps_on_iterator` of seed 001.
+        Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator
+          (TF 1.13).
         """
         if not is_int(num_steps) or num_steps < 1:
             raise ValueError(

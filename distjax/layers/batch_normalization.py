@@ -57,7 +57,8 @@ class BatchNormalization:
       Array([2.], dtype=float32)
 
     Source: Ioffe and Szegedy, 2015; tf.keras.layers.BatchNormalization
-      (synchronized=True); seed 000, "Distribute-aware layers".
+      (synchronized=True); tf.distribute.StrategyExtended, "Distribute-aware
+      layers" (TF 1.15).
     """
 
     def __init__(

@@ -42,7 +42,8 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
       >>> isinstance(same, jax.Array)
       True
 
-    Source: Srivastava et al., 2014; seed 000, "Distribute-aware layers".
+    Source: Srivastava et al., 2014; tf.distribute.StrategyExtended,
+      "Distribute-aware layers" (TF 1.15).
     """
     if isinstance(rate, (int, float)) and not 0 <= rate < 1:
         raise ValueError(

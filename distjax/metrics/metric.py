@@ -48,7 +48,8 @@ class Metric(abc.ABC):
       >>> int(above.result())
       4
 
-    Source: tf.keras.metrics.Metric; seed 000, "Sync on read variables".
+    Source: tf.keras.metrics.Metric; tf.distribute.StrategyExtended, "Sync on
+      read variables" (TF 1.15).
     """
 
     def __init__(self, name: str, totals: Mapping[str, jax.ShapeDtypeStruct]):

@@ -51,8 +51,8 @@ class Optimizer:
       >>> float(w.value)
       8.5
 
-    Source: tf.keras.optimizers.Optimizer; seeds 000 and 001, "How to update a
-      variable".
+    Source: tf.keras.optimizers.Optimizer; tf.distribute.StrategyExtended,
+      "How to update a variable" (TF 1.13, 1.15).
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Optimizer:
     def apply_gradients(self, grads_and_vars: Iterable[Any], **extra: Any) -> None:
         """Reduces the gradients over the replicas and updates the variables.
 
-        In a replica context: steps 2 to 4 of the seeds (merge_call, reduce to the
-        variables, update). In cross-replica context: `distributed_apply`.
+        In a replica context: merge_call, reduce to the variables, update: what
+        TensorFlow asks of an optimizer. In cross-replica context: `distributed_apply`.
 
         Args:
           grads_and_vars: pairs (gradient, variable), one for each variable of
@@ -181,7 +181,7 @@ class Optimizer:
           **extra: as in `apply_gradients`.
 
         Locality: T or M in; V(v) written. Context: cross-replica or default.
-        Source: `_distributed_apply` of seeds 001 and 002.
+        Source: `Optimizer._distributed_apply` (TF 1.12, 1.13).
         """
         extended = getattr(strategy, "extended", None)  # an adapter has that of its strategy
         current = getattr(extended, "strategy", strategy)

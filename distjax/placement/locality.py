@@ -32,7 +32,8 @@ class Locality:
         host memory) or "unplaced" (numpy, Python numbers, arrays elsewhere).
       sharding: the JAX sharding; None for "unplaced".
 
-    Source: locality T, M, V(v) and N of seed 001, "Lower-level concepts".
+    Source: locality T, M, V(v) and N of tf.distribute.StrategyExtended,
+      "Lower-level concepts" (TF 1.13).
     """
 
     kind: str

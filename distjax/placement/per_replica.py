@@ -37,7 +37,7 @@ class PerReplica:
       >>> jax.tree.map(lambda stacked: stacked.shape, x).stacked  # sees [R, ...]
       (2,)
 
-    Source: seed 001, "Wrapped values"; tf.distribute PerReplica.
+    Source: tf.distribute.StrategyExtended, "Wrapped values" (TF 1.13); PerReplica.
     """
 
     __slots__ = ("stacked", "topology")

@@ -31,8 +31,8 @@ class ReplicaContext:
 
     Got from `dj.get_replica_context()`; valid while the function is traced.
 
-    Source: tf.distribute.ReplicaContext; seed 001, "Replica context vs.
-    cross-replica context".
+    Source: tf.distribute.ReplicaContext; tf.distribute.StrategyExtended, "Replica
+      context vs. cross-replica context" (TF 1.13).
     """
 
     def __init__(self, strategy: Any):
@@ -88,8 +88,7 @@ class ReplicaContext:
             other replicas as a result.
           MergeError: in a merge function, or where replicas may not all arrive.
           ContextError: outside of this context's trace.
-        Source: tf.distribute.ReplicaContext.merge_call; seed 001,
-          `call_for_each_replica`.
+        Source: tf.distribute.ReplicaContext.merge_call (TF 1.13).
         """
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         frame = self._require_current("merge_call")

@@ -45,7 +45,7 @@ class StrategyExtended:
       variables: the strategy's living variables; it keeps none of them alive.
       variable_lock: held while arrays of these variables move or are donated.
 
-    Source: tf.distribute.StrategyExtended; seeds 000, 001 and 002.
+    Source: tf.distribute.StrategyExtended (TF 1.13, 1.15).
     """
 
     is_default = False
@@ -170,7 +170,7 @@ class StrategyExtended:
 
         Raises:
           ValueError, LocalityError: as `Strategy.reduce`; ValueError: no destination.
-        Source: seed 001, `reduce_to`.
+        Source: tf.distribute.StrategyExtended.reduce_to (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "reduce_to")
         return reducing.batch_reduce_to(self, op, [(value, destinations)])[0]
@@ -186,7 +186,7 @@ class StrategyExtended:
 
         Raises:
           ValueError: an element that is no pair; and as `reduce_to`.
-        Source: seed 001, `batch_reduce_to`.
+        Source: tf.distribute.StrategyExtended.batch_reduce_to (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "batch_reduce_to")
         return reducing.batch_reduce_to(self, op, value_destination_pairs)
@@ -199,8 +199,9 @@ class StrategyExtended:
           value: a tree of arrays, numbers or variables.
           destinations: as in `reduce_to`.
 
-        Locality: unplaced or M in; M or V(destination) out. Context:
-          cross-replica or default. Source: seed 001, `broadcast_to`.
+        Locality: unplaced or M in; M or V(destination) out.
+        Context: cross-replica or default.
+        Source: tf.distribute.StrategyExtended.broadcast_to (TF 1.13).
 
         Raises:
           LocalityError: a PerReplica.
@@ -263,7 +264,8 @@ class StrategyExtended:
         Raises:
           StopIteration: no element is left.
           ValueError: iterations < 1.
-        Source: tf.distribute `experimental_run_steps_on_iterator`; seed 001.
+        Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator
+          (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "run_steps_on_iterator")
         return run_steps(self, fn, iterator, iterations, initial_loop_values)
@@ -310,7 +312,7 @@ class StrategyExtended:
           LocalityError: a per-replica argument for a mirrored variable.
           StrategyMismatchError: a variable of another strategy.
           TypeError: no variable.
-        Source: seed 001, `update`.
+        Source: tf.distribute.StrategyExtended.update (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "update")
         args, kwargs = require_call(fn, args, kwargs, "update")
@@ -339,7 +341,7 @@ class StrategyExtended:
 
         Raises:
           ValueError: other devices than the non-slot ones.
-        Source: seed 001, `update_non_slot`.
+        Source: tf.distribute.StrategyExtended.update_non_slot (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "update_non_slot")
         args, kwargs = require_call(fn, args, kwargs, "update_non_slot")
@@ -352,7 +354,9 @@ class StrategyExtended:
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Returns the devices for variables that belong to no other variable.
 
-        Pass them to `colocate_vars_with` and `update_non_slot`. Source: seed 001.
+        Pass them to `colocate_vars_with` and `update_non_slot`.
+
+        Source: tf.distribute.StrategyExtended.non_slot_devices (TF 1.13).
         """
         return self.parameter_devices
 
@@ -364,7 +368,8 @@ class StrategyExtended:
             `non_slot_devices` returned.
 
         Locality: variables created inside have V(variable), or N.
-        Context: inside this strategy's scope. Source: seed 001.
+        Context: inside this strategy's scope.
+        Source: tf.distribute.StrategyExtended.colocate_vars_with (TF 1.13).
         """
         return colocation.colocate(self, colocate_with_variable)
 

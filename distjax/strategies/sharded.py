@@ -117,7 +117,7 @@ class ShardedStrategy(Strategy):
       >>> dj.locality(w).kind, w.value.addressable_shards[0].data.shape
       ('partitioned', (2, 3))
 
-    Source: ZeRO (Rajbhandari et al., 2020); partitioned variables of the seeds.
+    Source: ZeRO (Rajbhandari et al., 2020); TensorFlow's partitioned variables.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class Strategy:
     A subclass only builds its StrategyExtended: ``super().__init__(extended)``
     with the parts it picks. All logic is in `extended`.
 
-    Source: tf.distribute.Strategy; seed 001.
+    Source: tf.distribute.Strategy (TF 1.13).
     """
 
     def __init__(self, extended: ExtendedLike):
@@ -69,7 +69,7 @@ class Strategy:
           ...     print(dj.in_cross_replica_context(), v.strategy is strategy)
           True True
 
-        Source: tf.distribute.Strategy.scope; seed 001.
+        Source: tf.distribute.Strategy.scope (TF 1.13).
         """
         return scoping.Scope(self)
 
@@ -110,7 +110,8 @@ class Strategy:
           >>> strategy.local_results(v), total
           ((Array(3, dtype=int32), Array(4, dtype=int32)), Array(7, dtype=int32))
 
-        Source: tf.distribute.Strategy.run; `call_for_each_replica` of seed 001.
+        Source: tf.distribute.Strategy.run (TF 2);
+          StrategyExtended.call_for_each_replica (TF 1.13).
         """
         try:
             return self._extended.call_for_each_replica(fn, args, kwargs)
@@ -181,7 +182,8 @@ class Strategy:
         Raises:
           LocalityError: a PerReplica of other replicas.
 
-        Source: tf.distribute `experimental_local_results`; `unwrap` of seed 001.
+        Source: tf.distribute.Strategy.experimental_local_results (TF 1.15); `unwrap`
+          (TF 1.13).
         """
         return self._extended.local_results(value)
 

@@ -64,7 +64,8 @@ class ReferenceStrategy(Strategy):
       replica 1 has 4
       Array(7, dtype=int32)
 
-    Source: seed 001, `call_for_each_replica` and `merge_call`.
+    Source: tf.distribute.StrategyExtended.call_for_each_replica and
+      ReplicaContext.merge_call (TF 1.13).
     """
 
     def __init__(self, num_replicas: int):

@@ -1,4 +1,4 @@
-"""Replicas as threads that pause where they meet: the text of the seeds, literally.
+"""Replicas as threads that pause where they meet: the text of TF 1.13, literally.
 
 The replicas run one after another, each up to its next meeting (a merge_call, a
 collective, an aggregated write, a creation). When all have arrived, the caller's

@@ -69,7 +69,7 @@ class Policy:
 _W, _R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 _A, _C = VariableAggregation, Combine
 
-#: Rows: seed 001 and tf.distribute, with decisions 9 to 12 of `tests/README.md`.
+#: Rows: tf.distribute (TF 1.13 and 2.21), with decisions 9 to 12 of `docs/decisions.md`.
 POLICIES: dict[tuple[VariableSynchronization, VariableAggregation], Policy] = {
     (_W, _A.NONE): Policy(False, _C.REFUSE, _C.EACH, _C.EACH, _C.EACH),
     (_W, _A.SUM): Policy(False, _C.SUM, _C.EACH, _C.EACH, _C.EACH),

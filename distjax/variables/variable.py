@@ -61,7 +61,7 @@ class Variable:
       >>> float(w.value)
       13.0
 
-    Source: tf.Variable under tf.distribute; seed 001, "Mirrored variables".
+    Source: tf.Variable under tf.distribute, "Mirrored variables" (TF 1.13).
     """
 
     strategy: Any
@@ -237,7 +237,7 @@ class Variable:
         R arrays for a mirrored and a sync-on-read variable, one for a partitioned one and
         one in host memory; in a replica function its own.
 
-        Context: any. Source: seed 001, `unwrap`.
+        Context: any. Source: tf.distribute.Strategy.unwrap (TF 1.13).
         """
         return access.components(self)
 

@@ -1,4 +1,4 @@
-"""Seed 002: what it shows runs under the names of the tower API."""
+"""What the documents of TF 1.12 show runs under the names of the tower API."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def distribution(plain):
     return v1_12.DistributionStrategy(plain)
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "call_for_each_tower", "merge_call", "tower_id", "unwrap", "get_tower_context", "scope"
 )
 def test_call_for_each_tower_example(distribution, count):
@@ -40,9 +40,9 @@ def test_call_for_each_tower_example(distribution, count):
     assert numbers(unwrapped) == [total + 3 + r for r in range(count)]
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "ordinary model code under a strategy",
-    "distribute_dataset (deprecated in 001)",
+    "distribute_dataset (deprecated in 1.13)",
     "iterator.get_next",
     "tf.group of unwrapped results",
     "call_for_each_tower",
@@ -72,7 +72,7 @@ def test_training_example(distribution, count, as_function):
         assert len(list(distribution.distribute_dataset(source))) == 2
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "reduce (aggregation, value, destinations)",
     "batch_reduce",
     "the four steps of an update",
@@ -100,7 +100,7 @@ def test_update_pattern(distribution, count, batched):
     assert distribution.fetch(w) == expected
 
 
-@pytest.mark.seed("reduce (aggregation, value, destinations)")
+@pytest.mark.api_row("reduce (aggregation, value, destinations)")
 def test_all_reduce_of_an_intermediate_value(distribution, count):
     """Reduce with no variable as its destination."""
 
@@ -114,7 +114,7 @@ def test_all_reduce_of_an_intermediate_value(distribution, count):
     assert float(result) == (count - 1) / 2
 
 
-@pytest.mark.seed("get_tower_context", "replica context", "default single-replica context")
+@pytest.mark.api_row("get_tower_context", "replica context", "default single-replica context")
 def test_contexts(distribution, plain, count):
     assert isinstance(v1_12.get_tower_context(), v1_12.TowerContext)
     assert v1_12.get_tower_context().is_single_tower
@@ -140,7 +140,7 @@ def test_contexts(distribution, plain, count):
     assert repr(distribution) == f"DistributionStrategy({plain!r})"
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "broadcast",
     "non_slot_devices",
     "update_non_slot",
@@ -174,7 +174,7 @@ def test_the_rest_of_the_face(distribution, count):
     assert dj.locality(distribution.broadcast(jnp.float32(4), v)) == dj.locality(v)
 
 
-@pytest.mark.seed("fetch")
+@pytest.mark.api_row("fetch")
 def test_fetch_of_any_locality(distribution, count):
     per_device = distribution.call_for_each_tower(
         lambda: 2 * jnp.float32(v1_12.get_tower_context().tower_id)
@@ -188,10 +188,10 @@ def test_fetch_of_any_locality(distribution, count):
     assert fetched.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.seed("initializable iterators (in the future)", "make_one_shot_iterator")
+@pytest.mark.api_row("initializable iterators (in the future)", "make_one_shot_iterator")
 @pytest.mark.parametrize("make", ["make_one_shot_iterator", "make_initializable_iterator", None])
 def test_run_steps_on_dataset(distribution, make):
-    """The dataset's own iterator, as seed 002 has it, or one made from it."""
+    """The dataset's own iterator, as TF 1.12 has it, or one made from it."""
     dataset = distribution.distribute_dataset([np.full(24, i, np.float32) for i in range(5)])
 
     def step_fn(context, x):

@@ -1,4 +1,4 @@
-"""Seed 001: what it shows runs under the names of 1.13."""
+"""What the documents of TF 1.13 show runs under its names."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def strategy(plain):
     return v1_13.Strategy(plain)
 
 
-@pytest.mark.seed("call_for_each_replica", "merge_call", "unwrap", "replica_id_in_sync_group")
+@pytest.mark.api_row("call_for_each_replica", "merge_call", "unwrap", "replica_id_in_sync_group")
 def test_call_for_each_replica_example(strategy, count):
     def merge_fn(distribution, three_plus_replica_id):
         return sum(distribution.unwrap(three_plus_replica_id))
@@ -38,7 +38,7 @@ def test_call_for_each_replica_example(strategy, count):
             assert numbers(unwrapped) == [total + 3 + r for r in range(count)]
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "ordinary model code under a strategy",
     "make_dataset_iterator",
     "iterator.get_next",
@@ -68,7 +68,7 @@ def test_training_example(strategy, count):
     assert strategy.experimental_run(lambda: 7) == 7
 
 
-@pytest.mark.seed("make_one_shot_iterator", "distribute_dataset (deprecated in 001)")
+@pytest.mark.api_row("make_one_shot_iterator", "distribute_dataset (deprecated in 1.13)")
 def test_the_deprecated_one_shot_iterator(strategy):
     dataset = strategy.distribute_dataset([np.full(24, i, np.float32) for i in range(2)])
     for _ in range(2):  # each iterator starts anew
@@ -103,7 +103,7 @@ def test_input_function(strategy, count):
     assert [float(x[0]) for x in strategy.unwrap(element)] == list(range(count))
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "reduce_to",
     "batch_reduce_to",
     "the four steps of an update",
@@ -140,7 +140,7 @@ def test_all_reduce_of_an_intermediate_value(strategy, count):
     assert float(strategy.call_for_each_replica(fn)) == (count - 1) / 2
 
 
-@pytest.mark.seed("get_replica_context", "replica context", "default single-replica context")
+@pytest.mark.api_row("get_replica_context", "replica context", "default single-replica context")
 def test_contexts(strategy, count):
     assert v1_13.get_replica_context().num_replicas_in_sync == 1
     assert not v1_13.has_strategy()
@@ -156,7 +156,7 @@ def test_contexts(strategy, count):
     assert strategy.call_for_each_replica(fn) == count
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "experimental_between_graph",
     "experimental_should_init",
     "should_checkpoint",
@@ -187,7 +187,9 @@ def test_the_rest_of_the_face(strategy, count):
     assert float(extended.broadcast_to(jnp.float32(4), v)) == 4.0
 
 
-@pytest.mark.seed("experimental_run_steps_on_iterator", "initial_loop_values", "last_step_outputs")
+@pytest.mark.api_row(
+    "experimental_run_steps_on_iterator", "initial_loop_values", "last_step_outputs"
+)
 def test_experimental_run_steps_on_iterator(strategy):
     iterator = strategy.make_dataset_iterator([np.full(24, i, np.float32) for i in range(4)])
 

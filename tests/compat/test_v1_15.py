@@ -1,4 +1,4 @@
-"""Seed 000: what it shows runs under the names of 1.15."""
+"""What the documents of TF 1.15 show runs under its names."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def strategy(plain):
     return v1_15.Strategy(plain)
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "experimental_run_v2",
     "experimental_local_results",
     "merging: the same object from every replica",
@@ -41,7 +41,7 @@ def test_experimental_run_v2_unwraps_and_merges(strategy, count):
     assert isinstance(strategy.unwrap(out_a), tuple)
 
 
-@pytest.mark.seed("colocate_vars_with", "update", "extended")
+@pytest.mark.api_row("colocate_vars_with", "update", "extended")
 def test_colocated_update_example(strategy, count):
     with strategy.scope():
         var1 = v1_15.Variable(1.0)
@@ -55,7 +55,7 @@ def test_colocated_update_example(strategy, count):
     assert numbers(strategy.experimental_local_results(var1)) == [7.0] * count
 
 
-@pytest.mark.seed("batch_reduce_to", "the four steps of an update")
+@pytest.mark.api_row("batch_reduce_to", "the four steps of an update")
 def test_update_pattern(strategy, count):
     with strategy.scope():
         w = v1_15.Variable(10.0)
@@ -74,7 +74,7 @@ def test_update_pattern(strategy, count):
     assert float(w.value) == 10.0 - 0.5 * sum(range(1, count + 1))
 
 
-@pytest.mark.seed("sync-on-read variable (replica-local)", "read_var", "VariableSynchronization")
+@pytest.mark.api_row("sync-on-read variable (replica-local)", "read_var", "VariableSynchronization")
 def test_sync_on_read(strategy, count):
     with strategy.scope():
         v = v1_15.Variable(
@@ -92,7 +92,7 @@ def test_sync_on_read(strategy, count):
     np.testing.assert_allclose(seen, strategy.extended.read_var(v), rtol=1e-6)
 
 
-@pytest.mark.seed("experimental_distribute_dataset")
+@pytest.mark.api_row("experimental_distribute_dataset")
 def test_experimental_distribute_dataset(strategy, count):
     batches = [np.arange(24, dtype=np.float32), np.ones(24, np.float32)]
     totals = []
@@ -105,7 +105,7 @@ def test_experimental_distribute_dataset(strategy, count):
     assert float(strategy.reduce("sum", partial)) == 276.0
 
 
-@pytest.mark.seed("experimental_distribute_datasets_from_function")
+@pytest.mark.api_row("experimental_distribute_datasets_from_function")
 def test_experimental_distribute_datasets_from_function(strategy, count):
     def dataset_fn(context):
         assert isinstance(context, v1_15.InputContext)
@@ -117,7 +117,7 @@ def test_experimental_distribute_datasets_from_function(strategy, count):
     assert [float(x[0]) for x in strategy.unwrap(element)] == list(range(count))
 
 
-@pytest.mark.seed("get_replica_context", "in_cross_replica_context")
+@pytest.mark.api_row("get_replica_context", "in_cross_replica_context")
 def test_contexts(strategy, count):
     assert v1_15.get_replica_context().replica_id_in_sync_group == 0
 
@@ -135,7 +135,7 @@ def test_contexts(strategy, count):
     assert not v1_15.has_strategy()
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "experimental_require_static_shapes",
     "variable_created_in_scope",
     "value_container",

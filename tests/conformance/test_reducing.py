@@ -16,7 +16,7 @@ def context():
 # -- in cross-replica context ----------------------------------------------------
 
 
-@pytest.mark.seed("reduce (op, value, axis)")
+@pytest.mark.api_row("reduce (op, value, axis)")
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_reduce_over_replicas(strategy, how, op):
     n = strategy.num_replicas_in_sync
@@ -38,7 +38,7 @@ def test_r097_rows_of_unequal_length_by_mask(strategy, how, dtype):
     assert out.dtype == dtype
 
 
-@pytest.mark.seed("reduce (op, value, axis)")
+@pytest.mark.api_row("reduce (op, value, axis)")
 def test_r099_axis_reduces_within_and_across(strategy, how):
     n = strategy.num_replicas_in_sync
     x = per_replica(strategy, [np.array([1.0, 2.0], np.float32)] * n)
@@ -141,7 +141,7 @@ def test_r139_sum_of_one_counts_the_replicas(strategy, how):
     assert float(out) == strategy.num_replicas_in_sync
 
 
-@pytest.mark.seed("all_reduce", "ReduceOp")
+@pytest.mark.api_row("all_reduce", "ReduceOp")
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_every_strategy_reduces_in_a_replica_as_across(strategy, how, op):
     x = ids(strategy)

@@ -13,7 +13,7 @@ def rid():
     return dj.get_replica_context().replica_id_in_sync_group
 
 
-@pytest.mark.seed("merging: the same object from every replica")
+@pytest.mark.api_row("merging: the same object from every replica")
 def test_r061_python_objects_come_back_as_they_are(strategy, how):
     captured = object()
 
@@ -46,7 +46,7 @@ def test_empty_args_and_lists(strategy):
     assert strategy.run(lambda x: x, args=((),)) == ()
 
 
-@pytest.mark.seed("replica_id_in_sync_group")
+@pytest.mark.api_row("replica_id_in_sync_group")
 def test_replica_id_is_the_replicas_number(strategy, how):
     out = how(lambda: strategy.run(lambda: jnp.asarray(rid()) + 0))()
     assert local(strategy, out) == list(range(strategy.num_replicas_in_sync))

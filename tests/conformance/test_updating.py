@@ -25,7 +25,7 @@ def test_r237_the_function_gets_the_variable_and_its_arguments(strategy):
     assert seen[0][0][0] is v and seen[0][0][1] is captured
 
 
-@pytest.mark.seed("update")
+@pytest.mark.api_row("update")
 def test_update_writes(strategy, how):
     v = make(strategy, np.arange(24.0))
     step = how(lambda g: strategy.extended.update(v, lambda v, g: v.assign_sub(g), (g,)))
@@ -35,7 +35,7 @@ def test_update_writes(strategy, how):
     assert local(strategy, v) == [expected.tolist()] * num_copies(strategy, v)
 
 
-@pytest.mark.seed("update (group=False)")
+@pytest.mark.api_row("update (group=False)")
 def test_r239_group_false_gives_an_element_per_copy(strategy, how):
     """Decision 14: R for mirrored variables, one where there is one copy."""
     small, large = make(strategy), make(strategy, np.zeros(24))
@@ -65,7 +65,7 @@ def test_update_non_slot_group_false_gives_an_element_per_copy(strategy):
     assert step() == ["n"] * len(count.local_results())
 
 
-@pytest.mark.seed("experimental_run_steps_on_iterator")
+@pytest.mark.api_row("experimental_run_steps_on_iterator")
 def test_variables_are_carried_and_traced_once(strategy):
     traces = []
     with strategy.scope():

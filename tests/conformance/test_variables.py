@@ -71,7 +71,7 @@ def test_initial_values(strategy):
     assert (jax.random.key_data(make(strategy, key).value) == jax.random.key_data(key)).all()
 
 
-@pytest.mark.seed("variable created in a replica function")
+@pytest.mark.api_row("variable created in a replica function")
 def test_guarded_creation(strategy, how):
     """Made in a replica function at its first call."""
     made, size = [], 24
@@ -133,7 +133,7 @@ def test_r191_the_value_is_another_variable(strategy, how):
             v.assign(0.0)
 
 
-@pytest.mark.seed("replica context")
+@pytest.mark.api_row("replica context")
 def test_r193_read_in_a_replica(strategy):
     variables = [make(strategy, 3.0, aggregation=aggregation) for aggregation in AGG]
     for seen in strategy.run(lambda: [v.value for v in variables]):

@@ -117,7 +117,7 @@ def refused_in_a_replica(strategy, mode, *, number):
     return (ValueError, NOT_DISTRIBUTED) if number and mode[1] is SUM else None
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "aggregation of assign in a replica",
     "sync-on-read variable: reads and writes in a replica",
     "VariableAggregation",
@@ -155,7 +155,7 @@ def test_written_in_a_replica(strategy, how):
         assert_components(strategy, mode, v, expected[-1:] * len(values))
 
 
-@pytest.mark.seed("no write in a replica without aggregation")
+@pytest.mark.api_row("no write in a replica without aggregation")
 def test_refused_in_a_replica(strategy, how):
     """Decisions 9 and 10."""
     for mode in MODES:
@@ -177,7 +177,7 @@ def legal_across(strategy, mode):
     return ["assign"] if mode[1] is SUM else []
 
 
-@pytest.mark.seed("reads and writes in cross-replica context")
+@pytest.mark.api_row("reads and writes in cross-replica context")
 def test_written_in_cross_replica_context(strategy, how):
     sets = [{mode: make(strategy, mode) for mode in MODES} for _ in range(3)]
     methods = lambda mode: legal_across(strategy, mode)
@@ -209,7 +209,7 @@ def test_written_in_cross_replica_context(strategy, how):
                 assert_close(variables[mode].value, read, mode)
 
 
-@pytest.mark.seed("sync-on-read variable: no assign_add across replicas")
+@pytest.mark.api_row("sync-on-read variable: no assign_add across replicas")
 def test_refused_in_cross_replica_context(strategy, how):
     for mode in MODES:
         for method in METHODS.keys() - legal_across(strategy, mode):
@@ -234,7 +234,7 @@ def test_a_per_replica_value_is_not_assigned_across(strategy, how):
 # -- in update functions --------------------------------------------------------
 
 
-@pytest.mark.seed("update context")
+@pytest.mark.api_row("update context")
 def test_written_in_an_update(strategy, how):
     """Writes are raw; a component takes its replica's argument."""
     raw = {mode: make(strategy, mode) for mode in MODES}
@@ -257,7 +257,7 @@ def test_written_in_an_update(strategy, how):
 # -- reads ----------------------------------------------------------------------
 
 
-@pytest.mark.seed("update context", "sync-on-read variable: read across replicas")
+@pytest.mark.api_row("update context", "sync-on-read variable: read across replicas")
 def test_read(strategy, how):
     """In a replica and in an update its component, across replicas the aggregate."""
     variables, (x, values) = {m: make(strategy, m) for m in MODES}, ramps(strategy)

@@ -44,14 +44,14 @@ def raised_first(error, match):
     assert match in first, first
 
 
-@pytest.mark.seed("default single-replica context", "get_replica_context")
+@pytest.mark.api_row("default single-replica context", "get_replica_context")
 def test_r001_default_state():
     assert state() == DEFAULT
     assert dj.get_replica_context() is dj.get_replica_context()
     assert dj.get_replica_context().strategy is DEFAULT_STRATEGY
 
 
-@pytest.mark.seed("cross-replica context", "scope", "in_cross_replica_context")
+@pytest.mark.api_row("cross-replica context", "scope", "in_cross_replica_context")
 def test_scope_is_cross_replica_context(pair):
     with pair.scope() as entered:
         assert entered is pair
@@ -59,7 +59,7 @@ def test_scope_is_cross_replica_context(pair):
     assert state() == DEFAULT
 
 
-@pytest.mark.seed("replica context", "get_replica_context", "call_for_each_replica")
+@pytest.mark.api_row("replica context", "get_replica_context", "call_for_each_replica")
 @pytest.mark.parametrize("method", ["run", "call_for_each_replica"])
 @pytest.mark.parametrize("scoped", [False, True])
 def test_r003_replica_state_inside_run(pair, how, method, scoped):
@@ -155,7 +155,7 @@ def variable(pair):
         return dj.Variable(1.0)
 
 
-@pytest.mark.seed("a strategy's methods in and out of its scope")
+@pytest.mark.api_row("a strategy's methods in and out of its scope")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_r011_cross_replica_methods_in_and_out_of_scope(pair, variable, call):
     call(pair, variable)
@@ -167,7 +167,7 @@ def test_r011_cross_replica_methods_in_and_out_of_scope(pair, variable, call):
     assert state() == DEFAULT
 
 
-@pytest.mark.seed("a strategy's methods in and out of its scope")
+@pytest.mark.api_row("a strategy's methods in and out of its scope")
 @pytest.mark.parametrize("name", CALLS)
 def test_r013_cross_replica_methods_are_refused_in_a_replica(pair, variable, name):
     method = {"call_for_each_replica": "run"}.get(name, name)
@@ -233,7 +233,7 @@ def test_r019_scope_in_a_merge_function(pair):
     assert seen and set(seen) == {(True, in_cross(pair))}
 
 
-@pytest.mark.seed("cross-replica context", "in_cross_replica_context")
+@pytest.mark.api_row("cross-replica context", "in_cross_replica_context")
 def test_merge_functions_are_cross_replica(pair, how):
     seen = []
 
@@ -248,7 +248,7 @@ def test_merge_functions_are_cross_replica(pair, how):
     assert set(seen) == {(pair, *in_cross(pair)), (pair, *in_replica(pair))}
 
 
-@pytest.mark.seed("update context")
+@pytest.mark.api_row("update context")
 def test_update_functions_are_cross_replica(pair, variable):
     seen = []
     pair.extended.update(variable, lambda v: seen.append(state()))
@@ -319,7 +319,7 @@ def test_other_methods_of_another_strategy_in_the_default_strategys_run(pair):
 
 
 def test_context_called_from_cross_replica_context(pair):
-    """A merge function closes over its context: B section 0."""
+    """A merge function closes over its context, which works in its replica function only."""
 
     def nested():
         context = dj.get_replica_context()

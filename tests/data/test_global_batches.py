@@ -47,7 +47,7 @@ def elements(strategy, dataset, options=None):
 # -- values --------------------------------------------------------------------
 
 
-@pytest.mark.seed("data parallelism")
+@pytest.mark.api_row("data parallelism")
 def test_every_replica_gets_its_slice(strategy):
     r = strategy.num_replicas_in_sync
     batches = [np.arange(4 * r).reshape(2 * r, 2) + i for i in range(3)]
@@ -127,7 +127,7 @@ def test_two_iterators_do_not_disturb_each_other(pair):
     assert all(a == b for a, b in pairs) and len(pairs) == 2
 
 
-@pytest.mark.seed("iterator.get_next")
+@pytest.mark.api_row("iterator.get_next")
 def test_get_next(pair):
     iterator = iter(pair.distribute_dataset([np.arange(2)]))
     assert iter(iterator) is iterator

@@ -1,4 +1,4 @@
-"""Rows of the table of cases, area "input", that concern one process (see tests/README.md)."""
+"""The cases of `tests/cases.md`, "Input", that concern one process."""
 
 import itertools
 

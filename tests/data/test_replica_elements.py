@@ -19,7 +19,7 @@ def elements(strategy, made, options=None):
     return [local(strategy, x) for x in distributed(strategy, made, options)]
 
 
-@pytest.mark.seed("experimental_distribute_datasets_from_function")
+@pytest.mark.api_row("experimental_distribute_datasets_from_function")
 def test_the_function_is_called_once_with_its_context(strategy):
     contexts = []
 

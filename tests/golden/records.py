@@ -32,7 +32,7 @@ class Ruling:
     Attributes:
       ids: which records, with * for any text.
       where: which of these.
-      decision: its number in `tests/README.md`; CLEAN_ERROR where only the type
+      decision: its number in `docs/decisions.md`; CLEAN_ERROR where only the type
         of an accidental error differs; or what keeps the case from being asked.
       expected: what distjax does: an outcome, an error type, or a function that
         makes one of these of the record.

@@ -45,7 +45,7 @@ def make(strategy, **options):
 # -- values -------------------------------------------------------------------
 
 
-@pytest.mark.seed("distribution-aware layers")
+@pytest.mark.api_row("distribution-aware layers")
 def test_equals_the_whole_batch_on_one_device(strategy, how):
     norm, x = make(strategy, momentum=0.9), images()
     step = how(lambda x: strategy.run(lambda x: norm(x, training=True), args=(x,)))
@@ -118,7 +118,7 @@ def test_dtype_is_kept_and_statistics_are_float32(pair):
 # -- contexts -----------------------------------------------------------------
 
 
-@pytest.mark.seed("distribution-aware layers")
+@pytest.mark.api_row("distribution-aware layers")
 def test_cross_replica_context_on_per_replica_values(strategy, how):
     norm, x = make(strategy, momentum=0.9), images()
     call = how(lambda x: norm(x, training=True))
@@ -141,7 +141,7 @@ def test_cross_replica_context_on_a_plain_array(strategy, how):
     np.testing.assert_allclose(norm.moving_mean.value, 0.1 * mean, rtol=1e-5)
 
 
-@pytest.mark.seed("code with no knowledge of strategies", "distribution-aware layers")
+@pytest.mark.api_row("code with no knowledge of strategies", "distribution-aware layers")
 def test_with_no_strategy_in_sight():
     norm, x = dj.layers.BatchNormalization(C, epsilon=EPSILON), images()
     np.testing.assert_allclose(norm(x, training=True), expected(x)[0], atol=1e-4)

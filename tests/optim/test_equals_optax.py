@@ -49,7 +49,7 @@ def test_training_equals_optax_on_one_device(pair, name):
     assert_close(variables, plain(tx, 5))
 
 
-@pytest.mark.seed("Optimizer.apply_gradients in a replica context")
+@pytest.mark.api_row("Optimizer.apply_gradients in a replica context")
 @pytest.mark.parametrize("name", ["adam", "clip_by_global_norm"])
 def test_on_every_strategy(strategy, how, name):
     tx = TRANSFORMATIONS[name]
@@ -57,8 +57,8 @@ def test_on_every_strategy(strategy, how, name):
     assert_close(variables, plain(tx, 3))
 
 
-@pytest.mark.seed("Optimizer.apply_gradients in a replica context")
-def test_sums_by_default_as_in_the_seeds(strategy, how):
+@pytest.mark.api_row("Optimizer.apply_gradients in a replica context")
+def test_sums_by_default(strategy, how):
     """Gradients of the local means are summed: R times the gradient of the global mean."""
     count = strategy.num_replicas_in_sync
     variables, _ = train(strategy, optax.sgd(0.01), 3, how, reduce_op="sum")

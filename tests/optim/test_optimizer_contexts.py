@@ -22,7 +22,7 @@ def make(strategy, tx=None, op="sum", shape=()):
 # -- contexts -----------------------------------------------------------------
 
 
-@pytest.mark.seed("Optimizer._distributed_apply in cross-replica context")
+@pytest.mark.api_row("Optimizer._distributed_apply in cross-replica context")
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_cross_replica_and_default_context(strategy, how, in_scope):
     optimizer, w = make(strategy)
@@ -37,7 +37,7 @@ def test_cross_replica_and_default_context(strategy, how, in_scope):
     assert float(w.value) == -count * (count + 1) / 2
 
 
-@pytest.mark.seed("Optimizer._distributed_apply in cross-replica context")
+@pytest.mark.api_row("Optimizer._distributed_apply in cross-replica context")
 def test_in_a_merge_function(pair, how):
     optimizer, w = make(pair)
 
@@ -51,7 +51,7 @@ def test_in_a_merge_function(pair, how):
     assert float(how(lambda i: pair.run(step, args=(i,)))(ids(pair))) == -1.0
 
 
-@pytest.mark.seed("code with no knowledge of strategies")
+@pytest.mark.api_row("code with no knowledge of strategies")
 def test_with_no_strategy_in_sight():
     """Code that knows nothing of strategies: the default strategy, the default context."""
     w = dj.Variable(2.0)

@@ -19,7 +19,7 @@ def variables(strategy):
     return make_variables(strategy)
 
 
-@pytest.mark.seed("slot variable", "non-slot variable")
+@pytest.mark.api_row("slot variable", "non-slot variable")
 def test_slots_live_with_their_variable_and_counts_on_the_non_slot_devices(strategy, variables):
     optimizer = dj.optim.Optimizer(optax.adam(optax.constant_schedule(0.1)))
     optimizer.init(variables)

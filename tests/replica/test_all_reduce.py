@@ -21,7 +21,7 @@ def total(n):
     return n * (n - 1) / 2
 
 
-@pytest.mark.seed("all_reduce")
+@pytest.mark.api_row("all_reduce")
 def test_r133_sums_of_trees(pair, how):
     one = per_replica(pair, [np.float32(1), np.float32(3)])
     many = per_replica(pair, [np.array([39, 2.0]), np.array([3, 41.0])])

@@ -20,7 +20,7 @@ from tests.replicas import ids, local, per_replica
 # -- what the function gets, and what comes back -------------------------------
 
 
-@pytest.mark.seed("merge_call")
+@pytest.mark.api_row("merge_call")
 def test_arguments_by_locality(pair, how):
     """Decision 4: objects bare, equal values as arrays, others PerReplica, variables themselves."""
     with pair.scope():
@@ -57,7 +57,7 @@ def test_arguments_by_locality(pair, how):
     assert (last["number"], last["text"], last["none"]) == (3, "a", None)
 
 
-@pytest.mark.seed("merge_call")
+@pytest.mark.api_row("merge_call")
 def test_a_per_replica_result_gives_each_replica_its_own(pair, how):
     out = how(
         lambda x: pair.run(lambda x: merge(lambda s, x: {"t": x, "m": s.reduce("sum", x)}, x), (x,))
@@ -111,7 +111,7 @@ def test_r085_a_context_used_after_its_trace(pair):
     assert kept[0].strategy is pair and kept[0].num_replicas_in_sync == 2
 
 
-@pytest.mark.seed("a second merge_call")
+@pytest.mark.api_row("a second merge_call")
 def test_r087_two_merges(pair, how):
     def fn(x):
         s = merge(sum_of, x)

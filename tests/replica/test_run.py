@@ -236,7 +236,7 @@ def is_per_replica(x):
     return isinstance(x, dj.PerReplica)
 
 
-@pytest.mark.seed("merging: values that differ")
+@pytest.mark.api_row("merging: values that differ")
 def test_results_proved_equal_are_arrays_the_rest_per_replica(pair, how):
     def fn(equal, differs):
         context = dj.get_replica_context()
@@ -260,7 +260,7 @@ def test_results_proved_equal_are_arrays_the_rest_per_replica(pair, how):
     assert all(isinstance(out[n], jax.Array) for n in set(out) - t_names)
 
 
-@pytest.mark.seed("merging: the members of a mirrored variable")
+@pytest.mark.api_row("merging: the members of a mirrored variable")
 def test_variables_come_back_as_the_variable(pair, how):
     with pair.scope():
         v = dj.Variable(1.0)

@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(params=STRATEGIES)
 def d(request):
-    """The strategy `d` of the seeds, of two replicas."""
+    """The strategy `d` of the locality rules, of two replicas."""
     return STRATEGIES[request.param]()
 
 

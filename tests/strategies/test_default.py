@@ -17,7 +17,7 @@ def active():
     return dj.has_strategy(), dj.in_cross_replica_context(), dj.get_strategy() is DEFAULT
 
 
-@pytest.mark.seed("code with no knowledge of strategies")
+@pytest.mark.api_row("code with no knowledge of strategies")
 def test_r025_scope_changes_nothing():
     with DEFAULT.scope() as entered:
         assert entered is DEFAULT
@@ -40,7 +40,7 @@ def test_default_scope_nests_with_others():
             assert dj.get_strategy() is other
 
 
-@pytest.mark.seed("code with no knowledge of strategies")
+@pytest.mark.api_row("code with no knowledge of strategies")
 def test_r027_run_returns_what_the_function_returns():
     batch = np.arange(4)
     assert DEFAULT.run(lambda x: x, args=(batch,)) is batch
@@ -155,7 +155,7 @@ def test_gather_and_local_results():
     assert DEFAULT.local_results(None) == (None,)
 
 
-@pytest.mark.seed("default single-replica context")
+@pytest.mark.api_row("default single-replica context")
 def test_replica_context():
     context = dj.get_replica_context()
     assert type(context.replica_id_in_sync_group) is int

@@ -29,7 +29,7 @@ def devices():
 
 
 def make_step(strategy):
-    """Returns the seeds' four steps, the variable that they train, and a batch of shapes."""
+    """Returns the four steps of an update, the variable that they train, and a batch of shapes."""
     with strategy.scope():
         w = dj.Variable(np.ones((256, 128), np.float32), name="w")
 

@@ -1,4 +1,4 @@
-"""The locality rules of seeds 001 and 002, continued: reductions, updates, reading.
+"""The locality rules of TF 1.12 and 1.13, continued: reductions, updates, reading.
 
 As in `test_locality_rules.py`: the context, where inputs and outputs live, and the error.
 """
@@ -32,7 +32,7 @@ d, v, t = localities.d, localities.v, localities.t  # fixtures
 # -- reductions ------------------------------------------------------------------
 
 
-@pytest.mark.seed("reduce(m, t): T -> M", "reduce_to")
+@pytest.mark.api_row("reduce(m, t): T -> M", "reduce_to")
 def test_reduce_to_of_t_is_m(d, t, how):
     """`d.reduce_to(m, t, t)`: in cross-replica context, T in, M out."""
 
@@ -51,7 +51,7 @@ def test_reduce_to_of_t_is_m(d, t, how):
         d.run(lambda t: call_in_replica(d.extended.reduce_to, "sum", t, t), args=(t,))
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "reduce(m, t, v): T -> V(v)", "reduce_to", "value with the locality of a variable (V(v))"
 )
 def test_reduce_to_a_variable(d, v, t):
@@ -73,7 +73,7 @@ def test_reduce_to_a_variable(d, v, t):
         d.run(lambda t: call_in_replica(d.extended.reduce_to, "sum", t, v), args=(t,))
 
 
-@pytest.mark.seed("batch_reduce(m, [(t, v)]): as reduce", "batch_reduce_to")
+@pytest.mark.api_row("batch_reduce(m, [(t, v)]): as reduce", "batch_reduce_to")
 def test_batch_reduce_to(d, v, t):
     """`d.batch_reduce_to(m, [(t, v)])`: what reduce_to gives for each pair, in their order."""
     with d.scope():
@@ -92,7 +92,7 @@ def test_batch_reduce_to(d, v, t):
 # -- updates ---------------------------------------------------------------------
 
 
-@pytest.mark.seed("update(v, fn): V(v) -> V(v)", "update")
+@pytest.mark.api_row("update(v, fn): V(v) -> V(v)", "update")
 def test_update_of_a_variable(d, v, t):
     """`d.update(v, fn, ...)`: in cross-replica context, V(v) in, V(v) out."""
     seen = []
@@ -119,7 +119,7 @@ def test_update_of_a_variable(d, v, t):
         d.run(call_in_replica, args=(d.extended.update, v, lambda w: w.value))
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "update_non_slot(devices, fn): N -> N", "update_non_slot", "value on the non-slot devices (N)"
 )
 def test_update_non_slot(d, v):
@@ -150,7 +150,7 @@ def test_update_non_slot(d, v):
 # -- reading ---------------------------------------------------------------------
 
 
-@pytest.mark.seed("read_var(v): aggregated", "read_var")
+@pytest.mark.api_row("read_var(v): aggregated", "read_var")
 def test_read_var(d, v):
     """`d.read_var(v)`: one value, aggregated over the replicas for a replica-local variable."""
     with d.scope():
@@ -178,9 +178,9 @@ def test_read_var(d, v):
         d.extended.read_var(1.0)
 
 
-@pytest.mark.seed("fetch(t): any locality -> host", "fetch")
+@pytest.mark.api_row("fetch(t): any locality -> host", "fetch")
 def test_fetch(d, v, t):
-    """Seed 002, `d.fetch(t)`: a copy of a value of any locality, on the host."""
+    """`d.fetch(t)` of TF 1.12: a copy of a value of any locality, on the host."""
     distribution = v1_12.DistributionStrategy(d)
     m = d.extended.broadcast_to(np.ones(SHAPE, np.float32))
     with distribution.scope():
@@ -195,7 +195,7 @@ def test_fetch(d, v, t):
         d.run(lambda t: distribution.fetch(t), args=(t,))
 
 
-@pytest.mark.seed("unwrap and value_container are inverse", "value_container")
+@pytest.mark.api_row("unwrap and value_container are inverse", "value_container")
 def test_unwrap(d, v, t):
     """`d.unwrap(value)`: what each replica, or each copy of a variable, holds on its device."""
     with d.scope():

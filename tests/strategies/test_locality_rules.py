@@ -1,4 +1,4 @@
-"""The locality rules of seeds 001 and 002, one test per rule, on every kind of placement.
+"""The locality rules of TF 1.12 and 1.13, one test per rule, on every kind of placement.
 
 Each asks three things: the context in which code runs, where inputs and outputs live (by
 their sharding), and the error that says that the rule is broken.
@@ -32,7 +32,7 @@ d, v, t = localities.d, localities.v, localities.t  # fixtures
 # -- contexts and creation -------------------------------------------------------
 
 
-@pytest.mark.seed("scope: default -> cross-replica context", "variable_created_in_scope")
+@pytest.mark.api_row("scope: default -> cross-replica context", "variable_created_in_scope")
 def test_scope_enters_cross_replica_context(d):
     """`with d.scope()`: default single-replica context -> cross-replica context for d."""
     assert context_of(d) == "default" and dj.get_replica_context() is not None
@@ -49,7 +49,7 @@ def test_scope_enters_cross_replica_context(d):
         d.run(enter)
 
 
-@pytest.mark.seed("a new variable: V(v)", "parameter_devices")
+@pytest.mark.api_row("a new variable: V(v)", "parameter_devices")
 def test_variables_are_created_by_the_strategys_policy(d):
     """`v = get_variable(...)`: in replica and cross-replica context, with locality V(v)."""
     made = {}
@@ -72,7 +72,7 @@ def test_variables_are_created_by_the_strategys_policy(d):
         jax.jit(lambda: dj.Variable(1.0, name="leaks").value)()
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "colocate_vars_with(v): variables of V(v)",
     "colocate_vars_with",
     "value with the locality of a variable (V(v))",
@@ -101,7 +101,7 @@ def test_colocate_vars_with_a_variable(d, v):
             pass
 
 
-@pytest.mark.seed("colocate_vars_with(v): variables of V(v)")
+@pytest.mark.api_row("colocate_vars_with(v): variables of V(v)")
 def test_colocated_variables_may_be_split_over_the_devices_of_theirs():
     """ZeRO-1: slots are where their variable is, a shard on each of its devices."""
     d = dj.ShardedStrategy(localities.DEVICES, partition="optimizer")
@@ -114,7 +114,7 @@ def test_colocated_variables_may_be_split_over_the_devices_of_theirs():
     assert slot.storage.sharding == placed(d, PartitionSpec("replica"))
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "colocate_vars_with(non_slot_devices): variables of N",
     "colocate_vars_with",
     "non_slot_devices",
@@ -146,7 +146,7 @@ def test_colocate_vars_with_the_non_slot_devices(d, v):
 # -- T and M ---------------------------------------------------------------------
 
 
-@pytest.mark.seed("an iterator over a dataset: T")
+@pytest.mark.api_row("an iterator over a dataset: T")
 def test_datasets_give_values_of_locality_t(d):
     """`d.distribute_dataset(dataset)`: in cross-replica context, an iterator with locality T."""
     batch = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -162,7 +162,7 @@ def test_datasets_give_values_of_locality_t(d):
         d.run(lambda: next(iterator))
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "call for each replica: T, M, variables in",
     "call_for_each_replica",
     "per-replica value (T)",
@@ -207,7 +207,7 @@ def test_call_for_each_replica(d, v, t, how):
         d.extended.call_for_each_replica(takes, args=(other,))
 
 
-@pytest.mark.seed("T is not used across replicas", "per-replica value (T)")
+@pytest.mark.api_row("T is not used across replicas", "per-replica value (T)")
 def test_t_is_not_used_across_replicas(d, t):
     """A per-replica value says nothing in cross-replica context before it is aggregated."""
     with d.scope():
@@ -217,7 +217,7 @@ def test_t_is_not_used_across_replicas(d, t):
         assert_m(d, d.reduce("sum", t) + 1)
 
 
-@pytest.mark.seed("all_reduce: T -> M", "all_reduce", "mirrored value (M)")
+@pytest.mark.api_row("all_reduce: T -> M", "all_reduce", "mirrored value (M)")
 def test_all_reduce_turns_t_into_m(d, t, how):
     """`ReplicaContext.all_reduce`: in replica context, T in, M out."""
     kept = []
@@ -235,7 +235,7 @@ def test_all_reduce_turns_t_into_m(d, t, how):
         kept[0].all_reduce("sum", 1.0)
 
 
-@pytest.mark.seed("broadcast(t): M", "broadcast_to", "mirrored value (M)")
+@pytest.mark.api_row("broadcast(t): M", "broadcast_to", "mirrored value (M)")
 def test_broadcast_to_all_workers(d, t, how):
     """`d.broadcast_to(t)`: in cross-replica context, a value with locality M."""
     host = np.ones(SHAPE, np.float32)
@@ -253,7 +253,7 @@ def test_broadcast_to_all_workers(d, t, how):
         d.run(call_in_replica, args=(d.extended.broadcast_to, host))
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "broadcast(t, v): V(v)", "broadcast_to", "value with the locality of a variable (V(v))"
 )
 def test_broadcast_to_a_variable(d, v):

@@ -67,7 +67,7 @@ def assert_close(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.seed("model parallelism (in the future)")
+@pytest.mark.api_row("model parallelism (in the future)")
 def test_tensor_parallel_layer_equals_the_unsharded_one(four_by_two, params, how):
     x = per_replica(four_by_two, list(BATCH))
     train = how(lambda params, x: four_by_two.run(step, args=(params, x)))
@@ -119,7 +119,7 @@ def test_merges_in_a_loop_next_to_sharded_values(four_by_two, how):
     np.testing.assert_allclose(local(four_by_two, out), want)
 
 
-@pytest.mark.seed("model parallelism (in the future)")
+@pytest.mark.api_row("model parallelism (in the future)")
 def test_one_all_reduce_per_gradient(four_by_two, params):
     compiled = dj.jit(lambda params, x: four_by_two.run(step, args=(params, x)))
     lowered = compiled.lower(params, per_replica(four_by_two, list(BATCH)))

@@ -10,7 +10,7 @@ from tests.replicas import ids
 
 
 class CountingExtended(dj.StrategyExtended):
-    """All logic is here (seed 001): a mirrored strategy that counts its reductions."""
+    """All logic is here (as TF 1.13 asks): a mirrored strategy that counts its reductions."""
 
     def __init__(self, devices):
         topology = mesh_topology(devices, dj.REPLICA_AXIS)
@@ -29,7 +29,7 @@ class CountingStrategy(dj.Strategy):
         super().__init__(CountingExtended(devices))
 
 
-@pytest.mark.seed("a strategy of one's own", "StrategyExtended(container_strategy)")
+@pytest.mark.api_row("a strategy of one's own", "StrategyExtended(container_strategy)")
 def test_a_subclass_of_strategy_extended():
     strategy = CountingStrategy(jax.devices()[:2])
     assert strategy.extended.strategy is strategy
@@ -52,7 +52,7 @@ def test_a_subclass_of_strategy_extended():
     assert strategy.extended.num_reductions == counted + 1
 
 
-@pytest.mark.seed("several devices of one host")
+@pytest.mark.api_row("several devices of one host")
 def test_one_replica_per_device():
     strategy = CountingStrategy(jax.devices())
     assert strategy.num_replicas_in_sync == len(jax.devices())

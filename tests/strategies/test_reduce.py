@@ -21,7 +21,7 @@ def three():
 # -- reduce over replicas, and over axes ---------------------------------------
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "ReduceOp", "VariableAggregation as a reduction", '"sum" and "mean" as a reduction'
 )
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_r101_names_of_the_mean(pair, op):
     assert float(pair.run(lambda x: dj.get_replica_context().all_reduce(op, x), (x,))) == 0.5
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "ReduceOp", "VariableAggregation as a reduction", '"sum" and "mean" as a reduction'
 )
 @pytest.mark.parametrize("op", ["sum", "SUM", dj.ReduceOp.SUM, dj.VariableAggregation.SUM])
@@ -269,7 +269,7 @@ def test_r123_destinations_that_are_none(pair, destinations):
                 call(jnp.ones(2), destinations)
 
 
-@pytest.mark.seed("batch_reduce_to")
+@pytest.mark.api_row("batch_reduce_to")
 def test_r125_batch_reduce_to(pair, how):
     x = per_replica(pair, [np.float32(1), np.float32(2)])
     device = jax.devices()[0]

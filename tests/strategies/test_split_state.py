@@ -26,7 +26,7 @@ KINDS = ["optimizer", "gradients", "parameters", "central"]
 
 
 def momentum_training(strategy, steps=3):
-    """Trains w, b with momentum by the seeds' four steps; returns state and losses."""
+    """Trains w, b with momentum by the four steps of an update; returns state and losses."""
     extended = strategy.extended
     with strategy.scope():
         w, b = dj.Variable(W0, name="w"), dj.Variable(B0, name="b")
@@ -60,7 +60,7 @@ def momentum_training(strategy, steps=3):
     return (w, b, *slots), losses, train.lower(batch)
 
 
-@pytest.mark.seed("partitioned variable (in the future)", "parameter server, synchronous")
+@pytest.mark.api_row("partitioned variable (in the future)", "parameter server, synchronous")
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_mirrored(kind, count):
@@ -71,7 +71,7 @@ def test_training_equals_mirrored(kind, count):
         np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.seed("partitioned variable (in the future)", "parameter server, synchronous")
+@pytest.mark.api_row("partitioned variable (in the future)", "parameter server, synchronous")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

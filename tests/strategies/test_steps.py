@@ -31,7 +31,7 @@ def half_sums(strategy, iterations, stop=12):
     return strategy.extended.run_steps_on_iterator(step, iterator, iterations)
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "experimental_run_steps_on_iterator",
     "set_last_step_output",
     "set_non_tensor_output",
@@ -51,7 +51,7 @@ def test_r325_outputs_of_the_last_step(pair, iterations, raw):
     assert context.run_op is None
 
 
-@pytest.mark.seed("set_last_step_output")
+@pytest.mark.api_row("set_last_step_output")
 def test_r327_a_replica_needs_a_reduce_op(pair):
     def step(context, inputs):
         pair.run(lambda x: context.set_last_step_output("x", x), args=(inputs,))
@@ -79,7 +79,7 @@ def test_iterations_is_a_positive_int(pair, iterations):
         half_sums(pair, iterations)
 
 
-@pytest.mark.seed("initial_loop_values")
+@pytest.mark.api_row("initial_loop_values")
 def test_initial_loop_values_reach_the_first_step(pair):
     def step(context, inputs):
         before = context.last_step_outputs["steps"]

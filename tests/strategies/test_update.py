@@ -128,7 +128,7 @@ def test_result_of_a_component_update_is_per_replica(pair, how):
     assert out[1] == 3
 
 
-@pytest.mark.seed("update context")
+@pytest.mark.api_row("update context")
 def test_writes_in_an_update_are_raw(pair):
     """The component itself is written: no aggregation, no division."""
     v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
@@ -213,7 +213,7 @@ def test_extended_keeps_its_strategy():
 # -- update_non_slot ------------------------------------------------------------
 
 
-@pytest.mark.seed("update_non_slot", "update_non_slot (group=False)", "non_slot_devices")
+@pytest.mark.api_row("update_non_slot", "update_non_slot (group=False)", "non_slot_devices")
 def test_r245_update_non_slot(pair, how):
     devices = pair.extended.non_slot_devices([])
     assert devices == pair.extended.parameter_devices
@@ -237,7 +237,7 @@ def test_update_non_slot_in_a_replica(pair):
         pair.run(lambda: pair.extended.update_non_slot(devices, lambda: 1))
 
 
-@pytest.mark.seed("colocate_vars_with")
+@pytest.mark.api_row("colocate_vars_with")
 def test_decision_15_colocate_with_the_non_slot_devices(pair):
     v = make(pair)
     with pair.scope():
@@ -274,7 +274,7 @@ def test_a_per_replica_is_not_assigned_across(pair, how, options, method):
 # -- read_var, value_container, variable_created_in_scope ----------------------
 
 
-@pytest.mark.seed("read_var")
+@pytest.mark.api_row("read_var")
 def test_read_var(pair, how):
     m = make(pair, 2.0)
     c = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
@@ -283,7 +283,7 @@ def test_read_var(pair, how):
     assert [local(pair, x) for x in seen] == [[2.0, 2.0], [1.0, 1.0]]
 
 
-@pytest.mark.seed("value_container")
+@pytest.mark.api_row("value_container")
 def test_value_container(pair):
     modes = {"synchronization": ON_READ, "aggregation": SUM}
     for v in (make(pair, [1.0, 2.0]), make(pair, [1.0, 2.0], **modes)):
@@ -300,7 +300,7 @@ def test_value_container(pair):
     assert pair.extended.value_container(3) == 3
 
 
-@pytest.mark.seed("value_container")
+@pytest.mark.api_row("value_container")
 def test_value_container_of_a_variable_that_is_gone(pair):
     v = make(pair)
     part = v.local_results()[0]
@@ -308,7 +308,7 @@ def test_value_container_of_a_variable_that_is_gone(pair):
     assert pair.extended.value_container(part) is part
 
 
-@pytest.mark.seed("variable_created_in_scope")
+@pytest.mark.api_row("variable_created_in_scope")
 def test_variable_created_in_scope(pair):
     v, outside = make(pair), dj.Variable(1.0)
     assert pair.extended.variable_created_in_scope(v) is True

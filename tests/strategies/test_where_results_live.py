@@ -23,7 +23,7 @@ def is_mirrored(strategy, x):
     return x.sharding == NamedSharding(strategy.mesh, PartitionSpec()) and x.committed
 
 
-@pytest.mark.seed("per-replica value (T)", "mirrored value (M)", "several devices of one host")
+@pytest.mark.api_row("per-replica value (T)", "mirrored value (M)", "several devices of one host")
 def test_inputs_and_results_of_run(three, how):
     x = ids(three)
     assert x.stacked.sharding == NamedSharding(three.mesh, PartitionSpec("replica"))
@@ -74,14 +74,14 @@ def test_masked_reductions_are_mirrored(three, how):
     assert is_mirrored(three, out)
 
 
-@pytest.mark.seed("worker_devices")
+@pytest.mark.api_row("worker_devices")
 def test_local_results_are_on_the_replicas_devices(three):
     for value in (ids(three), three.run(lambda: jnp.ones(2))):
         parts = three.local_results(value)
         assert [p.devices() for p in parts] == [{d} for d in DEVICES]
 
 
-@pytest.mark.seed("mirrored variable", "sync-on-read variable (replica-local)")
+@pytest.mark.api_row("mirrored variable", "sync-on-read variable (replica-local)")
 def test_variables(three, how):
     with three.scope():
         m = dj.Variable(np.ones(2))
@@ -107,7 +107,7 @@ def test_variables(three, how):
     check()
 
 
-@pytest.mark.seed("destinations: a variable, a value, a device")
+@pytest.mark.api_row("destinations: a variable, a value, a device")
 def test_destinations(three):
     """V(destination) for each kind of destination."""
     x, last = ids(three), jax.devices()[7]

@@ -1,4 +1,4 @@
-"""The reference interpreter does what the text of the seeds says."""
+"""The reference interpreter does what the documents of TF 1.13 say."""
 
 import copy
 import threading

@@ -23,10 +23,10 @@ def first_line(caught):
     return str(caught.value).splitlines()[0]
 
 
-# -- rows of cases.md ---------------------------------------------------------
+# -- tests/cases.md, "Variables: creation" ----------------------------------
 
 
-@pytest.mark.seed("variable created in a replica function", "mirrored variable")
+@pytest.mark.api_row("variable created in a replica function", "mirrored variable")
 def test_r157_single_variable(pair):
     made = []
 
@@ -59,7 +59,7 @@ def test_r159_multiple_variables(pair):
     assert [float(x) for x in pair.run(fn)] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.seed("VariableSynchronization", "VariableAggregation")
+@pytest.mark.api_row("VariableSynchronization", "VariableAggregation")
 def test_r163_modes_of_variables_made_in_a_replica(pair):
     made = {}
 

@@ -1,4 +1,4 @@
-"""Sync-on-read variables: the rows of cases.md, area "variables: ON_READ"."""
+"""Sync-on-read variables: the cases of `tests/cases.md`, "Variables: ON_READ"."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +54,7 @@ def test_r225_created_in_a_replica(pair):
     assert float(pair.extended.read_var(r)) == 6 and parts(r) == [3, 3]
 
 
-@pytest.mark.seed("sync-on-read variable (replica-local)")
+@pytest.mark.api_row("sync-on-read variable (replica-local)")
 def test_r227_components_and_their_value(pair):
     total, mean = make(pair, 1.0), make(pair, 4.0, AGG.MEAN)
 
@@ -84,7 +84,7 @@ def test_r231_no_scatter_methods(pair, name):
     assert parts(r) == [[0, 2, 0]] * 2
 
 
-@pytest.mark.seed("sync-on-read variable: reads and writes in a replica")
+@pytest.mark.api_row("sync-on-read variable: reads and writes in a replica")
 def test_r233_moving_average(pair, how):
     r = make(pair, 1.0)
 

@@ -1,4 +1,4 @@
-"""Mirrored variables: the rows of cases.md, area "variables: ON_WRITE"."""
+"""Mirrored variables: the cases of `tests/cases.md`, "Variables: ON_WRITE"."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,14 +21,14 @@ def parts(variable):
     return [np.asarray(c).tolist() for c in variable.local_results()]
 
 
-@pytest.mark.seed("no write in a replica without aggregation")
+@pytest.mark.api_row("no write in a replica without aggregation")
 def test_r183_no_aggregation_in_a_replica(pair):
     v = make(pair, 1.0)
     with pytest.raises(AggregationError, match="You must specify an aggregation"):
         pair.run(lambda: v.assign(5.0))
 
 
-@pytest.mark.seed("aggregation of assign in a replica")
+@pytest.mark.api_row("aggregation of assign in a replica")
 @pytest.mark.parametrize("value", [5.0, np.float32(5)])
 def test_r185_mean_of_one_value(pair, value):
     v = make(pair, 1.0, AGG.MEAN)
@@ -37,7 +37,7 @@ def test_r185_mean_of_one_value(pair, value):
     assert local(pair, pair.run(lambda: v.assign_add(value))) == [6, 6]
 
 
-@pytest.mark.seed("reads and writes in cross-replica context")
+@pytest.mark.api_row("reads and writes in cross-replica context")
 def test_r187_assign_across_replicas(pair, how):
     v = make(pair, 1.0)
     assert float(how(lambda: v.assign(6.0))()) == 6 and parts(v) == [6, 6]
@@ -107,7 +107,7 @@ def test_r207_scatter_across_replicas(pair, how):
 
 @pytest.mark.parametrize("method", ["assign", "assign_add"])
 def test_r209_no_aggregation_never_diverges(pair, method):
-    """The rule of the seeds; later API versions wrote [1, 2]."""
+    """The rule of TF 1.13 to 1.15; TF 2.2 and later write [1, 2]."""
     v = make(pair, 10.0)
     x = per_replica(pair, [np.float32(1), np.float32(2)])
     with pytest.raises(AggregationError, match="You must specify an aggregation"):

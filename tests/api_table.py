@@ -1,8 +1,8 @@
-"""The README's table of what the seeds name, made from the tests that passed.
+"""The table of `docs/tf_distribute_api.md`, made from the tests that passed.
 
 A plugin of pytest: `tests/conftest.py` takes the two hooks at the end. Each test carries the
 rows that it holds in its report, which xdist brings from the workers to the controller; when a
-run of all tests ends well, the controller compares the table with the README's.
+run of all tests ends well, the controller compares the table with the one of the page.
 """
 
 import collections
@@ -11,20 +11,20 @@ import pathlib
 
 import pytest
 
-from tests.seed_rows import SECTIONS
+from tests.api_rows import SECTIONS
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- seeds: made by `make table` -->\n", "<!-- end of seeds -->\n"
-PROPERTY = "seed row"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "tf_distribute_api.md"
+BEGIN, END = "<!-- table: made by `make table` -->\n", "<!-- end of table -->\n"
+PROPERTY = "api row"
 
 
 def as_code(names):
     return ", ".join(f"`{name}`" for name in names)
 
 
-def as_link(test):
-    path, name = test.split("::", 1)
-    return f"[{name}]({path})"
+def as_names(tests):
+    """As pytest takes them, from `tests/`: a page of the site cannot link to files outside docs."""
+    return "<br>".join(f"`{test.removeprefix('tests/')}`" for test in sorted(tests))
 
 
 def make_table(sections, held):
@@ -36,12 +36,15 @@ def make_table(sections, held):
     """
     lines = []
     for title, rows in sections.items():
-        lines += [f"\n**{title}**\n", "| in the seeds | seeds | distjax | `dj.compat` | held by |"]
+        lines += [
+            f"\n**{title}**\n",
+            "| name or rule | versions | distjax | `dj.compat` | held by |",
+        ]
         lines += ["|---|---|---|---|---|"]
         for row in rows:
-            tests = "<br>".join(map(as_link, sorted(held.get(row.name, ())))) or row.later
-            seeds = ", ".join(f"00{digit}" for digit in row.seeds)
-            cells = (row.name, seeds, as_code(row.here), as_code(row.older), tests)
+            tests = as_names(held.get(row.name, ())) or row.later
+            versions = ", ".join(row.versions)
+            cells = (row.name, versions, as_code(row.here), as_code(row.older), tests)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\n"
 
@@ -52,25 +55,25 @@ def empty_rows(sections, held):
     return [row.name for row in rows if not row.later and not held.get(row.name)]
 
 
-def split_readme(text):
+def split_page(text):
     """Returns what stands before the table, the table, and what stands after it."""
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
     return before + BEGIN, table, END + after
 
 
-class SeedTable:
+class ApiTable:
     """Gathers which tests hold which rows, and checks or writes the table.
 
     Args:
       sections: the rows.
-      readme: the file that holds the table.
+      page: the file that holds the table.
       writes: whether to write it, rather than to compare.
       checks: whether this process has seen the reports of all marked tests.
     """
 
-    def __init__(self, sections, readme, *, writes, checks):
-        self._sections, self._readme = sections, readme
+    def __init__(self, sections, page, *, writes, checks):
+        self._sections, self._page = sections, page
         self._writes, self._checks = writes, checks
         self._passed, self._broken = collections.defaultdict(set), set()
         self.complaint = ""
@@ -79,9 +82,9 @@ class SeedTable:
     def pytest_collection_modifyitems(self, items):
         known = {row.name for rows in self._sections.values() for row in rows}
         for item in items:
-            for name in (arg for mark in item.iter_markers("seed") for arg in mark.args):
+            for name in (arg for mark in item.iter_markers("api_row") for arg in mark.args):
                 if name not in known:
-                    raise pytest.UsageError(f"{item.nodeid}: seed_rows.py has no row {name!r}")
+                    raise pytest.UsageError(f"{item.nodeid}: api_rows.py has no row {name!r}")
                 item.user_properties.append((PROPERTY, name))
 
     def pytest_runtest_logreport(self, report):
@@ -100,23 +103,23 @@ class SeedTable:
     def pytest_sessionfinish(self, session, exitstatus):
         if not self._checks or exitstatus != pytest.ExitCode.OK:
             return
-        before, table, after = split_readme(self._readme.read_text())
+        before, table, after = split_page(self._page.read_text())
         made = make_table(self._sections, self.held)
         empty = empty_rows(self._sections, self.held)
         if empty:
-            self.complaint = "no test holds these rows of tests/seed_rows.py:\n" + "\n".join(empty)
+            self.complaint = "no test holds these rows of tests/api_rows.py:\n" + "\n".join(empty)
         elif self._writes:
-            self._readme.write_text(before + made + after)
+            self._page.write_text(before + made + after)
         elif made != table:
             lines = (text.splitlines(keepends=True) for text in (table, made))
-            diff = "".join(difflib.unified_diff(*lines, "README.md", "this run", n=0))
-            self.complaint = f"{diff}\nTo write what this run gives into the README: make table"
+            diff = "".join(difflib.unified_diff(*lines, self._page.name, "this run", n=0))
+            self.complaint = f"{diff}\nTo write what this run gives into the page: make table"
         if self.complaint:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.complaint:
-            terminalreporter.section("table of the seeds", red=True)
+            terminalreporter.section("table of the API", red=True)
             terminalreporter.write_line(self.complaint)
 
 
@@ -127,7 +130,7 @@ def sees_all(config):
     return (
         not hasattr(config, "workerinput")
         and config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        and option.markexpr in ("", "seed")
+        and option.markexpr in ("", "api_row")
         and not any(selects)
         and not option.collectonly
         and not config.getoption("lf", False)
@@ -136,12 +139,14 @@ def sees_all(config):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--write-seed-table", action="store_true", help="write the README's table of the seeds"
+        "--write-api-table",
+        action="store_true",
+        help="write the table of docs/tf_distribute_api.md",
     )
 
 
 def pytest_configure(config):
-    writes = config.getoption("--write-seed-table")
+    writes = config.getoption("--write-api-table")
     config.pluginmanager.register(
-        SeedTable(SECTIONS, README, writes=writes, checks=sees_all(config)), "seed-table"
+        ApiTable(SECTIONS, PAGE, writes=writes, checks=sees_all(config)), "api-table"
     )

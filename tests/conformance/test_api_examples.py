@@ -1,4 +1,4 @@
-"""The examples of the three seeds, written anew, give the seeds' results."""
+"""The examples of the API documents (TF 1.12 to 1.15), written anew, give their results."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +18,11 @@ def count(strategy):
     return strategy.num_replicas_in_sync
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "call_for_each_replica", "merge_call", "eager and graph execution", "replica_id_in_sync_group"
 )
 def test_call_for_each_replica_example(replicas, count, how):
-    """Seeds 001 and 002: merge_fn sums `three + replica id`; each adds its own."""
+    """TF 1.12 and 1.13: merge_fn sums `three + replica id`; each adds its own."""
 
     def merge_fn(strategy, three_plus_replica_id):
         return sum(strategy.local_results(three_plus_replica_id))
@@ -41,9 +41,9 @@ def test_call_for_each_replica_example(replicas, count, how):
     assert [int(v) for v in replicas.local_results(merged_results)] == expected
 
 
-@pytest.mark.seed("colocate_vars_with", "update", "eager and graph execution")
+@pytest.mark.api_row("colocate_vars_with", "update", "eager and graph execution")
 def test_colocated_update_example(replicas, how):
-    """Seed 000: fn(v1, v2, v3) runs on every device of var1; the others are there too."""
+    """TF 1.15: fn(v1, v2, v3) runs on every device of var1; the others are there too."""
     with replicas.scope():
         var1 = dj.Variable(1.0, name="var1")
         with replicas.extended.colocate_vars_with(var1):
@@ -59,7 +59,7 @@ def test_colocated_update_example(replicas, how):
     assert dj.locality(var2) == dj.locality(var1) == dj.locality(var3)
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "the four steps of an update",
     "synchronous training",
     "an algorithm written with the strategy's methods",
@@ -68,7 +68,7 @@ def test_colocated_update_example(replicas, how):
 )
 @pytest.mark.parametrize("batched", [False, True])
 def test_r247_update_pattern_in_four_steps(replicas, count, how, batched):
-    """Seeds 000-002: gradients, merge_call, reduce_to the variable, update."""
+    """TF 1.12 to 1.15: gradients, merge_call, reduce_to the variable, update."""
     with replicas.scope():
         w = dj.Variable(10.0, name="w")
 
@@ -92,14 +92,14 @@ def test_r247_update_pattern_in_four_steps(replicas, count, how, batched):
     assert [float(c) for c in w.local_results()] == [expected] * num_copies(replicas, w)
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "unwrapping of arguments",
     "merging: the same object from every replica",
     "merging: values that differ",
     "merging: the members of a mirrored variable",
 )
 def test_unwrapping_and_merging(replicas, count):
-    """Seeds 000-002: (x, a, v0) on each replica gives (x, wrapped a, v)."""
+    """TF 1.12 to 1.15: (x, a, v0) on each replica gives (x, wrapped a, v)."""
     x = object()
     with replicas.scope():
         v = dj.Variable(1.0)
@@ -113,9 +113,9 @@ def test_unwrapping_and_merging(replicas, count):
     assert [float(a) for a in replicas.local_results(out_a)] == [1.0 + r for r in range(count)]
 
 
-@pytest.mark.seed("reduce_to", "an algorithm written with the strategy's methods")
+@pytest.mark.api_row("reduce_to", "an algorithm written with the strategy's methods")
 def test_all_reduce_of_an_intermediate_value(replicas, count):
-    """Seeds 001, 002: reduce_to with the same value as input and destination."""
+    """TF 1.12 and 1.13: reduce_to with the same value as input and destination."""
 
     def fn():
         ctx = dj.get_replica_context()
@@ -125,12 +125,12 @@ def test_all_reduce_of_an_intermediate_value(replicas, count):
     assert float(replicas.run(fn)) == (count - 1) / 2
 
 
-@pytest.mark.seed(
+@pytest.mark.api_row(
     "sync-on-read variable: reads and writes in a replica",
     "sync-on-read variable: read across replicas",
 )
 def test_sync_on_read_average(replicas, count):
-    """Seed 000: v = 0.9 * v + 0.1 * update is written per replica, summed on read."""
+    """TF 1.15: v = 0.9 * v + 0.1 * update is written per replica, summed on read."""
     with replicas.scope():
         v = dj.Variable(
             1.0,

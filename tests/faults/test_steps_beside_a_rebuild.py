@@ -170,6 +170,7 @@ def test_a_step_at_each_line_of_another_threads_rebuild(owner):
 
     def rebuild(caller):
         used.append(later)
+        # Six frames: down to where the program and its variables are exchanged.
         sys.settrace(tracing_lines(lambda: is_traced.is_set() and steps.between_lines(), 6))
         try:
             owner.run(step, args=(jnp.ones(3), Gate()))
@@ -208,6 +209,7 @@ def test_another_thread_brings_variables_at_each_line_of_a_rebuild(owner):
         used.append(unused.pop())
 
     def rebuild(_):
+        # Five frames: down to where a call is tried, and tried again.
         sys.settrace(tracing_lines(bring_variables, 5))
         try:
             owner.run(step, args=(jnp.ones(3),))
@@ -250,7 +252,7 @@ def test_a_step_while_the_initial_value_of_a_variable_is_made(owner):
     def step_meanwhile():
         if not steps:
             steps.append(Caller(lambda _: step(jnp.ones(2))).start())
-            steps[0].join()
+            steps[0].wait(A_CALL)
 
     @dj.jit
     def other_step(x):
@@ -262,5 +264,6 @@ def test_a_step_while_the_initial_value_of_a_variable_is_made(owner):
 
     step(jnp.ones(2))
     other_step(jnp.ones(3))
+    steps[0].join()
     assert steps[0].errors == []
     assert (float(v.value), float(held["made"].value)) == (2, 6)

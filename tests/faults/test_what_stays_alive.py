@@ -35,7 +35,6 @@ def owner(request):
 
 @pytest.fixture(autouse=True)
 def only_what_the_test_makes_is_collected():
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
@@ -168,6 +167,17 @@ def test_an_assigned_value_leaves_nothing_of_the_former_one(owner):
     step()
     assert is_all(v, 11)
     assert num_alive(v.size) == alive
+
+
+def test_a_refused_value_of_another_shape_leaves_nothing(owner):
+    v, other_size = make_variable(owner), next(_sizes)
+    alive = num_alive(v.size)
+    step = make_step(owner, v)
+    with owner.scope(), pytest.raises(ValueError, match="shape"):
+        v.assign(jnp.zeros(other_size))
+    step()
+    assert is_all(v, 3)
+    assert (num_alive(v.size), num_alive(other_size)) == (alive, 0)
 
 
 def test_a_restored_value_leaves_nothing_of_the_former_one(owner, tmp_path):

@@ -1,0 +1,101 @@
+"""Programs of two threads step the same variables in turn: no step is lost, none waits for ever."""
+
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import distjax as dj
+
+SUM = dj.VariableAggregation.SUM
+NUM_STEPS = 40
+
+STRATEGIES = {
+    "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
+    "virtual": lambda: dj.VirtualStrategy(2),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def owner(request):
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture
+def switch_often():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(*works):
+    """Calls functions at once, each in a thread; raises what they raise."""
+    start, errors = threading.Barrier(len(works)), []
+
+    def run(work):
+        start.wait(30)
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+
+
+def test_in_opposite_orders(owner, switch_often):
+    """Each takes the arrays of both variables over from the other, the last one first."""
+    with owner.scope():
+        a, b = (dj.Variable(jnp.zeros(2), aggregation=SUM) for _ in range(2))
+
+    def there():
+        a.assign_add(jnp.ones(2))
+        b.assign_add(jnp.ones(2))
+
+    def back():
+        b.assign_add(jnp.ones(2))
+        a.assign_add(jnp.ones(2))
+
+    seen = []
+
+    def steps(fn):
+        for _ in range(NUM_STEPS):
+            owner.run(fn)
+            seen.append((float(a.value[0]), float(b.value[1])))
+
+    in_threads(lambda: steps(there), lambda: steps(back))
+    total = 2 * NUM_STEPS * owner.num_replicas_in_sync
+    assert a.value.tolist() == b.value.tolist() == [total] * 2
+    assert max(max(pair) for pair in seen) <= total
+
+
+def test_of_which_each_has_a_variable_of_its_own(owner, switch_often):
+    with owner.scope():
+        shared, *own = (dj.Variable(jnp.zeros(2), aggregation=SUM) for _ in range(3))
+
+    def make_step(variable):
+        def step():
+            shared.assign_add(jnp.ones(2))
+            variable.assign_add(shared.value)
+
+        return step
+
+    def steps(fn):
+        for _ in range(NUM_STEPS):
+            owner.run(fn)
+
+    in_threads(*(lambda v=v: steps(make_step(v)) for v in own))
+    replicas = owner.num_replicas_in_sync
+    total = 2 * NUM_STEPS * replicas
+    assert shared.value.tolist() == [total] * 2
+    # Each step has added what it saw: every multiple of R once, in one variable or the other.
+    seen = sum(float(v.value[0]) for v in own)
+    assert seen == replicas * sum(range(replicas, total + 1, replicas))

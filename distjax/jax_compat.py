@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+import numpy as np
 from jax import core
 from jax.interpreters import ad, batching
 
@@ -82,7 +83,8 @@ def staging() -> bool:
     """Returns whether operations on constants are staged (as under `jit`)."""
     if not tracing():
         return False
-    return isinstance(jax.lax.add(jax.numpy.int32(0), 0), Tracer)
+    zero = np.int32(0)  # of one dtype on both sides, in 64-bit mode too
+    return isinstance(jax.lax.add(zero, zero), Tracer)
 
 
 def trace_jaxpr(

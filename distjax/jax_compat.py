@@ -171,6 +171,24 @@ def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
         yield open_jaxpr(sub)[0]
 
 
+def solver_call(eqn: Any) -> tuple[jec.Jaxpr, list[int]] | None:
+    """Returns the jaxpr that a `custom_linear_solve` or `custom_root` runs, and on which operands.
+
+    None for other equations. Its other jaxprs are for derivatives, whose rules JAX has
+    applied by the time anybody sees the equation.
+    """
+    if eqn.primitive.name == "custom_linear_solve":
+        lengths = eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        operands = [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
+        return open_jaxpr(eqn.params["jaxprs"].solve)[0], operands
+    hidden = getattr(eqn.params.get("_prim"), "params", {})
+    if "solve_jaxpr" in hidden:  # `custom_root` from JAX 0.12 on; before it is a `custom_jvp_call`
+        jaxpr, _ = open_jaxpr(hidden["solve_jaxpr"])
+        return jaxpr, list(range(len(jaxpr.invars)))
+    return None
+
+
 def spans_devices(jaxpr: jec.Jaxpr) -> bool:
     """Returns whether an equation, at any depth, names a mesh of several devices."""
     for eqn in jaxpr.eqns:

@@ -40,17 +40,21 @@ class Block:
     Args:
       first: the first element.
       limit: K.
-      allocate: makes the memory.
+      allocate: makes the memory; None: that of the first element is used, and K is 1.
     """
 
-    def __init__(self, first: HostElement, limit: int, allocate: Allocate):
+    def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):
         self._limit, self._allocate = limit, allocate
         self._treedef, self._signature = first.tree.treedef, first.tree.signature
         leaves = first.tree.leaves
+        self._states = [first.state_before]
+        if allocate is None:
+            self._memory = [leaf[np.newaxis] for leaf in leaves]
+            self._states.append(first.state)
+            return
         num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
         room = min(limit, max(1, _FIRST_BYTES // num_bytes))
         self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
-        self._states = [first.state_before]
         self.add(first)
 
     def __len__(self) -> int:
@@ -97,6 +101,7 @@ class Block:
         size = len(self)
         room = min(self._limit, 2 * size)
         former = self._memory
+        assert self._allocate is not None  # with K = 1 nothing grows
         self._memory = [self._allocate(room, x.shape[1:], x.dtype) for x in former]
         for new, old in zip(self._memory, former, strict=True):
             new[:size] = old

@@ -281,7 +281,8 @@ def _peek(
 ) -> tuple[_Chunk | End, list[HostElement | End]]:
     """Returns the next element, or up to `steps` of them stacked, and what comes after."""
     try:
-        block = stream.peek(steps or 1, layout.allocate)
+        allocate = layout.allocate if layout.copies or steps is not None else None
+        block = stream.peek(steps or 1, allocate)
         if isinstance(block, End):
             return block, stream.ahead
         if steps is None:

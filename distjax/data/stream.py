@@ -87,7 +87,7 @@ class HostStream:
             state["source"] = copy.deepcopy(self._source.get_state())
         return _Progress(position, num_pulled, state, [])
 
-    def peek(self, limit: int, allocate: Allocate) -> Block | End:
+    def peek(self, limit: int, allocate: Allocate | None) -> Block | End:
         """Returns up to `limit` elements that can be stacked, at least one; or the end.
 
         They stay the next ones until `ahead` is set to what comes after them. Fewer
@@ -96,7 +96,7 @@ class HostStream:
 
         Args:
           limit: 1 or more.
-          allocate: makes the memory that they are copied to.
+          allocate: makes the memory that they are copied to; None, for one: no copy.
         """
         first = self._outcome(0)
         if isinstance(first, End):

@@ -246,7 +246,7 @@ def is_library_file(name: str) -> bool:
 
 def is_key_dtype(dtype: Any) -> bool:
     """Returns whether `dtype` is that of typed PRNG keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def key_impl(dtype: Any) -> str:

@@ -198,11 +198,14 @@ class PerReplicaLeaf(Leaf):
         return _as_writable(self.value.stacked)
 
     def sharding(self) -> Sharding | None:
-        return None if self.spec.is_key else self.value.topology.per_replica
+        topology = self.value.topology
+        return topology.per_replica if topology.is_placed and not self.spec.is_key else None
 
     def restore(self, saved: Any) -> PerReplica:
         topology = self.value.topology
-        stacked = jax.device_put(_array(self.spec, saved), topology.per_replica)
+        stacked = _array(self.spec, saved)
+        if topology.is_placed:
+            stacked = jax.device_put(stacked, topology.per_replica)
         return PerReplica(stacked, topology)
 
 

@@ -224,13 +224,13 @@ def discover(
 
 def _topologies(treedef: Any) -> Iterator[Any]:
     """Yields the topology of each PerReplica, without building a tree of the user's classes."""
-    node = treedef.node_data()
-    if node is None:
-        return
-    if node[0] is PerReplica:
-        yield node[1]
-    for child in treedef.children():
-        yield from _topologies(child)
+    ahead = [treedef]
+    while ahead:
+        node = ahead.pop()
+        data = node.node_data()
+        if data is not None and data[0] is PerReplica:
+            yield data[1]
+        ahead.extend(node.children())
 
 
 def _is_result(value: Any) -> bool:

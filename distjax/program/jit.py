@@ -15,6 +15,7 @@ from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import emit_call
+from distjax.program.error_notes import explain_devices
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
@@ -46,6 +47,9 @@ class CompiledFunction:
             return self._program()(*self.mark_arguments(args, kwargs))
         except Exception as error:
             keep_user_lines(error)
+            explained = explain_devices(error, repr(self))
+            if explained is not error:
+                raise explained from error
             raise
 
     def __repr__(self) -> str:

@@ -299,6 +299,27 @@ class Variable:
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else repr(self)
 
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            message(
+                f"a copy of variable {self.name!r} needs to be a deep one",
+                got="copy.copy, which keeps what is inside",
+                why="two variables cannot share one value that is written in place",
+                fix="copy.deepcopy(v) for a variable of its own; v itself for the same one",
+            )
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            message(
+                f"variable {self.name!r} needs to stay in its process",
+                got="pickle of a variable, or of what holds one",
+                why="its value lies on the devices of this process, as its strategy says",
+                fix="dj.checkpoint.Checkpointer(directory).save(step, tree), and restore(tree) "
+                "there; or pickle jax.device_get(v.value)",
+            )
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         made = self.strategy.extended.copy_variable(self)
         memo[id(self)] = made

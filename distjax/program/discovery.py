@@ -207,7 +207,7 @@ def discover(
         return [
             *outs,
             *(to_storage(v, state.read(v)) for v in writes),
-            *creation_log.values.values(),
+            *creation_log.take_values(),
         ]
 
     try:

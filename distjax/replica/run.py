@@ -149,7 +149,7 @@ def trace_replica(
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=list(state.written), created=created)
         found["merges"], context.merges = context.merges, []
-        inits = list(creation.values.values()) if creation is not None else []
+        inits = creation.take_values() if creation is not None else []
         return [*leaves, *(state.read(v) for v in state.written), *inits]
 
     _name_after(traced, fn)

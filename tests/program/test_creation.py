@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -328,3 +329,25 @@ def test_creation_in_a_run_inside_a_merge_function(pair):
     merge = lambda strategy: strategy.run(layer, args=(1.0,))
     with pytest.raises(TraceLeakError, match="needs to be created outside of inner traces"):
         pair.run(lambda: dj.get_replica_context().merge_call(merge))
+
+
+@pytest.mark.parametrize("make", ["replica", "jit", "optimizer"])
+def test_no_tracer_outlives_the_trace_that_creates_variables(pair, make):
+    """`jax.checking_leaks` looks for them when a trace ends."""
+    made = []
+
+    def create():
+        if not made:
+            made.append(dj.Variable(jnp.zeros(3), aggregation=dj.VariableAggregation.MEAN))
+        return made[0]
+
+    with jax.checking_leaks(), pair.scope():
+        if make == "replica":
+            pair.run(lambda: create().assign_add(jnp.ones(3)))
+        elif make == "jit":
+            dj.jit(lambda: create().assign_add(jnp.ones(3)))()
+        else:
+            optimizer = dj.optim.Optimizer(optax.sgd(-0.5, momentum=0.9))
+            optimizer.init([create()])
+            pair.run(lambda: optimizer.apply_gradients([(jnp.ones(3), made[0])]))
+    assert made[0].value.tolist() == [1.0, 1.0, 1.0]

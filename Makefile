@@ -12,6 +12,8 @@ endif
 WORKERS ?= auto
 # More options for pytest, as in make test PYTEST_FLAGS="-k merge".
 PYTEST_FLAGS ?=
+# How many sequences of mixed calls `make laws` draws for each strategy; the tests draw a few.
+EXAMPLES ?= 50
 # NOTEBOOK_FLAGS=--write writes the .ipynb files anew from the .py files.
 NOTEBOOK_FLAGS ?=
 # Enough steps to see an example run to its end, too few to see it learn.
@@ -28,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test doctest examples notebooks docs table bench golden lint types format clean
+.PHONY: help venv demo test laws doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +42,9 @@ demo: $(INSTALLED)  ## train on the digits, mirrored over 8 virtual CPU devices
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
+
+laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
+	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
 	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \

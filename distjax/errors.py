@@ -67,7 +67,7 @@ def message(expected: str, *, got: str, why: str, fix: str) -> str:
     """Returns the text of an error in the four parts that every message has.
 
     Example:
-      >>> print(explain("f() needs a tuple of arguments", got="an int (5)",
+      >>> print(message("f() needs a tuple of arguments", got="an int (5)",
       ...               why="each item is one positional argument", fix="f((5,))"))
       f() needs a tuple of arguments.
         Got: an int (5).

@@ -24,7 +24,7 @@ from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.run import run_in_trace
 from distjax.variables.donation import storage_lock
 
-#: The keyword under which a program gets what no positional argument carries.
+#: The keyword under which a program gets what no positional argument holds.
 _STATE = "<state>"
 
 

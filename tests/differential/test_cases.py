@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
-import variable_cases  # noqa: F401 - adds its cases to the table
 
 import distjax as dj
-from tests.differential import cases
+from tests.differential import (
+    cases,
+    variable_cases,  # noqa: F401 - adds its cases to the table
+)
 from tests.differential.outcomes import assert_same, compiled_strategies, outcome, unproved_outcome
 
 REPLICA_COUNTS = (1, 2, 3, 8)

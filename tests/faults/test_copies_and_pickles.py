@@ -1,0 +1,78 @@
+"""What copies and pickles does so, or is an error that says what to do instead."""
+
+import copy
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from four_parts import is_explained
+
+import distjax as dj
+
+fault_25 = pytest.mark.xfail(strict=True, reason="fault 25: an error that Python makes of itself")
+
+
+def variable_of(strategy):
+    with strategy.scope():
+        return dj.Variable(jnp.arange(3.0), aggregation=dj.VariableAggregation.MEAN)
+
+
+def per_replica_of(strategy):
+    return strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+
+
+OBJECTS = {
+    "strategy": lambda strategy: strategy,
+    "variable": variable_of,
+    "per_replica": per_replica_of,
+}
+
+
+@fault_25
+def test_a_copy_of_a_variable_is_a_variable_of_its_own_as_a_deep_copy_is(pair):
+    v = variable_of(pair)
+    copied = copy.copy(v)
+    v.assign(jnp.zeros(3))
+    assert isinstance(copied, dj.Variable) and copied.strategy is pair
+    np.testing.assert_array_equal(copied.value, np.arange(3.0))
+
+
+def test_a_deep_copy_of_a_variable_is_a_variable_of_its_own(pair):
+    v = variable_of(pair)
+    copied = copy.deepcopy(v)
+    v.assign(jnp.zeros(3))
+    np.testing.assert_array_equal(copied.value, np.arange(3.0))
+
+
+@fault_25
+def test_a_deep_copy_of_a_per_replica_has_its_values_on_its_replicas(pair):
+    values = per_replica_of(pair)
+    copied = copy.deepcopy({"x": values})["x"]
+    assert isinstance(copied, dj.PerReplica) and copied.topology == values.topology
+    assert [float(x) for x in pair.local_results(copied)] == [0, 1]
+    assert float(pair.reduce("sum", copied)) == 1
+
+
+def contents(value):
+    """Returns what a pickle has to bring back, next to the class."""
+    if isinstance(value, dj.Strategy):
+        return value.num_replicas_in_sync
+    return np.asarray(value.stacked if isinstance(value, dj.PerReplica) else value).tolist()
+
+
+@fault_25
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("module", ["pickle", "cloudpickle"])
+def test_a_pickle_holds_the_value_or_is_an_error_in_four_parts(pair, module, kind):
+    dumps = pytest.importorskip(module).dumps
+    value = OBJECTS[kind](pair)
+    try:
+        back = pickle.loads(dumps(value))
+    except Exception as error:
+        assert is_explained(error), error
+    else:
+        assert type(back) is type(value)
+        assert contents(back) == contents(value)

@@ -1,0 +1,93 @@
+"""Metrics under JAX's strict modes: dtypes that must be named, transfers that must be explicit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import distjax as dj
+
+fault_25_promotion = pytest.mark.xfail(
+    strict=True, reason="fault 25: a metric mixes dtypes, which strict promotion refuses"
+)
+fault_25_transfer = pytest.mark.xfail(
+    strict=True, reason="fault 25: a metric moves a number to the devices without saying so"
+)
+MASK = jnp.array([True, True, True, False])
+
+
+def mean_of(strategy):
+    """Returns a metric, and what adds [1, 2, 3] to it, whose mean is 2."""
+    with strategy.scope():
+        mean = dj.metrics.Mean()
+    values = jnp.arange(1.0, 5.0)
+    return mean, lambda: strategy.run(lambda: mean.update(values, mask=MASK)), 2
+
+
+def sum_of(strategy):
+    """Returns a metric, and what adds [1, 2, 3] to it on each of two replicas."""
+    with strategy.scope():
+        total = dj.metrics.Sum()
+    values = jnp.arange(1.0, 5.0)
+    return total, lambda: strategy.run(lambda: total.update(values, mask=MASK)), 12
+
+
+def accuracy_of(strategy):
+    """Returns a metric, and what adds three hits of three to it."""
+    with strategy.scope():
+        accuracy = dj.metrics.Accuracy()
+    logits, labels = jnp.eye(4), jnp.array([0, 1, 2, 0])
+    return accuracy, lambda: strategy.run(lambda: accuracy.update(logits, labels, mask=MASK)), 1
+
+
+METRICS = [
+    pytest.param(mean_of, marks=fault_25_promotion),
+    pytest.param(accuracy_of, marks=fault_25_promotion),
+    sum_of,
+]
+
+
+@pytest.mark.parametrize("make", METRICS)
+def test_a_metric_under_strict_promotion(pair, make):
+    with jax.numpy_dtype_promotion("strict"):
+        metric, update, expected = make(pair)
+        update()
+        assert float(metric.result()) == expected
+        metric.reset()
+        assert float(metric.result()) == 0
+
+
+@fault_25_promotion
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_an_accuracy_is_updated_under_strict_promotion(pair, mask):
+    with pair.scope():
+        accuracy = dj.metrics.Accuracy()
+    logits, labels = jnp.eye(4), jnp.array([0, 1, 2, 3])
+    with jax.numpy_dtype_promotion("strict"):
+        pair.run(lambda: accuracy.update(logits, labels, mask=mask))
+    assert float(accuracy.result()) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(mean_of, marks=fault_25_transfer),
+        pytest.param(accuracy_of, marks=fault_25_transfer),
+        sum_of,
+    ],
+)
+def test_a_result_without_implicit_transfers(pair, make):
+    metric, update, expected = make(pair)
+    update()
+    with jax.transfer_guard("disallow"):
+        result = metric.result()
+    assert float(result) == expected
+
+
+@fault_25_transfer
+@pytest.mark.parametrize("make", [mean_of, accuracy_of, sum_of])
+def test_a_reset_without_implicit_transfers(pair, make):
+    metric, update, _ = make(pair)
+    update()
+    with jax.transfer_guard("disallow"):
+        metric.reset()
+    assert float(metric.result()) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable
@@ -299,15 +300,8 @@ class Variable:
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else repr(self)
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(
-            message(
-                f"a copy of variable {self.name!r} needs to be a deep one",
-                got="copy.copy, which keeps what is inside",
-                why="two variables cannot share one value that is written in place",
-                fix="copy.deepcopy(v) for a variable of its own; v itself for the same one",
-            )
-        )
+    def __copy__(self) -> Variable:
+        return self.strategy.extended.copy_variable(self)  # as arrays have it: a value of its own
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -321,8 +315,7 @@ class Variable:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        made = self.strategy.extended.copy_variable(self)
-        memo[id(self)] = made
+        memo[id(self)] = made = copy.copy(self)
         return made
 
 

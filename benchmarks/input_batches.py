@@ -55,9 +55,11 @@ def _next_by_hand(devices: list[jax.Device], size: str, prefetch: int) -> Callab
     return moved.get
 
 
-def _next_ours(devices: list[jax.Device], size: str, prefetch: int) -> Callable[[], Any]:
+def _next_ours(
+    devices: list[jax.Device], size: str, prefetch: int, copy: bool
+) -> Callable[[], Any]:
     strategy = dj.MirroredStrategy(devices)
-    options = dj.InputOptions(prefetch=prefetch)
+    options = dj.InputOptions(prefetch=prefetch, copy=copy)
     return iter(strategy.distribute_dataset(_source(len(devices), size), options)).get_next
 
 
@@ -67,8 +69,10 @@ def _loop(next_batch: Callable[[], Any]) -> Call:
     return lambda: read(jax.tree.leaves(next_batch()))
 
 
-def _row(devices: list[jax.Device], size: str, prefetch: int, num_pairs: int) -> dict[str, Any]:
-    ours = _loop(_next_ours(devices, size, prefetch))
+def _row(
+    devices: list[jax.Device], size: str, prefetch: int, copy: bool, num_pairs: int
+) -> dict[str, Any]:
+    ours = _loop(_next_ours(devices, size, prefetch, copy))
     theirs = _loop(_next_by_hand(devices, size, prefetch))
     num_examples, width = SIZES[size]
     num_bytes = len(devices) * num_examples * (width + 1) * 4
@@ -87,6 +91,7 @@ def _row(devices: list[jax.Device], size: str, prefetch: int, num_pairs: int) ->
         "batch": size,
         "KiB": num_bytes / 1024,
         "moved": "by a thread" if prefetch else "in the loop",
+        "copied": "yes" if copy else "no",
         "ours us": found.ours_seconds * 1e6,
         "by hand us": found.baseline_seconds * 1e6,
         "ratio": found.ratio,
@@ -96,16 +101,17 @@ def _row(devices: list[jax.Device], size: str, prefetch: int, num_pairs: int) ->
 def run(quick: bool) -> list[dict[str, Any]]:
     """Rows for R = 1, and for R = 8 or as many devices as there are."""
     return [
-        _row(jax.devices()[:r], size, prefetch, 4 if quick else 16)
+        _row(jax.devices()[:r], size, prefetch, copy, 4 if quick else 16)
         for r in sorted({1, min(8, jax.device_count())})
         for size in SIZES
         for prefetch in (0, PREFETCH)
+        for copy in (True, False)
     ]
 
 
 BENCHMARK = Benchmark(
     name="input_batches",
     title="Batches moved to the replicas, and read by a step",
-    columns=("replicas", "batch", "KiB", "moved", "ours us", "by hand us", "ratio"),
+    columns=("replicas", "batch", "KiB", "moved", "copied", "ours us", "by hand us", "ratio"),
     run=run,
 )

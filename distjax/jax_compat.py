@@ -87,7 +87,8 @@ def staging() -> bool:
     """Returns whether operations on constants are staged (as under `jit`)."""
     if not tracing():
         return False
-    return isinstance(jax.lax.add(jax.numpy.int32(0), 0), Tracer)
+    zero = np.int32(0)  # of one dtype on both sides, in 64-bit mode too
+    return isinstance(jax.lax.add(zero, zero), Tracer)
 
 
 def trace_jaxpr(
@@ -228,6 +229,24 @@ def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
         yield open_jaxpr(sub)[0]
 
 
+def solver_call(eqn: Any) -> tuple[jec.Jaxpr, list[int]] | None:
+    """Returns the jaxpr that a `custom_linear_solve` or `custom_root` runs, and on which operands.
+
+    None for other equations. Its other jaxprs are for derivatives, whose rules JAX has
+    applied by the time anybody sees the equation.
+    """
+    if eqn.primitive.name == "custom_linear_solve":
+        lengths = eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        operands = [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
+        return open_jaxpr(eqn.params["jaxprs"].solve)[0], operands
+    hidden = getattr(eqn.params.get("_prim"), "params", {})
+    if "solve_jaxpr" in hidden:  # `custom_root` from JAX 0.12 on; before it is a `custom_jvp_call`
+        jaxpr, _ = open_jaxpr(hidden["solve_jaxpr"])
+        return jaxpr, list(range(len(jaxpr.invars)))
+    return None
+
+
 def spans_devices(jaxpr: jec.Jaxpr) -> bool:
     """Returns whether an equation, at any depth, names a mesh of several devices."""
     for eqn in jaxpr.eqns:
@@ -285,7 +304,7 @@ def is_library_file(name: str) -> bool:
 
 def is_key_dtype(dtype: Any) -> bool:
     """Returns whether `dtype` is that of typed PRNG keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def key_impl(dtype: Any) -> str:

@@ -147,7 +147,8 @@ class Checkpointer:
         """Returns `tree` with the saved values: variables are restored in place.
 
         So are Flax NNX objects, optimizers, metrics and iterators. Arrays and numbers
-        in the tree returned are new; they live where those of `tree` do.
+        in the tree returned are new; they live where those of `tree` do. An interrupt
+        (Ctrl-C) leaves all as it was, or all restored.
 
         Args:
           tree: of the structure that was saved; variables and arrays are

@@ -199,11 +199,14 @@ class PerReplicaLeaf(Leaf):
         return _as_writable(self.value.stacked)
 
     def sharding(self) -> Sharding | None:
-        return None if self.spec.is_key else self.value.topology.per_replica
+        topology = self.value.topology
+        return topology.per_replica if topology.is_placed and not self.spec.is_key else None
 
     def restore(self, saved: Any) -> PerReplica:
         topology = self.value.topology
-        stacked = jax.device_put(_array(self.spec, saved), topology.per_replica)
+        stacked = _array(self.spec, saved)
+        if topology.is_placed:
+            stacked = jax.device_put(stacked, topology.per_replica)
         return PerReplica(stacked, topology)
 
 
@@ -264,6 +267,10 @@ class StateLeaf(Leaf):
 # -- arrays -------------------------------------------------------------------
 
 
+#: What tensorstore, through which orbax writes, does not know. Restored, it is what it was.
+_WRITTEN_AS_BYTES = (jnp.dtype(jnp.uint2), jnp.dtype(jnp.uint4))
+
+
 def _as_writable(value: Any) -> Any:
     """Returns the array that orbax is to write, PRNG keys as their data.
 
@@ -272,7 +279,11 @@ def _as_writable(value: Any) -> Any:
     to a program that donates it (measured with 0.10.2 and 0.12; tests hold it).
     """
     if not isinstance(value, jax.Array):
-        return np.asarray(value)
+        value = np.asarray(value)
+    if value.dtype in _WRITTEN_AS_BYTES:
+        return value.astype(np.uint8)
+    if not isinstance(value, jax.Array):
+        return value
     return jax.random.key_data(value) if jax_compat.is_key_dtype(value.dtype) else value
 
 

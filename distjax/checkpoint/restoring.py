@@ -35,15 +35,20 @@ class Saved:
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
         """Returns the tree with the saved values of the keys `names` in it.
 
+        A signal that raises meanwhile leaves all of it as it was, or all restored.
+
         Raises:
           CheckpointError: the keys differ, or files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
         names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
         values = self._values(wanted, names)
-        with frames.with_stack(
-            ()
-        ):  # in the default context variables of every strategy can be written
+        return self._storage.complete(lambda: self._put(wanted, values))
+
+    def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
+        """Puts values that were read and checked into the tree."""
+        # In the default context variables of every strategy can be written.
+        with frames.with_stack(()):
             _set_states(wanted, values, self._where)
             now = {
                 key: leaf.restore(values[key])

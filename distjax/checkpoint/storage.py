@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import CheckpointError, describe_value, message
 from distjax.uninterrupted import UninterruptedCalls
 
@@ -56,7 +57,7 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
-        self._calls = UninterruptedCalls()
+        self._calls = UninterruptedCalls()  # orbax takes a signal that raises in it for an error
 
     def place(self, step: int) -> str:
         """Returns how error texts call the checkpoint of `step`."""
@@ -82,11 +83,16 @@ class Storage:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
         with self._guard_write(step):
             if self._writer is None:
-                self._writer = self._make_manager(is_writer=True)
+                make_writer = functools.partial(self._make_manager, is_writer=True)
+                self._writer = self._calls.call(make_writer)
             self._under_way = step  # first, so that one that a signal interrupts is awaited too
             _with_a_save_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
             self._calls.call(functools.partial(save, step, metrics=dict(metrics), force=True))
+
+    def complete(self, change: Callable[[], T]) -> T:
+        """Returns ``change()``; a signal raises before it has begun, or when it is done."""
+        return self._calls.complete(_with_settings(change))
 
     def wait(self) -> None:
         """Returns when what is under way is complete.
@@ -112,8 +118,7 @@ class Storage:
           CheckpointError: it cannot be removed.
         """
         try:
-            with self._open_manager() as manager:
-                manager.delete(step)
+            self._look(lambda manager: manager.delete(step))
         except OSError as error:
             raise CheckpointError(
                 message(
@@ -135,7 +140,7 @@ class Storage:
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:
-                writer.close()
+                self._calls.call(writer.close)
             self._calls.close()
 
     @contextlib.contextmanager
@@ -167,15 +172,13 @@ class Storage:
         """Returns the complete steps, in order."""
         if not os.path.isdir(self.directory):
             return []
-        with self._open_manager() as manager:
-            return sorted(manager.all_steps())
+        return self._look(lambda manager: sorted(manager.all_steps()))
 
     def best_step(self) -> int | None:
         """Returns the step that is best by the metric; None where there is none."""
         if self._best_metric is None or not os.path.isdir(self.directory):
             return None
-        with self._open_manager() as manager:
-            return manager.best_step()
+        return self._look(lambda manager: manager.best_step())
 
     def description(self, step: int) -> dict[str, Any]:
         """Returns what the step says of itself.
@@ -184,8 +187,8 @@ class Storage:
           CheckpointError: it was not written by distjax, or is damaged.
         """
         args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
-        with self._open_manager() as manager, self._guard_read(step):
-            return manager.restore(step, args=args)[_DESCRIPTION]
+        with self._guard_read(step):
+            return self._look(lambda manager: manager.restore(step, args=args))[_DESCRIPTION]
 
     def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Returns the arrays of some keys, on devices or (None) in host memory.
@@ -200,9 +203,10 @@ class Storage:
             restore_args={key: _restore_args(s) for key, s in shardings.items()},
             partial_restore=True,
         )
-        with self._open_manager() as manager, self._guard_read(step):
-            restored = manager.restore(step, args=ocp.args.Composite(**{_VALUES: args}))
-            return jax.block_until_ready(restored[_VALUES])
+        both = ocp.args.Composite(**{_VALUES: args})
+        with self._guard_read(step):
+            read = lambda manager: jax.block_until_ready(manager.restore(step, args=both)[_VALUES])
+            return self._look(read)
 
     @contextlib.contextmanager
     def _guard_read(self, step: int) -> Iterator[None]:
@@ -220,9 +224,17 @@ class Storage:
                 )
             ) from error
 
+    def _look(self, look: Callable[[ocp.CheckpointManager], T]) -> T:
+        """Returns ``look(manager)``, with a manager that has looked at the directory just now."""
+
+        def call() -> T:
+            with self._open_manager() as manager:
+                return look(manager)
+
+        return self._calls.call(_with_settings(call))
+
     @contextlib.contextmanager
     def _open_manager(self) -> Iterator[ocp.CheckpointManager]:
-        """Gives a manager that has looked at the directory just now."""
         if self._writer is not None:
             _retry_look(self._writer.reload)
             yield self._writer
@@ -261,6 +273,17 @@ class Storage:
         if math.isnan(value):
             return -math.inf
         return value if self._best_mode == "max" else -value
+
+
+def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
+    """Returns `fn` with the settings of this thread, for another one to call."""
+    settings = settings_of_this_thread()
+
+    def call() -> T:
+        with settings():
+            return fn()
+
+    return call
 
 
 def _retry_look(look: Callable[[], T]) -> T:

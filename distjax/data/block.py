@@ -23,10 +23,12 @@ class HostElement(NamedTuple):
     Attributes:
       tree: leaves [R, B, ...].
       state: see `HostStream.state`.
+      state_before: that of the element before it.
     """
 
     tree: HostTree
     state: dict[str, Any]
+    state_before: dict[str, Any]
 
 
 class Block:
@@ -38,21 +40,30 @@ class Block:
     Args:
       first: the first element.
       limit: K.
-      allocate: makes the memory.
+      allocate: makes the memory; None: that of the first element is used, and K is 1.
     """
 
-    def __init__(self, first: HostElement, limit: int, allocate: Allocate):
+    def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):
         self._limit, self._allocate = limit, allocate
         self._treedef, self._signature = first.tree.treedef, first.tree.signature
         leaves = first.tree.leaves
+        self._states = [first.state_before]
+        if allocate is None:
+            self._memory = [leaf[np.newaxis] for leaf in leaves]
+            self._states.append(first.state)
+            return
         num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
         room = min(limit, max(1, _FIRST_BYTES // num_bytes))
         self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
-        self._states: list[dict[str, Any]] = []
         self.add(first)
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._states) - 1
+
+    @property
+    def state_before(self) -> dict[str, Any]:
+        """The state of the stream before the first element."""
+        return self._states[0]
 
     @property
     def last_state(self) -> dict[str, Any]:
@@ -64,17 +75,19 @@ class Block:
         """All elements, leaves [k, R, B, ...]."""
         return HostTree(self._treedef, [memory[: len(self)] for memory in self._memory])
 
+    def element(self, k: int) -> HostElement:
+        """Returns an element, in the block's memory."""
+        tree = HostTree(self._treedef, [memory[k] for memory in self._memory])
+        return HostElement(tree, self._states[k + 1], self._states[k])
+
     @property
     def elements(self) -> list[HostElement]:
         """The elements one by one, in the block's memory."""
-        return [
-            HostElement(HostTree(self._treedef, [memory[k] for memory in self._memory]), state)
-            for k, state in enumerate(self._states)
-        ]
+        return [self.element(k) for k in range(len(self))]
 
     def add(self, element: HostElement) -> bool:
         """Copies one more element; returns False, and does not, if its shape is another."""
-        tree, k = element.tree, len(self._states)
+        tree, k = element.tree, len(self)
         if tree.signature != self._signature:
             return False
         if k == len(self._memory[0]):
@@ -88,6 +101,7 @@ class Block:
         size = len(self)
         room = min(self._limit, 2 * size)
         former = self._memory
+        assert self._allocate is not None  # with K = 1 nothing grows
         self._memory = [self._allocate(room, x.shape[1:], x.dtype) for x in former]
         for new, old in zip(self._memory, former, strict=True):
             new[:size] = old

@@ -65,7 +65,7 @@ def distribute_dataset(topology: Topology | None, dataset: Any, options: Any) ->
     method = "distribute_dataset"
     options = as_input_options(options, method)
     _require_iterable(dataset, f"{method} needs an iterable of batches")
-    layout = InputLayout(topology)
+    layout = InputLayout(topology, options.copy)
     splitter = GlobalBatches(layout.num_replicas, options.partial)
     return DistributedDataset(dataset, splitter, layout, options.prefetch)
 
@@ -80,10 +80,10 @@ def distribute_datasets_from_function(
     method = "distribute_datasets_from_function"
     options = as_input_options(options, method)
     require_callable(fn, method)
-    layout = InputLayout(topology)
+    layout = InputLayout(topology, options.copy)
     dataset = fn(InputContext(num_replicas_in_sync=layout.num_replicas))
     _require_iterable(dataset, f"{method} needs a function that returns an iterable")
-    splitter = ReplicaElements(layout.num_replicas, options.partial)
+    splitter = ReplicaElements(layout.num_replicas, options.partial, options.copy)
     return DistributedDataset(dataset, splitter, layout, options.prefetch)
 
 

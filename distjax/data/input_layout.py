@@ -24,9 +24,11 @@ class InputLayout:
 
     Attributes:
       topology: the replicas; None: one replica, wherever JAX puts its arrays.
+      copies: whether what the source gave is copied before it is moved.
     """
 
     topology: Topology | None
+    copies: bool = True
 
     @property
     def num_replicas(self) -> int:

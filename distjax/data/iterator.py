@@ -46,7 +46,7 @@ class Steps:
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
     block: Block
-    placed: Any
+    result: Any  # what the user is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,9 @@ class DistributedIterator:
         self._stream = stream
         self._layout = layout
         self._prefetch = prefetch
-        self._state = stream.state
+        self._state = stream.state  # after the last element that a thread has claimed
+        # By thread, what it has taken and not returned: an interrupt leaves it there.
+        self._claims: dict[int, Any] = {}  # a _Chunk or End, or None
         self._running: _Running | None = None
         self._is_closed = False
         self._taking = threading.RLock()  # `close` does not wait for it: the source may call that
@@ -86,11 +88,11 @@ class DistributedIterator:
         return self
 
     def __repr__(self) -> str:
-        delivered, num_replicas = self._state["delivered"], self._layout.num_replicas
+        delivered, num_replicas = self._own_state["delivered"], self._layout.num_replicas
         return f"DistributedIterator(delivered={delivered}, num_replicas={num_replicas})"
 
     def __next__(self) -> Any:
-        return self._next_chunk(None, "next(iterator)").placed
+        return self._give(None, "next(iterator)")
 
     def get_next(self) -> Any:
         """Returns the next element: ``next(iterator)``.
@@ -103,7 +105,7 @@ class DistributedIterator:
           StopIteration: the data has ended.
           ContextError: in a traced function.
         """
-        return next(self)
+        return self._give(None, "next(iterator)")
 
     def take(self, num_steps: int) -> Steps:
         """Returns up to `num_steps` elements, stacked and moved in one transfer.
@@ -146,8 +148,7 @@ class DistributedIterator:
                     fix="iterator.take(100)",
                 )
             )
-        chunk = self._next_chunk(int(num_steps), "iterator.take")
-        return Steps(len(chunk.block), chunk.placed, self._layout)
+        return self._give(int(num_steps), "iterator.take")
 
     # -- saving and resuming --------------------------------------------------
 
@@ -171,7 +172,12 @@ class DistributedIterator:
           >>> next(resumed).stacked.tolist()
           [[2], [2]]
         """
-        return copy.deepcopy(self._state)
+        return copy.deepcopy(self._own_state)
+
+    @property
+    def _own_state(self) -> dict[str, Any]:
+        claim = self._claims.get(threading.get_ident())
+        return claim.block.state_before if isinstance(claim, _Chunk) else self._state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after the element that had `state`.
@@ -183,7 +189,7 @@ class DistributedIterator:
           ValueError: not a state, a dataset that is too short, or one that cannot be
             iterated again.
         """
-        self._end_pipeline()
+        self._drop_all()
         self._stream.restore(state)
         self._state = dict(copy.deepcopy(state))
         self._is_closed = False
@@ -195,53 +201,75 @@ class DistributedIterator:
         raises StopIteration from here on.
         """
         self._is_closed = True
-        self._end_pipeline()
+        self._drop_all()
         self._stream.release()
 
     # -- inside ---------------------------------------------------------------
 
-    def _next_chunk(self, steps: int | None, method: str) -> _Chunk:
+    def _give(self, steps: int | None, method: str) -> Any:
+        """Returns what comes next. It is this thread's claim until it is returned."""
         _require_untraced(method)
-        with self._taking:
-            outcome = self._next_outcome(steps)
-        if isinstance(outcome, _Chunk):
-            return outcome
-        error = outcome.take_error()
+        thread = threading.get_ident()
+        outcome = self._claim(thread, steps)
+        if isinstance(outcome, End):
+            error = outcome.take_error()
+            try:
+                raise StopIteration if error is None else error
+            finally:
+                del error  # or error, traceback and this frame would keep each other alive
         try:
-            raise StopIteration if error is None else error
-        finally:
-            del error  # or error, traceback and this frame would keep each other alive
+            self._claims[thread] = None  # no signal is handled between this and the return
+            return outcome.result
+        except BaseException:
+            self._claims[thread] = outcome
+            raise
 
-    def _next_outcome(self, steps: int | None) -> _Chunk | End:
-        running = self._running
-        if running is None or running.pipeline.is_stopped or steps != running.steps:
-            if self._is_closed:  # looked at last: `close` sets it before it stops the pipeline
-                return End()
-            running = self._running = self._restart(steps)
-        outcome = running.pipeline.get()
-        if isinstance(outcome, _Chunk):
-            self._state = outcome.block.last_state
-        elif not self._is_closed:
-            self.close()
-        return outcome
+    def _claim(self, thread: int, steps: int | None) -> _Chunk | End:
+        """Returns what is this thread's to return: claimed by an interrupted call, or now."""
+        with self._taking:
+            running = self._running
+            if running is not None:
+                running.pipeline.require_own_process()
+            if running is None or running.pipeline.is_stopped or steps != running.steps:
+                if self._is_closed:  # looked at last: `close` sets it before it stops the pipeline
+                    claim = self._claims.get(thread)
+                    return claim if isinstance(claim, End) else End()
+                running = self._restart(thread, steps)
+            if self._claims.get(thread) is None:
+                running.pipeline.move_next(self._claims, thread)
+            outcome = self._claims.get(thread) or End()  # another thread may have closed it
+            if isinstance(outcome, End):
+                if not self._is_closed:
+                    self.close()
+            elif outcome.block.last_state["delivered"] > self._state["delivered"]:
+                self._state = outcome.block.last_state
+            return outcome
 
-    def _restart(self, steps: int | None) -> _Running:
-        """Starts producing chunks of another size; what was not taken is cut anew."""
-        self._stream.put_back(self._end_pipeline())
-        produce = functools.partial(_produce, self._stream, self._layout, steps)
-        pipeline: Pipeline = Direct(produce)
+    def _restart(self, thread: int, steps: int | None) -> _Running:
+        """Starts producing chunks of another size; what was not returned is cut anew."""
+        ahead = [*self._end_pipeline(thread), *self._stream.ahead]
+        peek = functools.partial(_peek, self._stream, self._layout, steps)
+        pipeline: Pipeline = Direct(self._stream, peek)
         if self._prefetch:
-            pipeline = Prefetcher(produce, max(1, self._prefetch // (steps or 1)))
-        return _Running(pipeline, steps, weakref.finalize(self, pipeline.stop))
+            depth = max(1, self._prefetch // (steps or 1))
+            pipeline = Prefetcher(self._stream, peek, depth)
+        running = _Running(pipeline, steps, weakref.finalize(self, pipeline.stop))
+        # In one line, so that each element is in one place, whenever a signal raises.
+        self._running, self._stream.ahead, self._claims[thread] = running, ahead, None
+        return running
 
-    def _end_pipeline(self) -> list[HostElement | End]:
-        """Stops producing; returns what was produced and not taken."""
-        running = self._running
-        if running is None:
-            return []
-        items = running.pipeline.drain()  # a signal may end the wait: then this is done again
+    def _drop_all(self) -> None:
+        self._end_pipeline(threading.get_ident())
         self._running = None
-        running.stop_when_dropped.detach()
+        self._claims.clear()
+
+    def _end_pipeline(self, thread: int) -> list[HostElement | End]:
+        """Stops producing; returns what was produced and not returned by this thread."""
+        running, claim = self._running, self._claims.get(thread)
+        items = [] if claim is None else [claim]
+        if running is not None:
+            items += running.pipeline.drain()  # a signal may end the wait: then it is done again
+            running.stop_when_dropped.detach()
         return [
             outcome
             for item in items
@@ -249,17 +277,22 @@ class DistributedIterator:
         ]
 
 
-def _produce(stream: HostStream, layout: InputLayout, steps: int | None) -> _Chunk | End:
-    """Returns the next element, or up to `steps` of them stacked, on the devices."""
+def _peek(
+    stream: HostStream, layout: InputLayout, steps: int | None
+) -> tuple[_Chunk | End, list[HostElement | End]]:
+    """Returns the next element, or up to `steps` of them stacked, and what comes after."""
     try:
-        block = stream.take(steps or 1, layout.allocate)
+        allocate = layout.allocate if layout.copies or steps is not None else None
+        block = stream.peek(steps or 1, allocate)
         if isinstance(block, End):
-            return block
+            return block, stream.ahead
         if steps is None:
-            return _Chunk(block, layout.to_element(block.elements[0].tree))
-        return _Chunk(block, layout.to_steps(block.tree))
+            chunk = _Chunk(block, layout.to_element(block.element(0).tree))
+        else:
+            chunk = _Chunk(block, Steps(len(block), layout.to_steps(block.tree), layout))
+        return chunk, stream.ahead[len(block) :]
     except Exception as error:  # raised again in the loop
-        return End(error)
+        return End(error), stream.ahead
 
 
 def _require_untraced(method: str) -> None:

@@ -1,4 +1,4 @@
-"""InputOptions: what happens to partial batches, and how far input runs ahead."""
+"""InputOptions: partial batches, how far input runs ahead, and whose memory is used."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ class InputOptions:
         every element a `Batch` of the full size, with a mask.
       prefetch: how many elements a background thread moves to the devices ahead of
         the loop; 0: no thread.
+      copy: whether each batch is copied before it is moved. False is your word that the
+        source never writes again to an array it has given, as a loader that makes each
+        batch anew: then a batch costs what `jax.device_put` does. On CPU the arrays on
+        the devices may keep its memory.
 
     Raises:
-      ValueError: another word for `partial`, or a prefetch that is no int >= 0.
+      ValueError: another word for `partial`, a prefetch that is no int >= 0, or a copy
+        that is no bool.
 
     Example:
       >>> dj.InputOptions(partial="pad")
-      InputOptions(partial='pad', prefetch=2)
+      InputOptions(partial='pad', prefetch=2, copy=True)
     """
 
     partial: str = ERROR
     prefetch: int = 2
+    copy: bool = True
 
     def __post_init__(self) -> None:
         if self.partial not in PARTIAL:
@@ -50,6 +56,15 @@ class InputOptions:
                     got=describe_value(self.prefetch),
                     why="it counts the elements that are moved to the devices ahead of the loop",
                     fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
+                )
+            )
+        if not isinstance(self.copy, bool):
+            raise ValueError(
+                message(
+                    "InputOptions(copy=...) needs True or False",
+                    got=describe_value(self.copy),
+                    why="it says whether the source may write again to the arrays it has given",
+                    fix="dj.InputOptions(copy=False) where every batch is a new array",
                 )
             )
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
 import itertools
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
-
-from distjax.context import frames
-from distjax.data.stream import End
+from distjax.context.thread_settings import settings_of_this_thread
+from distjax.data.block import HostElement
+from distjax.data.stream import End, HostStream
+from distjax.errors import ContextError, message
+from distjax.uninterrupted import Bell, find_interrupt
 
 #: The names of the threads begin so.
 THREAD_NAME = "distjax-prefetch"
@@ -23,6 +24,10 @@ _EXIT_SECONDS = 5.0  # how long the end of the program waits for sources that ha
 
 _thread_numbers = itertools.count()
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+#: Returns an item, and what the stream has ahead once it is taken.
+Peek = Callable[[], tuple[Any, list[HostElement | End]]]
 
 
 class Pipeline(Protocol):
@@ -34,8 +39,15 @@ class Pipeline(Protocol):
 
     is_stopped: bool
 
-    def get(self) -> Any:
-        """Returns the next item."""
+    def require_own_process(self) -> None:
+        """Raises a ContextError in a process forked from the one that produces."""
+        ...
+
+    def move_next(self, places: dict[int, Any], place: int) -> None:
+        """Moves the next item to ``places[place]``.
+
+        A signal finds it here or there.
+        """
         ...
 
     def stop(self) -> None:
@@ -48,12 +60,26 @@ class Pipeline(Protocol):
 
 
 class Direct:
-    """Produces each item when it is asked for, in the caller's thread."""
+    """Produces each item when it is asked for, in the caller's thread.
+
+    Args:
+      stream: what items are made of.
+      peek: returns the next item (an `End` is the last one), and what the stream has
+        after it.
+    """
 
     is_stopped = False
 
-    def __init__(self, produce: Callable[[], Any]):
-        self.get = produce
+    def __init__(self, stream: HostStream, peek: Peek):
+        self._stream, self._peek = stream, peek
+
+    def require_own_process(self) -> None:
+        """Nothing: the caller produces."""
+
+    def move_next(self, places: dict[int, Any], place: int) -> None:
+        """Produces an item: see `Pipeline`."""
+        item, after = self._peek()
+        places[place], self._stream.ahead = item, after  # no signal is handled between the two
 
     def stop(self) -> None:
         """Nothing is under way."""
@@ -64,50 +90,73 @@ class Direct:
 
 
 class Prefetcher:
-    """Produces up to `depth` items ahead on a thread of its own.
+    """Produces up to `depth` items ahead on a thread of its own, from the first one taken on.
 
     The thread sees the context (strategies, 64-bit mode, default device) of the
     thread that makes the Prefetcher, and holds no reference to its owner: an owner
-    that is dropped calls `stop`.
+    that is dropped calls `stop`. One thread at a time takes items.
 
     Args:
-      produce: returns the next item; an `End` is the last one.
+      stream: what items are made of.
+      peek: as for `Direct`.
       depth: how many items may wait.
     """
 
-    def __init__(self, produce: Callable[[], Any], depth: int):
-        self._produce = produce
+    def __init__(self, stream: HostStream, peek: Peek, depth: int):
+        self._stream, self._peek = stream, peek
         self._depth = depth
         self._items: collections.deque[Any] = collections.deque()
-        self._changed = threading.Condition()
-        self.is_stopped = self._has_ended = False
-        self._context = _context_of_this_thread()
+        self._filled, self._emptied, self._ended = Bell(), Bell(), Bell()
+        self.is_stopped = self._is_started = self._has_ended = False
+        self._settings = settings_of_this_thread()
+        self._process = os.getpid()
         self._thread = threading.Thread(
             target=self._work, name=f"{THREAD_NAME}-{next(_thread_numbers)}", daemon=True
         )
         _live.add(self)
-        try:
-            self._thread.start()
-        except BaseException:  # a signal, while it waits for the thread to run
-            self.stop()
-            raise
 
-    def get(self) -> Any:
-        """Returns the next item, and waits for it; an `End` again and again, or once stopped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self.is_stopped)
-            if not self._items:
-                return End()
-            if isinstance(self._items[0], End):
-                return self._items[0]
-            self._changed.notify_all()
-            return self._items.popleft()
+    def move_next(self, places: dict[int, Any], place: int) -> None:
+        """Moves the next item, and waits for it; an `End` once stopped: see `Pipeline`."""
+        self._start()
+        self._emptied.ring()  # a call before this one may have been interrupted before it did
+        self._filled.wait_until(lambda: self._items or self.is_stopped)
+        if self._items:
+            first = map(collections.deque.popleft, (self._items,))  # called where it is stored
+            places.update(zip((place,), first, strict=False))
+        else:
+            places[place] = End()
+        self._emptied.ring()
+
+    def _start(self) -> None:
+        if self._is_started:
+            return
+        try:
+            self._is_started = True
+            self._thread.start()
+        except BaseException as error:  # a signal, while it waits for the thread to run
+            self.stop()
+            raise find_interrupt(error) from None
+
+    def require_own_process(self) -> None:
+        """Raises a ContextError where the thread is in another process: see `Pipeline`."""
+        if os.getpid() == self._process:
+            return
+        raise ContextError(
+            message(
+                "an iterator over a dataset needs to be read in the process that began to read it",
+                got=f"process {os.getpid()}, forked from process {self._process}",
+                why="the thread that moves elements to the devices ahead of the loop is not in it, "
+                "so none would ever come",
+                fix="begin in the new process: iterator = iter(dataset); or without a thread: "
+                "dj.InputOptions(prefetch=0)",
+            )
+        )
 
     def stop(self) -> None:
         """Asks the thread to end; it does as soon as the source lets it."""
-        with self._changed:
-            self.is_stopped = True
-            self._changed.notify_all()
+        self.is_stopped = True
+        self._filled.ring()
+        self._emptied.ring()
 
     def drain(self) -> list[Any]:
         """Ends the thread and returns the items not taken."""
@@ -119,51 +168,33 @@ class Prefetcher:
         """Waits for the thread to end."""
         if self._thread is threading.current_thread() or not self._thread.is_alive():
             return
-        with self._changed:  # before Python 3.13 a `join` that a signal ends, ends all later ones
-            self._changed.wait_for(lambda: self._has_ended, timeout)
-            has_ended = self._has_ended
-        self._thread.join(None if has_ended else 0)
+        # Before Python 3.13 a `Thread.join` that a signal ends, ends all later ones.
+        self._ended.wait_until(lambda: self._has_ended, timeout)
+        self._thread.join(None if self._has_ended else 0)
 
     def _work(self) -> None:
         try:
             self._produce_all()
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
+            self._has_ended = True
+            self._ended.ring()
 
     def _produce_all(self) -> None:
-        with self._context():
+        with self._settings():
             while self._wait_for_room():
                 try:
-                    item = self._produce()
+                    item, self._stream.ahead = self._peek()
                 except BaseException as error:  # SystemExit, say: the loop must not wait for ever
                     item = End(error)
-                with self._changed:
-                    self._items.append(item)
-                    self._changed.notify_all()
+                self._items.append(item)
+                self._filled.ring()
                 if isinstance(item, End):
                     break
                 del item  # or a device array would live one item longer
 
     def _wait_for_room(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_stopped or len(self._items) < self._depth)
-            return not self.is_stopped
-
-
-def _context_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns what makes another thread see the context of the calling one."""
-    stack = frames.stack()
-    config: Any = jax.config  # these two are this thread's; pyright does not see them
-    x64, device = config.jax_enable_x64, config.jax_default_device
-
-    @contextlib.contextmanager
-    def enter_context() -> Iterator[None]:
-        with frames.with_stack(stack), jax.enable_x64(x64), jax.default_device(device):
-            yield
-
-    return enter_context
+        self._emptied.wait_until(lambda: self.is_stopped or len(self._items) < self._depth)
+        return not self.is_stopped
 
 
 @atexit.register

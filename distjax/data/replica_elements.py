@@ -21,15 +21,17 @@ class ReplicaElements(Splitter):
     Attributes:
       num_replicas: R.
       partial: what happens to a step with missing or smaller elements.
+      copies: whether an element is copied before the next one is read.
     """
 
     num_replicas: int
     partial: str
+    copies: bool = dataclasses.field(default=True, repr=False)
 
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
         while True:
             first = position.consumed
-            elements = _next_elements(source, self.num_replicas, first)
+            elements = self._next_elements(source, first)
             if not elements:
                 raise StopIteration
             full = elements[0].leading_size if position.full_size is None else position.full_size
@@ -43,6 +45,17 @@ class ReplicaElements(Splitter):
             if self.partial == DROP and (len(elements) < self.num_replicas or {full} != set(sizes)):
                 continue
             return self._stack(elements, full, first), position
+
+    def _next_elements(self, source: Iterator[Any], first: int) -> list[HostTree]:
+        elements: list[HostTree] = []
+        for i in range(self.num_replicas):
+            try:
+                element = next(source)
+            except StopIteration:
+                break
+            tree = read_element(element, f"element {first + i}")
+            elements.append(tree.copy() if self.copies else tree)
+        return elements
 
     def _stack(self, elements: list[HostTree], full: int | None, first: int) -> HostTree:
         if self.partial != PAD:
@@ -103,17 +116,6 @@ class ReplicaElements(Splitter):
             return sum(set(step) == {sizes[0]} for step in steps)
         ends_smaller = length % r == 0 and sizes[:1] != sizes[-1:]
         return length // r - ends_smaller
-
-
-def _next_elements(source: Iterator[Any], count: int, first: int) -> list[HostTree]:
-    elements: list[HostTree] = []
-    for i in range(count):
-        try:
-            element = next(source)
-        except StopIteration:
-            break
-        elements.append(read_element(element, f"element {first + i}").copy())
-    return elements
 
 
 def _stack_elements(elements: list[HostTree], first: int) -> HostTree:

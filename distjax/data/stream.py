@@ -1,11 +1,14 @@
-"""HostStream: a source read element by element, that can be put back and resumed."""
+"""HostStream: a source read element by element, looked at before it is taken, and resumed."""
 
 from __future__ import annotations
 
-import collections
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from distjax.data.block import Allocate, Block, HostElement
 from distjax.data.splitting import Position, Splitter
@@ -28,8 +31,27 @@ class End:
         return error
 
 
+class _Progress(NamedTuple):
+    """How far a stream has pulled.
+
+    Attributes:
+      position: how far the source has been read.
+      num_pulled: the number of elements made of it.
+      state: see `HostStream.state`.
+      read: what has been read of the source since, and is in no element yet.
+    """
+
+    position: Position
+    num_pulled: int
+    state: dict[str, Any]
+    read: list[Any]
+
+
 class HostStream:
     """Elements for all replicas, from a dataset.
+
+    Attributes:
+      ahead: the next outcomes, which were put back.
 
     Args:
       dataset: an iterable.
@@ -43,10 +65,9 @@ class HostStream:
 
     def _open(self) -> None:
         self._source: Any = iter(self._dataset)
-        self._position = Position()
-        self._num_pulled = 0
         self._is_untouched = True
-        self._ahead: collections.deque[HostElement | End] = collections.deque()
+        self._progress = self._make_progress(Position(), 0)
+        self.ahead: list[HostElement | End] = []
 
     @property
     def state(self) -> dict[str, Any]:
@@ -56,47 +77,47 @@ class HostStream:
         full_size: the leading dimension of the first, if known; source: the state
         of a source iterator with ``get_state`` and ``set_state``.
         """
-        state: dict[str, Any] = {
-            "delivered": self._num_pulled,
-            "consumed": self._position.consumed,
-        }
-        if self._position.full_size is not None:
-            state["full_size"] = self._position.full_size
+        return self._progress.state
+
+    def _make_progress(self, position: Position, num_pulled: int) -> _Progress:
+        state: dict[str, Any] = {"delivered": num_pulled, "consumed": position.consumed}
+        if position.full_size is not None:
+            state["full_size"] = position.full_size
         if _keeps_state(self._source):
             state["source"] = copy.deepcopy(self._source.get_state())
-        return state
+        return _Progress(position, num_pulled, state, [])
 
-    def take(self, limit: int, allocate: Allocate) -> Block | End:
+    def peek(self, limit: int, allocate: Allocate | None) -> Block | End:
         """Returns up to `limit` elements that can be stacked, at least one; or the end.
 
-        Fewer than `limit` come where the next element has another shape, or is the
-        end. An error of the source comes after the elements before it.
+        They stay the next ones until `ahead` is set to what comes after them. Fewer
+        than `limit` come where the next element has another shape, or is the end. An
+        error of the source comes after the elements before it.
 
         Args:
           limit: 1 or more.
-          allocate: makes the memory that they are copied to.
+          allocate: makes the memory that they are copied to; None, for one: no copy.
         """
-        first = self._next()
+        first = self._outcome(0)
         if isinstance(first, End):
             return first
         block = Block(first, limit, allocate)
-        while len(block) < limit:
-            outcome = self._next()
+        while True:
+            # What is copied leaves the memory of the source, which may fill it again.
+            self.ahead[len(block) - 1] = block.element(len(block) - 1)
+            if len(block) == limit:
+                return block
+            outcome = self._outcome(len(block))
             if isinstance(outcome, End):
-                break
+                return block
             if not block.add(outcome):
-                self.put_back([HostElement(outcome.tree.copy(), outcome.state)])
-                break
-        return block
-
-    def put_back(self, outcomes: Sequence[HostElement | End]) -> None:
-        """Makes `outcomes` the next ones."""
-        self._ahead.extendleft(reversed(outcomes))
+                self.ahead[len(block)] = outcome._replace(tree=outcome.tree.copy())
+                return block
 
     def release(self) -> None:
         """Lets go of the source."""
         self._source = None
-        self._ahead = collections.deque([End()])
+        self.ahead = [End()]
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues after the element that had `state`.
@@ -114,8 +135,8 @@ class HostStream:
             raise ValueError(_one_shot_text(self._dataset))
         else:
             self._skip(state["consumed"])
-        self._num_pulled = state["delivered"]
-        self._position = Position(state["consumed"], state.get("full_size"))
+        position = Position(state["consumed"], state.get("full_size"))
+        self._progress = self._make_progress(position, state["delivered"])
 
     def _skip(self, count: int) -> None:
         for i in range(count):
@@ -131,25 +152,57 @@ class HostStream:
                     )
                 ) from None
 
-    def _next(self) -> HostElement | End:
-        """Returns the next outcome; an `End` again and again."""
-        outcome = self._ahead.popleft() if self._ahead else self._pull()
-        if isinstance(outcome, End):
-            self.put_back([outcome])
-        return outcome
+    def _outcome(self, index: int) -> HostElement | End:
+        """Returns one of the next outcomes; an `End` is the last."""
+        while len(self.ahead) <= index:
+            self._pull()
+        return self.ahead[index]
 
-    def _pull(self) -> HostElement | End:
+    def _pull(self) -> None:
+        """Adds an outcome to `ahead`; a signal finds all of it done, or none."""
         self._is_untouched = False
+        before = after = self._progress
+        outcome: HostElement | End
         try:
-            tree, self._position = self._splitter.pull(self._source, self._position)
-            self._num_pulled += 1
-            return HostElement(tree, self.state)
+            reader = _Reader(self._source, before.read)
+            tree, position = self._splitter.pull(reader, before.position)
+            after = self._make_progress(position, before.num_pulled + 1)
+            outcome = HostElement(tree, after.state, before.state)
         except StopIteration:
-            self._source = None
-            return End()
+            outcome = End()
         except Exception as error:  # raised again in the loop
+            outcome = End(error)
+        end = slice(len(self.ahead), None)
+        self.ahead[end], self._progress = (outcome,), after  # no signal between the two
+        if isinstance(outcome, End):
             self._source = None
-            return End(error)
+
+
+class _Reader:
+    """Reads a source; what it read stands in `read`, and is given again by another reader.
+
+    Args:
+      source: an iterator.
+      read: what was read of it and is not used up.
+    """
+
+    def __init__(self, source: Any, read: list[Any]):
+        self._source, self._read = source, read
+        self._index = 0
+
+    def __iter__(self) -> _Reader:
+        return self
+
+    def __next__(self) -> Any:
+        if self._index == len(self._read):
+            # The source may fill the same memory again. Signals raise in the main thread only.
+            if self._read and threading.current_thread() is threading.main_thread():
+                self._read[-1] = jax.tree.map(np.array, self._read[-1])
+            self._read.extend(map(next, (self._source,)))  # in one call in C
+            if self._index == len(self._read):
+                raise StopIteration
+        self._index += 1
+        return self._read[self._index - 1]
 
 
 def _keeps_state(source: Any) -> bool:

@@ -12,7 +12,7 @@ from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
 
 
-def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "mean") -> jax.Array:
+def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "sum") -> jax.Array:
     """Returns this replica's share of the mean loss over the global batch.
 
     ``all_reduce(op, average_loss(losses, mask, op)) = sum(mask * losses) / sum(mask)``
@@ -23,11 +23,11 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "me
       losses: a loss per example, [B, ...].
       mask: which examples count, [B] or the shape of `losses`: bool, or weights;
         None: all. An empty batch gives zero.
-      op: how the gradients are reduced: "mean", as `dj.flax.apply_gradients` does, or
-        "sum", as `dj.optim.Optimizer` does; with the other op they are R times off.
+      op: how the gradients are reduced: "sum", as `dj.optim.Optimizer` does, or
+        "mean", as `dj.flax.apply_gradients` does; with the other op they are R times off.
 
     Locality: T in, T out. Context: replica or default; in cross-replica context the
-      arrays are the whole batch. Cost: one all-reduce of a number.
+      arrays are the whole batch. Cost: with a mask one all-reduce of a number.
 
     Raises:
       BatchError: a mask of another shape, or losses without a batch dimension.
@@ -38,7 +38,7 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "me
       >>> (batch,) = strategy.distribute_dataset([(losses, mask)])
       >>> def step(batch):
       ...     share = dj.losses.average_loss(*batch)
-      ...     return dj.get_replica_context().all_reduce("mean", share)
+      ...     return dj.get_replica_context().all_reduce("sum", share)
       >>> strategy.run(step, args=(batch,))  # (1 + 3 + 5) / 3
       Array(3., dtype=float32)
 
@@ -51,9 +51,11 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "me
     losses = losses.astype(jnp.promote_types(dtype, jnp.float32))
     weights = _weights(losses, mask)
     total = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
-    count = jnp.sum(weights)
     context = frames.current().replica_context
-    if context is not None:
+    count = jnp.sum(weights)
+    if context is not None and mask is None:  # one shape on all replicas
+        count = count * context.num_replicas_in_sync
+    elif context is not None:
         count = context.all_reduce("sum", count)
     share = total / jnp.where(count == 0, 1, count)
     if context is not None and op is ReduceOp.MEAN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from distjax.data.masks import broadcast_mask
 
 
+# Compiled: eagerly its constants would be transfers, which a guard may disallow.
+@functools.partial(jax.jit, static_argnums=2)
 def masked_sum(values: Any, mask: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the values that count, and how many these are.
 
@@ -27,17 +30,21 @@ def masked_sum(values: Any, mask: Any, dtype: Any) -> tuple[jax.Array, jax.Array
       BatchError: a mask of another dtype or shape.
     """
     values = jnp.asarray(values)
-    wide = jnp.promote_types(values.dtype, dtype)
+    with jax.numpy_dtype_promotion("standard"):  # strict, as the user may have it, does not say
+        wide = jnp.promote_types(values.dtype, dtype)
     if mask is None:
-        return jnp.sum(values, dtype=wide), jnp.int32(values.size)
+        return jnp.sum(values.astype(wide)), jnp.asarray(values.size, jnp.int32)
     fix = "metric.update(batch_values, mask=batch.mask)"
     kept = broadcast_mask(mask, values.shape, "a metric's mask", fix)
     chosen = jnp.where(kept, values, jnp.zeros_like(values))
-    return jnp.sum(chosen, dtype=wide), jnp.sum(kept, dtype=jnp.int32)
+    return jnp.sum(chosen.astype(wide)), jnp.sum(kept.astype(jnp.int32))
 
 
+@jax.jit
 def divide_or_zero(total: Any, count: Any) -> jax.Array:
     """Returns ``total / count``, and 0 where `count` is 0."""
     total, count = jnp.asarray(total), jnp.asarray(count)
+    if jnp.issubdtype(total.dtype, jnp.inexact):  # what strict promotion leaves to the caller
+        count = count.astype(total.dtype)
     quotient = total / jnp.where(count == 0, 1, count)
     return jnp.where(count == 0, jnp.zeros_like(quotient), quotient)

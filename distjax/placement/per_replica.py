@@ -11,7 +11,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import LocalityError, message
-from distjax.placement.topology import Topology
+from distjax.placement.topology import Topology, unplaced_topology
 
 
 class PerReplica:
@@ -21,6 +21,9 @@ class PerReplica:
     it as an argument of `run`. As a pytree node it is transparent to
     `jax.tree.map`, which sees the stacked array; distjax's own functions treat
     it as a leaf; `map` applies a function to each replica's value.
+
+    What `pickle`, `copy.copy` and `copy.deepcopy` make of it is a numpy array [R, ...]
+    on no devices: the first strategy with R replicas that uses it places it.
 
     Attributes:
       stacked: array of shape [R, ...]; slice r belongs to replica r.
@@ -83,7 +86,16 @@ class PerReplica:
             return list(np.asarray(self.stacked))
         return ["<in another process>"] * self.num_replicas
 
+    def __reduce__(self) -> Any:
+        if jax_compat.is_key_dtype(getattr(self.stacked, "dtype", None)):
+            data = np.asarray(jax.random.key_data(self.stacked))
+            return _from_host, (data, self.num_replicas, jax_compat.key_impl(self.dtype))
+        host = np.asarray(self.stacked) if hasattr(self.stacked, "dtype") else self.stacked
+        return _from_host, (host, self.num_replicas, None)
+
     def _place(self, replica: int) -> str:
+        if not self.topology.is_placed:
+            return "no device yet"
         return ", ".join(str(d) for d in self.topology.replica_devices(replica))
 
     def _repr_html_(self) -> str:
@@ -140,6 +152,12 @@ jax.tree_util.register_pytree_node(
 )
 
 
+def _from_host(host: Any, num_replicas: int, key_impl: str | None) -> PerReplica:
+    """Returns a PerReplica that was pickled, or copied."""
+    stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
+    return PerReplica(stacked, unplaced_topology(num_replicas))
+
+
 def is_per_replica(value: object) -> bool:
     """Returns whether `value` is a PerReplica (for ``is_leaf=``)."""
     return isinstance(value, PerReplica)
@@ -148,12 +166,20 @@ def is_per_replica(value: object) -> bool:
 def require_same_topology(value: PerReplica, topology: Topology, where: str) -> None:
     """Raises a LocalityError if `value` belongs to other replicas.
 
+    A value on no devices yet, of as many replicas, is placed.
+
     Args:
       value: the PerReplica that came.
       topology: the replicas that are needed.
       where: the user's name of the argument, e.g. "argument args[0]['x'] of f".
     """
     if value.topology == topology:
+        return
+    if not value.topology.is_placed and value.num_replicas == topology.num_replicas:
+        if not isinstance(value.stacked, jax_compat.Tracer):
+            with jax_compat.outside_traces():
+                value.stacked = jax.device_put(value.stacked, topology.per_replica)
+        value.topology = topology
         return
     raise LocalityError(
         message(

@@ -42,7 +42,14 @@ class Topology:
     mesh: Mesh | None
     model_axes: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether it says where; see `unplaced_topology`."""
+        return bool(self.devices)
+
     def __repr__(self) -> str:
+        if not self.is_placed:
+            return f"Topology(R={self.num_replicas}, on no devices yet)"
         model = "".join(f", {n}={s}" for n, s in self.model_axes)
         place = str(self.devices[0]) if len(self.devices) == 1 else f"{len(self.devices)} devices"
         return f"Topology(R={self.num_replicas} over {self.axis_name!r} on {place}{model})"
@@ -67,6 +74,12 @@ class Topology:
             return self.devices
         size = len(self.devices) // self.num_replicas
         return self.devices[replica * size : (replica + 1) * size]
+
+
+@functools.cache
+def unplaced_topology(num_replicas: int) -> Topology:
+    """Returns the topology of values that came from another process, and lie on no devices."""
+    return Topology((), num_replicas, "", None)
 
 
 @functools.cache

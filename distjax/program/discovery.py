@@ -183,7 +183,7 @@ def discover(
                     raise
                 # The user may hold what was created, behind a guard: it gets its initial value.
                 found.update(error=error, partitioned=None, wrappers=(), writes=[])
-                return list(log.values.values())
+                return log.take_values()
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
@@ -194,7 +194,7 @@ def discover(
         return [
             *outs,
             *(to_storage(v, state.read(v)) for v in writes),
-            *log.values.values(),
+            *log.take_values(),
         ]
 
     try:
@@ -230,13 +230,13 @@ def _complete_later(
 
 def _topologies(treedef: Any) -> Iterator[Any]:
     """Yields the topology of each PerReplica, without building a tree of the user's classes."""
-    node = treedef.node_data()
-    if node is None:
-        return
-    if node[0] is PerReplica:
-        yield node[1]
-    for child in treedef.children():
-        yield from _topologies(child)
+    ahead = [treedef]
+    while ahead:
+        node = ahead.pop()
+        data = node.node_data()
+        if data is not None and data[0] is PerReplica:
+            yield data[1]
+        ahead.extend(node.children())
 
 
 def _is_result(value: Any) -> bool:

@@ -5,6 +5,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from distjax.errors import LocalityError, message
+
+
+def explain_devices(error: Exception, name: str) -> Exception:
+    """Returns what is raised in place of an error of JAX in a program of `dj.jit`."""
+    if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
+        return error
+    return LocalityError(
+        message(
+            f"{name} needs its arguments and variables on one set of devices",
+            got=str(error).splitlines()[0].removesuffix("."),
+            why="dj.jit is one program, and moves no argument: a run outside of it does",
+            fix="x = strategy.extended.broadcast_to(x) before the call; or a numpy array",
+        )
+    )
+
 
 def add_cause_note(error: Exception, strategy: Any) -> None:
     """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""

@@ -18,6 +18,7 @@ from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import emit_call
 from distjax.placement.per_replica import is_per_replica
+from distjax.program.error_notes import explain_devices
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
@@ -54,6 +55,9 @@ class CompiledFunction:
             return program(*marked)
         except Exception as error:
             keep_user_lines(error)
+            explained = explain_devices(error, repr(self))
+            if explained is not error:
+                raise explained from error
             raise
 
     def __repr__(self) -> str:

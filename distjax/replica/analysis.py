@@ -20,9 +20,11 @@ from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 _EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their own operands.
 CALLS = frozenset(
-    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr custom_lin".split()
+    "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint custom_jvp_call "
+    "custom_vjp_call custom_vjp_call_jaxpr custom_lin composite compute_on".split()
 )
+#: Primitives with a predicate, and what users call them.
+_CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
 #: Primitives that may give another value each time they run.
 _IMPURE = frozenset("rng_uniform infeed pure_callback io_callback buffer_callback ffi_call".split())
 
@@ -79,6 +81,14 @@ class Analysis:
             return self._cond(eqn, ins)
         if name in CALLS:
             return self.outputs(next(sub_jaxprs(eqn)), ins)
+        solver = jax_compat.solver_call(eqn)
+        if solver is not None:
+            inner, operands = solver
+            outs = self.outputs(inner, [ins[i] for i in operands])
+            # JAX cannot batch a linear solve whose result is less batched than its operands.
+            return [any(ins) or out for out in outs]
+        if any(ins):
+            self._require_no_loop(eqn)
         return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
 
     def _differs(self, eqn: Any, ins: list[bool]) -> bool:
@@ -129,7 +139,7 @@ class Analysis:
         carry = ins[num_cond + num_body :]
         while True:
             if self.outputs(cond, cond_ins + carry)[0]:
-                self.require_uniform(eqn, "while_loop")
+                self.require_uniform(eqn, _CONSTRUCTS["while"])
                 return [True] * len(carry)
             joined = join(carry, self.outputs(body, body_ins + carry))
             if joined == carry:
@@ -138,12 +148,23 @@ class Analysis:
 
     def _cond(self, eqn: Any, ins: list[bool]) -> list[bool]:
         if ins[0]:
-            self.require_uniform(eqn, "cond")
+            self.require_uniform(eqn, _CONSTRUCTS["cond"])
             return [True] * len(eqn.outvars)
         outs = [False] * len(eqn.outvars)
         for branch in eqn.params["branches"]:
             outs = join(outs, self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:]))
         return outs
+
+    def _require_no_loop(self, eqn: Any) -> None:
+        """Raises if an equation of rules of its own holds a loop or branch with a collective.
+
+        What the predicate in it depends on is not known, and an operand differs.
+        """
+        for sub in sub_jaxprs(eqn) if eqn.primitive.name != "shard_map" else ():
+            for inner in sub.eqns:
+                if inner.primitive.name in _CONSTRUCTS:
+                    self.require_uniform(inner, _CONSTRUCTS[inner.primitive.name])
+                self._require_no_loop(inner)
 
     def require_uniform(self, eqn: Any, construct: str) -> None:
         """Raises if an equation whose predicate differs holds a collective."""

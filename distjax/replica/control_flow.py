@@ -22,9 +22,6 @@ from distjax.placement.topology import Topology
 from distjax.replica.analysis import CALLS, MERGE_NAME, Analysis, join
 from distjax.replica.global_value import GlobalValue, stack_replicas
 
-#: What gives the same when its jaxpr is evaluated in its place.
-_INLINED = CALLS | {"composite", "compute_on"}
-
 
 class Emitter(Protocol):
     """What emits a jaxpr into the current trace: see `emit.JaxprEmitter`."""
@@ -58,7 +55,7 @@ def emit_equation(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[Gl
 
 
 def _emit_inlined(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
-    if eqn.primitive.name not in _INLINED:
+    if eqn.primitive.name not in CALLS:
         raise MergeError(_outside_text(emitter, eqn))
     key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
     jaxpr, consts = jax_compat.open_jaxpr(eqn.params[key])

@@ -163,10 +163,11 @@ def trace_replica(
             if creation is None or not creation.values:
                 raise
             error, result, leaves = raised, PartitionedTree((), is_array), []
-        created = creation.values if creation is not None else {}
-        found.update(result=result, written=written, created=list(created), error=error)
+        created = list(creation.values) if creation is not None else []
+        found.update(result=result, written=written, created=created, error=error)
         found["merges"], context.merges = context.merges, []
-        return [*leaves, *(state.read(v) for v in written), *created.values()]
+        inits = creation.take_values() if creation is not None else []
+        return [*leaves, *(state.read(v) for v in written), *inits]
 
     _name_after(traced, fn)
     avals = [replica_aval(x) for x in global_values]

@@ -78,9 +78,13 @@ def _take_apart(partitioned: PartitionedTree, values: Sequence[GlobalValue]) -> 
 
 
 def _subtrees(tree: _Tree) -> list[_Tree]:
-    if not issubclass(tree.kind(), (tuple, list, dict)):
-        return [tree]
-    return [tree, *(inner for child in tree.children() for inner in _subtrees(child))]
+    """Returns the tree and those in it, which may be deeper than Python's stack."""
+    found, ahead = [], [tree]
+    while ahead:
+        found.append(ahead.pop())
+        if issubclass(found[-1].kind(), (tuple, list, dict)):
+            ahead.extend(reversed(found[-1].children()))
+    return found
 
 
 def _changed_paths(arg: _Tree, out: _Tree) -> list[str]:

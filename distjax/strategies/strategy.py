@@ -342,3 +342,14 @@ class Strategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            message(
+                f"{self!r} needs to stay in its process",
+                got="pickle of a strategy, or of what holds one",
+                why="its devices, variables and compiled programs belong to this process",
+                fix=f"construct a {type(self).__name__} there, and take the state with "
+                "dj.checkpoint.Checkpointer(directory): save(step, tree) here, restore(tree) there",
+            )
+        )

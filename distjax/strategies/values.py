@@ -62,6 +62,8 @@ def locality(x: Any) -> Locality:
     """
     if isinstance(x, Variable):
         return Locality(x.layout.kind, x.sharding or x.storage.sharding)
+    if isinstance(x, PerReplica) and not x.topology.is_placed:
+        return Locality(kinds.UNPLACED)
     if isinstance(x, PerReplica):
         return Locality(kinds.PER_REPLICA, x.topology.per_replica)
     if isinstance(x, jax_compat.Tracer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -210,6 +211,7 @@ def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> N
     _write_component(variable, state, array, method)
 
 
+@functools.partial(jax.jit, static_argnums=1)  # eagerly, constants are transfers: see guards
 def _split_total(total: jax.Array, num_components: int) -> jax.Array:
     """Returns components [R, ...] whose sum is `total`, exactly for integers."""
     if jnp.issubdtype(total.dtype, jnp.integer):

@@ -69,6 +69,12 @@ class CreationLog:
         variable.stored.is_being_made = True  # the rest of the trace may use it
         self.outermost.collected.append(variable)
 
+    def take_values(self) -> list[Any]:
+        """Returns the initial values and keeps none: a trace must not outlive itself in them."""
+        values = list(self.values.values())
+        self.values = dict.fromkeys(self.values)
+        return values
+
     def close(self) -> None:
         """Ends the outermost trace: what it created has a value once initialised."""
         for variable in self.collected:

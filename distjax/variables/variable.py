@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -288,9 +289,22 @@ class Variable:
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else repr(self)
 
+    def __copy__(self) -> Variable:
+        return self.strategy.extended.copy_variable(self)  # as arrays have it: a value of its own
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            message(
+                f"variable {self.name!r} needs to stay in its process",
+                got="pickle of a variable, or of what holds one",
+                why="its value lies on the devices of this process, as its strategy says",
+                fix="dj.checkpoint.Checkpointer(directory).save(step, tree), and restore(tree) "
+                "there; or pickle jax.device_get(v.value)",
+            )
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        made = self.strategy.extended.copy_variable(self)
-        memo[id(self)] = made
+        memo[id(self)] = made = copy.copy(self)
         return made
 
 

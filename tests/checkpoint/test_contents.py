@@ -195,3 +195,17 @@ def test_the_description_of_a_run(checkpointer, mirrored):
     assert said["keys"]["v"]["lives"] == "per_replica variable, ON_READ MEAN"
     assert (said["keys"]["v"]["shape"], said["keys"]["v"]["dtype"]) == ([2, 3], "float32")
     assert said["values"] == {"epoch": 2}
+
+
+@pytest.mark.parametrize("dtype", ["uint2", "uint4", "int4", "float8_e4m3fn"])
+def test_narrow_dtypes(pair, checkpointer, dtype):
+    values = np.arange(2).astype(jnp.dtype(dtype))
+    with pair.scope():
+        v = dj.Variable(values)
+    like = {"numpy": np.zeros_like(values), "jax": jnp.zeros(2, dtype), "variable": v}
+    checkpointer.save(1, {"numpy": values, "jax": jnp.asarray(values), "variable": v})
+    v.assign(like["numpy"])
+    restored = checkpointer.restore(like)
+    for found in (restored["numpy"], restored["jax"], v.value):
+        assert found.dtype == dtype
+        assert np.asarray(found).astype(int).tolist() == [0, 1]

@@ -94,3 +94,45 @@ def test_an_element_larger_than_the_first_memory(pair, monkeypatch):
     iterator = iter(pair.distribute_dataset(data, dj.InputOptions(prefetch=0)))
     assert values(iterator.take(5)) == [0, 1, 2, 3, 4]
     assert values(iterator.take(3)) == [5, 6, 7]
+
+
+# -- whose memory ----------------------------------------------------------------
+
+
+def reusing(count):
+    """One buffer, filled anew for each batch."""
+    batch = np.empty((2, ROWS), np.float32)
+    for i in range(count):
+        batch[:] = i
+        yield batch
+
+
+def first_numbers(pair, dataset):
+    elements = list(dataset)  # all of them first: what the devices hold must not change
+    return [[float(v.ravel()[0]) for v in pair.local_results(x)] for x in elements]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_source_that_fills_one_buffer_again_corrupts_nothing(pair, prefetch):
+    options = dj.InputOptions(prefetch=prefetch)
+    split = pair.distribute_dataset(reusing(5), options)
+    assert first_numbers(pair, split) == [[i, i] for i in range(5)]
+    each = pair.distribute_datasets_from_function(lambda _: reusing(6), options)
+    assert first_numbers(pair, each) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_without_a_copy_no_memory_is_made_for_an_element(pair, prefetch, monkeypatch):
+    options = dj.InputOptions(prefetch=prefetch, copy=False)
+    data = [np.full((2, ROWS), i, np.float32) for i in range(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(InputLayout, "allocate", None)
+        assert first_numbers(pair, pair.distribute_dataset(data, options)) == [
+            [i, i] for i in range(5)
+        ]
+        each = pair.distribute_datasets_from_function(lambda _: data[:4], options)
+        assert first_numbers(pair, each) == [[0, 1], [2, 3]]
+    iterator = iter(pair.distribute_dataset(data, options))
+    assert values(iterator.take(2)) == [0, 1]  # several steps are one array, so they are copied
+    assert float(np.asarray(next(iterator).stacked).ravel()[0]) == 2
+    assert values(iterator.take(5)) == [3, 4]

@@ -41,7 +41,7 @@ def test_input_context_as_text():
 def test_options_are_frozen_values():
     options = dj.InputOptions()
     assert (options.partial, options.prefetch) == ("error", 2)
-    assert options == dj.InputOptions("error", 2)
+    assert options == dj.InputOptions("error", 2, True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.prefetch = 3
 
@@ -56,6 +56,12 @@ def test_partial_is_one_of_three_words(partial):
 def test_prefetch_is_a_count(prefetch):
     with pytest.raises(ValueError, match="prefetch=...\\) needs an int, 0 or more"):
         dj.InputOptions(prefetch=prefetch)
+
+
+@pytest.mark.parametrize("copy", [0, None, "no"])
+def test_copy_is_true_or_false(copy):
+    with pytest.raises(ValueError, match="copy=...\\) needs True or False"):
+        dj.InputOptions(copy=copy)
 
 
 @pytest.mark.parametrize("method", ["distribute_dataset", "distribute_datasets_from_function"])

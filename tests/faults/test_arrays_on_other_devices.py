@@ -18,7 +18,6 @@ def on_four(kind):
 
 ARRAYS = {
     "sharded_by_auto_axes": lambda: on_four("Auto"),
-    "sharded_by_explicit_axes": lambda: on_four("Explicit"),
     "on_one_device": lambda: jax.device_put(jnp.arange(8.0), jax.devices()[5]),
 }
 

@@ -5,22 +5,15 @@ import inspect
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import distjax as dj
 
-fault_3 = pytest.mark.xfail(
-    strict=True, reason="fault 3: average_loss is for means by default, Optimizer sums"
-)
 
-
-@fault_3
 def test_the_default_op_is_a_sum():
     parameters = inspect.signature(dj.losses.average_loss).parameters
     assert parameters["op"].default == "sum"
 
 
-@fault_3
 def test_both_defaults_together_train_with_the_gradient_of_the_mean(pair):
     with pair.scope():
         w = dj.Variable(0.0, aggregation=dj.VariableAggregation.MEAN)

@@ -10,8 +10,6 @@ from four_parts import is_explained
 
 import distjax as dj
 
-fault_25 = pytest.mark.xfail(strict=True, reason="fault 25: an error that Python makes of itself")
-
 
 def variable_of(strategy):
     with strategy.scope():
@@ -31,7 +29,6 @@ OBJECTS = {
 }
 
 
-@fault_25
 def test_a_copy_of_a_variable_is_a_variable_of_its_own_as_a_deep_copy_is(pair):
     v = variable_of(pair)
     copied = copy.copy(v)
@@ -47,12 +44,12 @@ def test_a_deep_copy_of_a_variable_is_a_variable_of_its_own(pair):
     np.testing.assert_array_equal(copied.value, np.arange(3.0))
 
 
-@fault_25
-def test_a_deep_copy_of_a_per_replica_has_its_values_on_its_replicas(pair):
+def test_a_deep_copy_of_a_per_replica_is_placed_by_the_strategy_that_uses_it(pair):
     values = per_replica_of(pair)
     copied = copy.deepcopy({"x": values})["x"]
-    assert isinstance(copied, dj.PerReplica) and copied.topology == values.topology
+    assert isinstance(copied, dj.PerReplica) and not copied.topology.is_placed
     assert [float(x) for x in pair.local_results(copied)] == [0, 1]
+    assert copied.topology == values.topology
     assert float(pair.reduce("sum", copied)) == 1
 
 
@@ -63,7 +60,6 @@ def contents(value):
     return np.asarray(value.stacked if isinstance(value, dj.PerReplica) else value).tolist()
 
 
-@fault_25
 @pytest.mark.parametrize("kind", OBJECTS)
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle"])
 def test_a_pickle_holds_the_value_or_is_an_error_in_four_parts(pair, module, kind):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from own_threads import in_own_thread
 
 import distjax as dj
 
@@ -29,23 +30,12 @@ CALLS = {
         lambda t: dj.get_replica_context().merge_call(lambda _, t: added(t), args=(t,)), (tree,)
     ),
 }
-fault_25 = pytest.mark.xfail(
-    strict=True, reason="fault 25: RecursionError, as a tree is walked in Python"
-)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "jax",
-        "jit",
-        pytest.param("run", marks=fault_25),
-        pytest.param("run_in_jit", marks=fault_25),
-        pytest.param("merge", marks=fault_25),
-    ],
-)
+@pytest.mark.parametrize("how", CALLS)
 def test_a_deep_tree_is_an_argument_and_a_result(pair, how):
-    result = CALLS[how](pair, nested(jnp.float32(1)))
+    # The stack of a thread is as deep as that of a program of its own, not of pytest.
+    result = in_own_thread(lambda: CALLS[how](pair, nested(jnp.float32(1))))
     (leaf,) = jax.tree.leaves(result)
     assert float(leaf) == 2
     assert jax.tree.structure(result) == jax.tree.structure(nested(0))

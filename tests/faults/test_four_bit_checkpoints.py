@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from four_parts import is_explained
 
 import distjax as dj
@@ -21,7 +20,6 @@ def saved_and_restored(strategy, checkpointer, dtype):
     return np.asarray(v.value).astype(int).tolist()
 
 
-@pytest.mark.xfail(strict=True, reason="fault 25: a CheckpointError that blames the disk")
 def test_uint4_is_restored_or_the_error_names_the_dtype(pair, checkpointer):
     try:
         values = saved_and_restored(pair, checkpointer, jnp.uint4)

@@ -71,7 +71,6 @@ def test_another_function_may_meet_the_variable_first(pair):
     np.testing.assert_array_equal(model.v.value, np.ones(3))
 
 
-@fault_17
 def test_a_call_after_one_under_leak_checking_works(mirrored, collect_garbage):
     model = Model()
     with jax.checking_leaks(), contextlib.suppress(Exception):  # fault 23, which is not this one

@@ -8,9 +8,6 @@ from interrupts import campaign, in_packages
 
 import distjax as dj
 
-fault_9 = pytest.mark.xfail(
-    strict=True, reason="fault 9: an element that was taken and not returned is gone"
-)
 OURS = in_packages("distjax")
 LENGTH, HELD_AT = 6, 3
 
@@ -53,7 +50,6 @@ def without_thread(strategy, num_taken):
     return iterator, [next(iterator) for _ in range(num_taken)]
 
 
-@fault_9
 def test_each_line_of_a_call_that_takes_what_a_thread_prepared(pair):
     def make():
         source = Source()
@@ -71,7 +67,6 @@ def test_each_line_of_a_call_that_takes_what_a_thread_prepared(pair):
     campaign(make, check, OURS, limit=500)
 
 
-@fault_9
 @pytest.mark.parametrize("num_taken", [0, 1])
 def test_each_line_of_a_call_without_a_thread(pair, num_taken):
     def make():
@@ -81,7 +76,6 @@ def test_each_line_of_a_call_without_a_thread(pair, num_taken):
     campaign(make, require_all, OURS, stride=3, limit=1000)
 
 
-@fault_9
 def test_each_line_of_taking_several_at_once(pair):
     def make():
         iterator, taken = without_thread(pair, 0)
@@ -90,7 +84,6 @@ def test_each_line_of_taking_several_at_once(pair):
     campaign(make, require_all, OURS, stride=4, limit=1000)
 
 
-@fault_9
 def test_the_position_after_an_interrupt_is_that_of_what_was_returned(pair):
     def make():
         iterator, _ = without_thread(pair, 1)

@@ -7,9 +7,6 @@ from interrupts import campaign, in_packages
 
 import distjax as dj
 
-fault_8 = pytest.mark.xfail(
-    strict=True, reason="fault 8: restore assigns variable by variable; orbax wraps an interrupt"
-)
 #: Where orbax, in the thread that restores, turns whatever is raised into an Exception.
 READING = in_packages("orbax.checkpoint._src.serialization")
 
@@ -46,7 +43,6 @@ def trained(mirrored, checkpointer):
     return state, values, reset
 
 
-@fault_8
 def test_each_line_of_a_restore_leaves_all_old_or_all_restored(trained, checkpointer):
     tree, values, reset = trained
 
@@ -61,7 +57,6 @@ def test_each_line_of_a_restore_leaves_all_old_or_all_restored(trained, checkpoi
     campaign(make, check, in_packages("distjax"), stride=8, limit=3000)
 
 
-@fault_8
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_an_interrupt_while_the_files_are_read_does_not_blame_the_disk(trained, checkpointer):
     tree, values, reset = trained

@@ -63,7 +63,6 @@ def _require_another_thread(wait):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason=f"{sys.platform} has no fork")
-@pytest.mark.xfail(strict=True, reason="fault 15: next waits for a thread that is not there")
 @pytest.mark.parametrize("method", ["next", "take"])
 def test_the_next_element_in_a_fork_is_there_or_an_error_in_four_parts(pair, method):
     asked, go_on = threading.Event(), threading.Event()

@@ -8,9 +8,6 @@ import pytest
 
 import distjax as dj
 
-fault_23 = pytest.mark.xfail(
-    strict=True, reason="fault 23: JAX sees a leaked trace where a variable is made in a function"
-)
 MEAN = dj.VariableAggregation.MEAN
 
 
@@ -21,7 +18,6 @@ def checking_leaks(collect_garbage):
         yield
 
 
-@fault_23
 def test_a_replica_function_creates_a_variable(mirrored):
     made = []
 
@@ -35,7 +31,6 @@ def test_a_replica_function_creates_a_variable(mirrored):
     np.testing.assert_array_equal(made[0].value, np.full(3, 2))
 
 
-@fault_23
 def test_a_function_of_dj_jit_creates_a_variable(mirrored):
     made = []
 
@@ -51,7 +46,6 @@ def test_a_function_of_dj_jit_creates_a_variable(mirrored):
     np.testing.assert_array_equal(made[0].value, np.full(3, 2))
 
 
-@fault_23
 def test_an_optimizer_is_initialised_in_a_replica_function(mirrored):
     with mirrored.scope():
         w = dj.Variable(jnp.zeros(3), aggregation=MEAN)

@@ -6,12 +6,6 @@ import pytest
 
 import distjax as dj
 
-fault_25_promotion = pytest.mark.xfail(
-    strict=True, reason="fault 25: a metric mixes dtypes, which strict promotion refuses"
-)
-fault_25_transfer = pytest.mark.xfail(
-    strict=True, reason="fault 25: a metric moves a number to the devices without saying so"
-)
 MASK = jnp.array([True, True, True, False])
 
 
@@ -40,8 +34,8 @@ def accuracy_of(strategy):
 
 
 METRICS = [
-    pytest.param(mean_of, marks=fault_25_promotion),
-    pytest.param(accuracy_of, marks=fault_25_promotion),
+    pytest.param(mean_of),
+    pytest.param(accuracy_of),
     sum_of,
 ]
 
@@ -56,7 +50,6 @@ def test_a_metric_under_strict_promotion(pair, make):
         assert float(metric.result()) == 0
 
 
-@fault_25_promotion
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_an_accuracy_is_updated_under_strict_promotion(pair, mask):
     with pair.scope():
@@ -70,8 +63,8 @@ def test_an_accuracy_is_updated_under_strict_promotion(pair, mask):
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(mean_of, marks=fault_25_transfer),
-        pytest.param(accuracy_of, marks=fault_25_transfer),
+        pytest.param(mean_of),
+        pytest.param(accuracy_of),
         sum_of,
     ],
 )
@@ -83,7 +76,6 @@ def test_a_result_without_implicit_transfers(pair, make):
     assert float(result) == expected
 
 
-@fault_25_transfer
 @pytest.mark.parametrize("make", [mean_of, accuracy_of, sum_of])
 def test_a_reset_without_implicit_transfers(pair, make):
     metric, update, _ = make(pair)

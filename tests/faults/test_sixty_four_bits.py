@@ -8,9 +8,6 @@ import pytest
 import distjax as dj
 from distjax.errors import TraceLeakError
 
-fault_21 = pytest.mark.xfail(
-    strict=True, reason="fault 21: the question whether JAX stages adds an int32 to an int64"
-)
 MEAN = dj.VariableAggregation.MEAN
 
 
@@ -25,28 +22,24 @@ def make(strategy):
         return dj.Variable(jnp.arange(3.0), name="w", aggregation=MEAN)
 
 
-@fault_21
 def test_a_variable_is_read_in_grad(pair):
     w = make(pair)
     gradient = jax.grad(lambda x: jnp.sum(x * w.value))(jnp.ones(3))
     np.testing.assert_array_equal(gradient, np.arange(3.0))
 
 
-@fault_21
 def test_a_variable_is_read_in_vmap(pair):
     w = make(pair)
     out = jax.vmap(lambda x: x * w.value)(jnp.ones((2, 3)))
     np.testing.assert_array_equal(out, [np.arange(3.0)] * 2)
 
 
-@fault_21
 def test_a_variable_read_in_jit_is_the_leak_that_it_is(pair):
     w = make(pair)
     with pytest.raises(TraceLeakError):
         jax.jit(lambda x: x * w.value)(jnp.ones(3))
 
 
-@fault_21
 def test_grad_around_a_run_that_reads_a_variable(pair):
     w = make(pair)
 
@@ -57,14 +50,12 @@ def test_grad_around_a_run_that_reads_a_variable(pair):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(3)), np.arange(3.0))
 
 
-@fault_21
 def test_grad_around_a_program_that_reads_a_variable(pair):
     w = make(pair)
     program = dj.jit(lambda x: jnp.sum(x * w.value))
     np.testing.assert_array_equal(jax.grad(program)(jnp.ones(3)), np.arange(3.0))
 
 
-@fault_21
 def test_the_next_element_is_taken_in_grad(pair):
     iterator = iter(pair.distribute_dataset([np.arange(4.0)]))
 

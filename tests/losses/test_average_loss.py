@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import distjax as dj
@@ -34,11 +35,35 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(strategy, padding):
     np.testing.assert_allclose(ours, [[np.mean((W - X) ** 2), np.mean(2 * (W - X))]] * 2, 1e-6)
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_beside_the_optimizer_with_the_defaults_of_both(strategy, is_masked):
+    with strategy.scope():
+        w = dj.Variable(W)
+    optimizer = dj.optim.Optimizer(optax.sgd(0.5))
+    optimizer.init([w])
+
+    def step(x, mask):
+        loss_fn = lambda w: dj.losses.average_loss((w - x) ** 2, mask if is_masked else None)
+        optimizer.apply_gradients([(jax.grad(loss_fn)(w.value), w)])
+
+    (batch,) = strategy.distribute_dataset([(X, np.ones(24, bool))])
+    strategy.run(step, args=batch)
+    assert float(w.value) == pytest.approx(W - 0.5 * np.mean(2 * (W - X)))
+
+
+def test_without_a_mask_nothing_is_sent(mirrored):
+    (batch,) = mirrored.distribute_dataset([X])
+    step = lambda x: dj.losses.average_loss(x)
+    assert "all-reduce" not in str(dj.explain(lambda x: mirrored.run(step, args=(x,)), batch))
+    masked = lambda x: dj.losses.average_loss(x, x > 3)
+    assert "all-reduce" in str(dj.explain(lambda x: mirrored.run(masked, args=(x,)), batch))
+
+
 def test_weights_and_further_axes(pair):
     losses = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     weights = np.array([[0, 1], [2, 1], [0, 0], [1, 0]], np.float32)
     (batch,) = pair.distribute_dataset([(losses, weights)])
-    step = lambda batch: dj.get_replica_context().all_reduce("mean", dj.losses.average_loss(*batch))
+    step = lambda batch: dj.get_replica_context().all_reduce("sum", dj.losses.average_loss(*batch))
     assert float(pair.run(step, args=(batch,))) == pytest.approx(np.average(losses, None, weights))
 
 
@@ -47,7 +72,7 @@ def test_weights_are_counted_in_a_dtype_that_holds_them(pair, dtype):
     losses = np.arange(4).repeat(3000).astype(dtype)  # their number times two is no float16
     weights = np.array([0.5, 2, 1, 0.5], np.float32).repeat(3000)
     (batch,) = pair.distribute_dataset([(losses, weights)])
-    step = lambda batch: dj.get_replica_context().all_reduce("mean", dj.losses.average_loss(*batch))
+    step = lambda batch: dj.get_replica_context().all_reduce("sum", dj.losses.average_loss(*batch))
     expected = (2 * 1 + 1 * 2 + 0.5 * 3) / 4
     assert float(pair.run(step, args=(batch,))) == pytest.approx(expected, rel=1e-3)
 
@@ -57,7 +82,7 @@ def test_the_whole_batch_and_the_empty_one(pair):
         assert float(dj.losses.average_loss(X, X > 5)) == X[6:].mean()
     assert float(dj.losses.average_loss(X)) == X.mean()
     empty = lambda: dj.losses.average_loss(X, jnp.zeros(24, bool))
-    assert float(pair.reduce("mean", pair.run(empty))) == 0
+    assert float(pair.reduce("sum", pair.run(empty))) == 0
 
 
 def test_masks_and_losses_of_the_wrong_shape():

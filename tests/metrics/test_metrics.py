@@ -290,3 +290,34 @@ def test_a_metric_of_the_default_strategy_in_a_replica(pair):
     mean = dj.metrics.Mean()
     with pytest.raises(StrategyMismatchError, match="create it under the strategy"):
         pair.run(lambda: mean.update(1.0))
+
+
+# -- modes of JAX ---------------------------------------------------------------
+
+MODES = {
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "no implicit transfer": lambda: jax.transfer_guard("disallow"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_jax_that_refuse_what_is_implicit(make, strategy, mode):
+    mean, accuracy = make(dj.metrics.Mean), make(dj.metrics.Accuracy)
+    count = strategy.num_replicas_in_sync
+    x = per_replica(strategy, [jnp.arange(4, dtype=jnp.int32)] * count)
+    logits = per_replica(strategy, [jnp.tile(jnp.float32([0.1, 0.9]), (4, 1))] * count)
+    mask = per_replica(strategy, [jnp.array([True, True, False, True])] * count)
+
+    def step(x, logits, mask):
+        mean.update(x, mask=mask)
+        accuracy.update(logits, x, mask=mask)
+        return mean.result()
+
+    with MODES[mode]():
+        seen = strategy.run(step, args=(x, logits, mask))
+        found = mean.result(), accuracy.result()
+        mean.reset()
+        after = mean.result()
+    assert float(seen) == pytest.approx(4 / 3)
+    assert [float(v) for v in found] == pytest.approx([4 / 3, 1 / 3])
+    assert float(after) == 0

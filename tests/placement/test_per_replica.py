@@ -1,6 +1,8 @@
 """PerReplica: one value per replica (decisions 16, 20, 24)."""
 
+import copy
 import operator
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -274,3 +276,79 @@ def test_locality_repr(mirrored):
     assert repr(dj.locality(3)) == "Locality(unplaced)"
     one = dj.locality(jax.device_put(1.0, jax.devices()[3]))
     assert repr(one) == f"Locality(mirrored on {jax.devices()[3]})"
+
+
+# -- in another process, and copies ------------------------------------------------
+
+COPIES = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "copy": copy.copy,
+    "deepcopy": lambda x: copy.deepcopy({"x": [x]})["x"][0],
+}
+
+
+@pytest.fixture(params=COPIES)
+def duplicate(request):
+    return COPIES[request.param]
+
+
+def test_a_copy_is_on_the_host_until_a_strategy_uses_it(pair, duplicate):
+    x = ids(pair)
+    other = duplicate(x)
+    assert isinstance(other.stacked, np.ndarray) and other.stacked.tolist() == [0, 1]
+    assert (other.num_replicas, other.shape, other.dtype) == (2, (), np.float32)
+    assert repr(other) == "PerReplica({\n  0 on no device yet: 0.0\n  1 on no device yet: 1.0\n})"
+    assert repr(other.topology) == "Topology(R=2, on no devices yet)"
+    assert dj.locality(other).kind == "unplaced"
+    assert "no device yet" in other._repr_html_()
+    assert float(pair.reduce("sum", other)) == 1
+    assert dj.locality(other) == dj.locality(x)
+    with pytest.raises(LocalityError, match="needs a PerReplica over 2 replicas"):
+        dj.MirroredStrategy(jax.devices()[2:4]).reduce("sum", other)  # it belongs to the first
+
+
+@pytest.mark.parametrize("use", ["local_results", "run", "jit", "closure", "merge"])
+def test_what_places_a_copy(pair, duplicate, use):
+    x = duplicate(ids(pair))
+    context = dj.get_replica_context
+    found = {
+        "local_results": lambda: local(pair, x),
+        "run": lambda: local(pair, pair.run(lambda x: x + 0, args=(x,))),
+        "jit": lambda: local(pair, dj.jit(lambda x: x)(x)),
+        "closure": lambda: [0.0, float(dj.jit(lambda: pair.reduce("sum", x))())],
+        "merge": lambda: local(
+            pair,
+            pair.run(lambda: context().merge_call(lambda s: s.run(lambda x: x, args=(x,)))),
+        ),
+    }[use]()
+    assert found == [0.0, 1.0]
+    assert float(pair.reduce("sum", x)) == 1  # no tracer is left in it
+
+
+def test_a_copy_fits_as_many_replicas_only(pair, duplicate):
+    x = duplicate(ids(pair))
+    with pytest.raises(LocalityError) as e:
+        dj.VirtualStrategy(3).reduce("sum", x)
+    assert str(e.value).splitlines()[1] == (
+        "  Got: a PerReplica over 2 replicas (Topology(R=2, on no devices yet))."
+    )
+
+
+def test_a_copy_of_keys(pair, duplicate):
+    keys = pair.distribute_values_from_function(
+        lambda ctx: jax.random.key(ctx.replica_id_in_sync_group, impl="rbg")
+    )
+    found = duplicate(keys)
+    assert found.dtype == keys.dtype
+    before, after = (jax.random.key_data(x.stacked).tolist() for x in (keys, found))
+    assert before == after
+
+
+def test_a_copy_in_a_checkpoint(pair, duplicate, checkpointer):
+    checkpointer.save(1, [duplicate(ids(pair))])
+    onto_host, onto_replicas = (
+        checkpointer.restore([x])[0] for x in (duplicate(ids(pair)), ids(pair))
+    )
+    assert np.asarray(onto_host.stacked).tolist() == [0, 1]
+    assert not onto_host.topology.is_placed
+    assert local(pair, onto_replicas) == [0, 1]

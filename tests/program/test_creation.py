@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -341,3 +342,25 @@ def test_a_read_that_jax_evaluates_at_once(pair):
     assert first_line(caught) == "a read of variable 'w' needs to be traced with its step."
     assert "go on in a new thread, or restart the process" in str(caught.value)
     assert local(pair, pair.run(lambda: v.value + 1)) == [2, 2]
+
+
+@pytest.mark.parametrize("make", ["replica", "jit", "optimizer"])
+def test_no_tracer_outlives_the_trace_that_creates_variables(pair, make):
+    """`jax.checking_leaks` looks for them when a trace ends."""
+    made = []
+
+    def create():
+        if not made:
+            made.append(dj.Variable(jnp.zeros(3), aggregation=dj.VariableAggregation.MEAN))
+        return made[0]
+
+    with jax.checking_leaks(), pair.scope():
+        if make == "replica":
+            pair.run(lambda: create().assign_add(jnp.ones(3)))
+        elif make == "jit":
+            dj.jit(lambda: create().assign_add(jnp.ones(3)))()
+        else:
+            optimizer = dj.optim.Optimizer(optax.sgd(-0.5, momentum=0.9))
+            optimizer.init([create()])
+            pair.run(lambda: optimizer.apply_gradients([(jnp.ones(3), made[0])]))
+    assert made[0].value.tolist() == [1.0, 1.0, 1.0]

@@ -52,3 +52,29 @@ def test_an_error_of_jax_names_the_step():
         jax.errors.TracerBoolConversionError, match="function step at .*test_error_notes"
     ):
         dj.VirtualStrategy(2).run(step, args=(np.ones(2),))
+
+
+def test_an_array_on_more_devices_than_the_replicas_of_a_compiled_function(mirrored):
+    x = np.arange(8, dtype=np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("a",))
+    split = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a")))
+    with mirrored.scope():
+        w = dj.Variable(np.zeros(8, np.float32), aggregation=dj.VariableAggregation.MEAN)
+
+    def add(x):
+        return mirrored.run(w.assign_add, args=(x,))
+
+    for fn in (dj.jit(add), dj.jit(lambda x: mirrored.run(lambda x: x + 1, args=(x,)))):
+        with pytest.raises(dj.errors.LocalityError) as caught:
+            fn(split)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == f"{fn!r} needs its arguments and variables on one set of devices."
+        assert lines[1].startswith("  Got: Received incompatible devices for jitted computation.")
+        assert lines[2:] == [
+            "  Why: dj.jit is one program, and moves no argument: a run outside of it does.",
+            "  Fix: x = strategy.extended.broadcast_to(x) before the call; or a numpy array",
+        ]
+        assert isinstance(caught.value.__cause__, ValueError)
+    add(split)
+    dj.jit(add)(mirrored.extended.broadcast_to(split))
+    np.testing.assert_array_equal(w.value, 2 * x)

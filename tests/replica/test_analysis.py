@@ -211,3 +211,78 @@ def test_groups_of_replicas_are_not_the_whole_axis():
     )
     out = strategy.run(lambda x: lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]]), args=(x,))
     assert [float(v) for v in strategy.local_results(out)] == [1.0, 1.0, 5.0, 5.0]
+
+
+def average_with_others(v):
+    return 2 * v + 0.1 * dj.get_replica_context().all_reduce("mean", v)
+
+
+def iterated_root(b):
+    """The root of ``average_with_others(v) - b``, by a loop that ends when its replica is near."""
+
+    def solve(f, guess):
+        return lax.while_loop(lambda v: jnp.abs(f(v)) > 1e-4, lambda v: v - 0.3 * f(v), guess)
+
+    equation = lambda v: average_with_others(v) - b
+    return lax.custom_root(equation, jnp.zeros_like(b), solve, lambda g, y: y / g(jnp.ones_like(y)))
+
+
+def iterated_solution(b):
+    def solve(matvec, b):
+        far = lambda v: jnp.abs(matvec(v) - b) > 1e-4
+        return lax.while_loop(far, lambda v: v + 0.3 * (b - matvec(v)), jnp.zeros_like(b))
+
+    return lax.custom_linear_solve(average_with_others, b, solve, symmetric=True)
+
+
+def solved_by(solver):
+    return lambda b: solver(average_with_others, b[None], maxiter=3)[0][0]
+
+
+SOLVERS = {
+    "custom_root": iterated_root,
+    "custom_linear_solve": iterated_solution,
+    "cg": solved_by(jax.scipy.sparse.linalg.cg),
+    "bicgstab": solved_by(jax.scipy.sparse.linalg.bicgstab),
+    "gmres": solved_by(jax.scipy.sparse.linalg.gmres),
+}
+
+
+@pytest.mark.parametrize("place", ["plain", "in jit", "derivative"])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_solver_that_ends_when_its_replica_is_near_holds_no_collective(x, pair, name, place):
+    """Before anything is launched: on devices the others would wait for ever."""
+    fn = SOLVERS[name]
+    if place == "in jit":
+        fn = jax.jit(fn)
+    elif place == "derivative":
+        fn = jax.grad(fn)
+    with pytest.raises(DivergenceError, match=r"a lax\.\w+ that holds psum needs a predicate"):
+        dj.jit(lambda x: pair.run(fn, args=(x,))).lower(x)
+
+
+@pytest.mark.parametrize("name", ["custom_root", "custom_linear_solve", "cg"])
+def test_a_solver_whose_loop_ends_everywhere_at_once_may_hold_one(pair, name):
+    out = pair.run(SOLVERS[name], args=(W,))
+    assert isinstance(out, jax.Array)  # and its result is proved equal
+    assert float(out) == pytest.approx(W / 2.1, rel=1e-3)
+
+
+def test_a_direct_solve_may_hold_a_collective(pair, x):
+    """It waits for the others once on every replica."""
+    matvec = lambda v: 2 * v + lax.pmean(v, AXIS)
+    solve = lambda _, b: b / 2 - lax.pmean(b, AXIS) / 6
+    out = pair.run(lambda x: lax.custom_linear_solve(matvec, x, solve), args=(x,))
+    assert [float(v) for v in pair.local_results(out)] == [0.25, 0.75]
+
+
+def test_a_loop_with_a_collective_in_a_construct_of_rules_of_its_own(pair, x):
+    """What its predicate depends on is not known."""
+
+    @jax.custom_batching.custom_vmap
+    def own(w):
+        return lax.while_loop(lambda c: c < 3, lambda c: lax.psum(c, AXIS), w)
+
+    own.def_vmap(lambda size, batched, w: (w, batched[0]))
+    with pytest.raises(DivergenceError, match="a lax.while_loop that holds psum needs"):
+        pair.run(own, args=(x,))

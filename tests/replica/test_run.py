@@ -1,6 +1,7 @@
 """run: arguments in, results out, one trace (decisions 1 to 3 and 24)."""
 
 import collections
+import concurrent.futures
 
 import chex
 import jax
@@ -343,3 +344,35 @@ def test_r333_a_per_replica_factor(pair, how):
     factor = per_replica(pair, [np.float32(5), np.float32(3)])
     out = how(lambda x: pair.run(lambda x: x * 1.25, args=(x,)))(factor)
     assert local(pair, out) == [6.25, 3.75]
+
+
+def test_trees_as_deep_as_jit_takes_them(pair):
+    def deep(leaf):
+        for _ in range(900):
+            leaf = [leaf]
+        return leaf
+
+    def bottom(tree):
+        return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, dj.PerReplica))[0]
+
+    x = ids(pair)
+    context = dj.get_replica_context
+    calls = {
+        "run": lambda tree: pair.run(lambda tree: tree, args=(tree,)),
+        "all_reduce": lambda tree: pair.run(
+            lambda tree: context().all_reduce("sum", tree), args=(tree,)
+        ),
+        "merge_call": lambda tree: pair.run(
+            lambda tree: context().merge_call(lambda s, t: t, args=(tree,)), args=(tree,)
+        ),
+        "jit": dj.jit(lambda tree: tree),
+        "reduce": lambda tree: pair.reduce("sum", tree),
+    }
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # as deep as a program of its own
+        found = {
+            name: thread.submit(lambda call=call: bottom(call(deep(x)))).result()
+            for name, call in calls.items()
+        }
+    for name in ("run", "merge_call", "jit"):
+        assert local(pair, found[name]) == [0, 1]
+    assert [float(found[name]) for name in ("all_reduce", "reduce")] == [1, 1]

@@ -1,5 +1,7 @@
 """Arguments of another kind than a method takes: what the errors say."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,3 +149,15 @@ def test_values_of_other_replicas_are_named_by_their_role(pair):
     for role, call in calls.items():
         with pytest.raises(LocalityError, match=f"^the {role} needs a PerReplica over 2 replicas"):
             call()
+
+
+def test_pickle_of_a_strategy(strategy):
+    with pytest.raises(TypeError) as caught:
+        pickle.dumps({"strategy": strategy})
+    assert str(caught.value) == (
+        f"{strategy!r} needs to stay in its process.\n"
+        "  Got: pickle of a strategy, or of what holds one.\n"
+        "  Why: its devices, variables and compiled programs belong to this process.\n"
+        f"  Fix: construct a {type(strategy).__name__} there, and take the state with "
+        "dj.checkpoint.Checkpointer(directory): save(step, tree) here, restore(tree) there"
+    )

@@ -1,6 +1,8 @@
 """A variable as a value: operators, conversions, looks, and what it refuses to hold."""
 
+import copy
 import operator
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +240,24 @@ def test_in_place_operators_are_refused(pair, name):
     with pytest.raises(TypeError, match="an in-place operator needs an array, not variable 'v'"):
         getattr(operator, name)(v, 3.0)
     assert float(v.value) == 2.0
+
+
+def test_a_copy_is_a_variable_of_its_own(pair):
+    """As `copy.copy` of an array is an array of its own."""
+    w = make(pair, 1.0, name="w")
+    other = copy.copy(w)
+    w.assign(2.0)
+    assert (other.name, float(other.value), float(w.value)) == ("w", 1, 2)
+
+
+def test_pickle_names_checkpoints(pair):
+    w = make(pair, 1.0, name="w")
+    with pytest.raises(TypeError) as caught:
+        pickle.dumps({"state": [w]})
+    assert str(caught.value) == (
+        "variable 'w' needs to stay in its process.\n"
+        "  Got: pickle of a variable, or of what holds one.\n"
+        "  Why: its value lies on the devices of this process, as its strategy says.\n"
+        "  Fix: dj.checkpoint.Checkpointer(directory).save(step, tree), and restore(tree) there; "
+        "or pickle jax.device_get(v.value)"
+    )

@@ -1,0 +1,160 @@
+"""An interrupt in `next(iterator)`: what was taken and not returned comes again."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.errors import ContextError
+from tests.data.prefetching import (
+    no_thread_is_left,  # noqa: F401  (a fixture)
+    started,
+)
+from tests.interrupting import Interrupt, interrupted
+
+OURS = "distjax.data"
+COUNT = 200
+
+
+def first_numbers(element):
+    """Returns the first number of each step of an element, or of `Steps`."""
+    if isinstance(element, int):
+        return [element]
+    array = element.arrays if hasattr(element, "num_steps") else element.stacked[None]
+    return np.asarray(array)[:, 0, 0].tolist()
+
+
+def make_iterator(prefetch):
+    source = [np.full(2, i) for i in range(COUNT)]
+    dataset = dj.VirtualStrategy(2).distribute_dataset(source, dj.InputOptions(prefetch=prefetch))
+    return iter(dataset)
+
+
+def resume(state):
+    resumed = make_iterator(0)
+    resumed.set_state(state)
+    return int(resumed.get_next().stacked[0, 0])
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [lambda it: next(it)],
+        [lambda it: it.get_next()],
+        [lambda it: it.take(3)],
+        [lambda it: next(it), lambda it: it.take(2)],
+    ],
+    ids=["next", "get_next", "take", "in turn"],
+)
+@pytest.mark.parametrize("is_started", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_interrupt_at_any_line_loses_and_repeats_nothing(calls, is_started, prefetch):
+    for n in range(1, COUNT):
+        iterator = make_iterator(prefetch)
+        given = []
+        if is_started:
+            for call in calls:
+                given += first_numbers(call(iterator))
+        turn = len(calls) - 1
+        line, error, result = interrupted(lambda: calls[turn](iterator), n, OURS)  # noqa: B023
+        if error is None:
+            given += first_numbers(result)
+        else:
+            assert isinstance(error, Interrupt), line
+            assert resume(iterator.get_state()) == len(given), line
+        for call in [*calls, *reversed(calls)]:
+            given += first_numbers(call(iterator))
+        assert given == list(range(len(given))), line
+        assert resume(iterator.get_state()) == len(given)
+        iterator.close()
+        if line is None:
+            break
+    assert n > 10
+
+
+def test_after_an_interrupt_the_rest_comes_up_to_the_end():
+    for n in range(1, COUNT):
+        iterator = iter(
+            dj.VirtualStrategy(2).distribute_dataset(
+                [np.full(2, i) for i in range(3)], dj.InputOptions(prefetch=1)
+            )
+        )
+        given = []
+
+        def read_all(given=given, iterator=iterator):
+            for element in iterator:
+                given += first_numbers(element)
+
+        line, *_ = interrupted(read_all, n, OURS)
+        read_all()
+        assert given == [0, 1, 2], line
+        assert next(iterator, None) is None
+        if line is None:
+            break
+    assert n > 50
+
+
+def test_signals_lose_nothing_and_come_out_as_they_are():
+    """What is raised while CPython itself waits, and between any two of its instructions."""
+
+    class Alarm(BaseException):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    iterator = iter(dj.VirtualStrategy(2).distribute_dataset(np.full(2, i) for i in range(10**9)))
+    given, alarms = [], 0
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        while alarms < 200:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + alarms % 7))
+                for element in iterator:
+                    given.append(element)
+            except Alarm:
+                alarms += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        iterator.close()
+    numbers = [int(x.stacked[0, 0]) for x in given]
+    # CPython handles no signal between the return of the iterator and the call of `append`.
+    assert numbers == list(range(len(numbers)))
+
+
+def test_an_interrupt_while_the_thread_starts_is_that_interrupt(monkeypatch):
+    def start(self):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")  # as a lock of `threading` does
+
+    iterator = make_iterator(2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", start)
+        next(iterator)
+    assert first_numbers(next(iterator)) == [0]
+    iterator.close()
+
+
+def test_an_iterator_in_a_forked_process(pair, monkeypatch):
+    iterator, _ = started(pair)
+    here = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: here + 1)
+        with pytest.raises(ContextError) as e:
+            next(iterator)
+    assert str(e.value) == (
+        "an iterator over a dataset needs to be read in the process that began to read it.\n"
+        f"  Got: process {here + 1}, forked from process {here}.\n"
+        "  Why: the thread that moves elements to the devices ahead of the loop is not in it, so "
+        "none would ever come.\n"
+        "  Fix: begin in the new process: iterator = iter(dataset); or without a thread: "
+        "dj.InputOptions(prefetch=0)"
+    )
+    assert int(next(iterator).stacked[0, 0]) == 1
+    iterator.close()

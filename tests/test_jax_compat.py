@@ -1,0 +1,68 @@
+"""What differs between versions and modes of JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax import jax_compat
+from distjax.errors import ContextError, TraceLeakError
+
+
+@pytest.fixture(params=[False, True], ids=["32 bits", "64 bits"])
+def bits(request):
+    with jax.enable_x64(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("bits")
+def test_staging():
+    found = {}
+
+    def look(name):
+        def fn(x):
+            found[name] = jax_compat.staging()
+            return x
+
+        return fn
+
+    jax.jit(look("jit"))(1.0)
+    jax.grad(look("grad"))(1.0)
+    jax.vmap(look("vmap"))(jnp.ones(2))
+    jax.jit(jax.grad(look("jit of grad")))(1.0)
+    look("eager")(1.0)
+    with jax.disable_jit():
+        jax.jit(look("disabled jit"))(1.0)
+    assert [name for name, is_staging in found.items() if is_staging] == ["jit", "jit of grad"]
+
+
+@pytest.mark.usefixtures("bits")
+def test_a_variable_in_derivatives_and_batches_of_jax(pair):
+    with pair.scope():
+        v = dj.Variable(np.float32(3))
+    assert float(jax.grad(lambda x: v.value * x)(2.0)) == 3
+    assert jax.vmap(lambda x: v.value * x)(jnp.arange(2.0)).tolist() == [0, 3]
+    with pytest.raises(TraceLeakError, match="variable 'Variable"):
+        jax.jit(lambda x: v.value * x)(2.0)
+
+
+@pytest.mark.usefixtures("bits")
+def test_the_derivative_of_a_run_that_reads_a_variable(pair):
+    with pair.scope():
+        v = dj.Variable(np.float32(3), aggregation=dj.VariableAggregation.MEAN)
+
+    def step(x):
+        return dj.get_replica_context().all_reduce("mean", v.value * x)
+
+    assert float(jax.grad(lambda x: pair.run(step, args=(x,)))(2.0)) == 3
+
+
+@pytest.mark.usefixtures("bits")
+def test_an_element_of_a_dataset_in_a_derivative(pair):
+    iterator = iter(pair.distribute_dataset([np.full(2, 3, np.float32)] * 2))
+    total = lambda batch: pair.reduce("mean", batch, axis=0)
+    assert float(jax.grad(lambda x: total(next(iterator)) * x)(2.0)) == 3
+    with pytest.raises(ContextError, match="needs to be called outside of traced functions"):
+        jax.jit(lambda x: total(next(iterator)) * x)(2.0)
+    iterator.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,15 +98,8 @@ class Discovered:
     def _is_state(self, atom: Any) -> bool:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
 
-    def initialize_created(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Computes the initial values of created variables where they will live."""
-        for complete in self.compute_initial_values(args, kwargs).values():
-            complete()
-
-    def compute_initial_values(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[Any, Callable[[], None]]:
-        """Returns for each created variable what stores its initial value.
+    def initialize_created(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Computes the initial values of created variables where they will live.
 
         A program for each strategy, with explicit output shardings: nothing is first
         whole on one device.
@@ -115,18 +108,14 @@ class Discovered:
         for variable in self.created:
             groups.setdefault(variable.strategy, []).append(variable)
         read = (_as_global(v, hand_out(v.stored)) for v in self.reads)
-        inputs = [*jax.tree.leaves((args, kwargs)), *read]
-        stores: dict[Any, Callable[[], None]] = {}
-        for variables in groups.values():
-            for variable, value in zip(variables, self._compute(variables, inputs), strict=True):
-                # JAX cannot place empty outputs: those are placed by themselves.
-                store = (
-                    variable.stored.swap
-                    if variable.size
-                    else functools.partial(access.initialize, variable)
-                )
-                stores[variable] = functools.partial(store, value)
-        return stores
+        with jax_compat.outside_traces():
+            inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
+            for variables in groups.values():
+                for variable, value in zip(
+                    variables, self._compute(variables, inputs), strict=True
+                ):
+                    if variable.storage is None:
+                        _store_initial(variable, value)
 
     def _compute(self, variables: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         ends = self._jaxpr.outvars[len(self._wrappers) + len(self.writes) :]
@@ -173,17 +162,10 @@ def discover(
     leaves, treedef = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
-    def traced(*arrays: Any) -> list[Any]:
+    def trace(*arrays: Any) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
         with frames.with_frame(step.frame(state)) as entered:
-            try:
-                result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
-            except BaseException as error:
-                if not log.values:
-                    raise
-                # The user may hold what was created, behind a guard: it gets its initial value.
-                found.update(error=error, partitioned=None, wrappers=(), writes=[])
-                return log.take_values()
+            result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
@@ -191,41 +173,35 @@ def discover(
         writes = list(state.written)
         found.update(partitioned=partitioned, wrappers=wrappers, writes=writes)
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
-        return [
-            *outs,
-            *(to_storage(v, state.read(v)) for v in writes),
-            *log.take_values(),
-        ]
+        return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
+
+    def traced(*arrays: Any) -> list[Any]:
+        try:
+            outs = trace(*arrays)
+        except BaseException as error:
+            if not log.values:
+                raise
+            outs = []
+            found.update(error=error, partitioned=None, wrappers=(), writes=[])
+        return [*outs, *log.take_values()]
 
     try:
         jaxpr, consts = jax_compat.trace_jaxpr(traced, list(map(jax_compat.aval_of, leaves)))
     finally:
         log.close()
     error = found.pop("error", None)
-    if error is None:
-        _require_no_baked_state(consts)
     discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
+    # The user may hold what was created, behind a guard. Whatever is raised from here on, the next
+    # trace that meets it can give it its initial value.
+    for variable in discovered.created:
+        variable.stored.complete = lambda: discovered.initialize_created(step, args, kwargs)
     if error is not None:
-        _complete_later(discovered, step, args, kwargs)
         raise error
+    _require_no_baked_state(consts)
     observer = frames.observer()
     if observer is not None:
         observer.on_program(discovered.reads, discovered.writes, discovered.results)
     return discovered
-
-
-def _complete_later(
-    discovered: Discovered, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Keeps the initial values of variables that a trace created before it failed.
-
-    The next trace that meets them gives them these values.
-    """
-    if jax_compat.tracing():
-        return
-    args, kwargs = step.place((args, kwargs))
-    for variable, complete in discovered.compute_initial_values(args, kwargs).items():
-        variable.stored.complete = complete
 
 
 def _topologies(treedef: Any) -> Iterator[Any]:

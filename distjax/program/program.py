@@ -178,7 +178,7 @@ class Program:
         created = discovered.created
         if created:
             require_no_trace(created[0].name)
-            discovered.initialize_created(*self._step.place((args, kwargs)))
+            discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
         self._build = make_build(self._step, discovered, self._build, self._watch)
         return self._build

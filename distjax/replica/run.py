@@ -88,7 +88,13 @@ def run_in_trace(
             require_same_topology(leaf, topology, where)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
     traced = trace_replica(strategy, fn, partitioned, global_values, outer)
-    outs = _emit(topology, traced, global_values, outer)
+    try:
+        outs = _emit(topology, traced, global_values, outer)
+    except BaseException as error:
+        if not traced.created:
+            raise
+        traced = _keep_created(traced, error)
+        outs = _emit(topology, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
@@ -174,9 +180,23 @@ def trace_replica(
     axis_env = [(topology.axis_name, topology.num_replicas)]
     with _model_axes_in_scope(topology):
         jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
-    if found["error"] is not None:  # nothing happens but what the initial values need
-        jaxpr = jax_compat.needed_for(jaxpr, jaxpr.outvars)
-    return ReplicaTrace(jaxpr, consts, **found)
+    trace = ReplicaTrace(jaxpr, consts, **found)
+    return trace if trace.error is None else _keep_created(trace, trace.error)
+
+
+def _keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
+    """Returns the trace of a function that failed: nothing is left but its variables' making.
+
+    The user may hold what was created, behind a guard that does not let it be made again.
+    """
+    initial = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - len(trace.created) :]
+    return dataclasses.replace(
+        trace,
+        jaxpr=jax_compat.needed_for(trace.jaxpr, initial),
+        result=PartitionedTree((), is_array),
+        written=[],
+        error=error,
+    )
 
 
 def _name_after(traced: Any, fn: Any) -> None:

@@ -161,7 +161,8 @@ def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -
         return
     array = variable.beside(array)
     with variable.stored.lock:
-        if not variable.stored.is_lost or method != "assign":  # else there is no former value
+        is_gone = method == "assign" and (variable.stored.is_lost or variable.storage is not None)
+        if not is_gone:  # an assignment needs no former value; it heals a deleted one
             variable.require_initialized()
         if method == "assign":  # a copy: the user goes on with the array
             new = variable.copied(jnp.broadcast_to(array, variable.global_shape))

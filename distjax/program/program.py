@@ -9,6 +9,7 @@ before a lock on variables is taken; then the call is started (see `calls`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ from distjax.replica.arguments import mark_static
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.donation import copy_handles
+
+#: What may mend a call that `jit` refused: returns the arguments to go on with, or None.
+Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Program:
@@ -82,9 +86,13 @@ class Program:
         Each round knows more than the one before: a signature that is compiled, more variables,
         or arguments that `jit` takes.
         """
+        cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         while True:
-            if not isinstance(error, (NotCompiled, UnknownVariables)):
-                args, kwargs = self._retry_args(error, args, kwargs)
+            if isinstance(error, UnknownVariables):
+                with self._tracing:
+                    self._rebuild(error.discovered, args, kwargs)
+            elif not isinstance(error, NotCompiled):
+                args, kwargs = self._retry_args(error, args, kwargs, cures)
             try:
                 return self._start_compiled(args, kwargs, finish)
             except Exception as again:
@@ -108,9 +116,16 @@ class Program:
             return start(build, args, kwargs, finish, may_trace=True)
 
     def _retry_args(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments that `jit` takes in place of those it refused, or raises `error`."""
+        """Returns arguments that `jit` takes in place of those it refused, or raises `error`.
+
+        Args:
+          error: what `jit` raised.
+          args: positional arguments.
+          kwargs: keyword arguments.
+          cures: what was not tried yet in this call.
+        """
         for variable in self._build.variables if self._build is not None else ():
             variable.stored.require()
             variable.require_present()
@@ -120,16 +135,20 @@ class Program:
             marked = self._mark_objects(args, kwargs)
             if self._marks_objects:
                 return marked
-        if jax_compat.is_broken_cache(error) and self._build is not None:
-            self._build = None  # compiled anew; the variables' arrays move to the next build
-            return args, kwargs
-        if jax_compat.has_explicit_mesh((args, kwargs)):  # JAX says a KeyError of an axis, and more
-            return jax_compat.off_explicit_meshes((args, kwargs))
-        if jax_compat.is_device_mismatch(error):
-            placed = self._step.place((args, kwargs))
-            if any(map(_is_other, jax.tree.leaves(placed), jax.tree.leaves((args, kwargs)))):
-                return placed
+        for cure in cures:
+            cured = cure(error, args, kwargs)
+            if cured is not None:
+                return cured
         raise error
+
+    def _compile_anew(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        if not jax_compat.is_broken_cache(error):
+            return None
+        self._build = None  # the variables' arrays move to the next build
+        return args, kwargs
+
+    def _place(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        return self._step.place((args, kwargs)) if jax_compat.is_device_mismatch(error) else None
 
     def _mark_objects(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
@@ -207,8 +226,12 @@ class Program:
                     raise RuntimeError(_deleted_text(self._step.name, name, leaf))
 
 
-def _is_other(leaf: Any, former: Any) -> bool:
-    return leaf is not former
+def _leave_explicit_meshes(error: Exception, args: Any, kwargs: Any) -> Any:
+    if not jax_compat.has_explicit_mesh((args, kwargs)):
+        return None
+    return jax_compat.off_explicit_meshes(
+        (args, kwargs)
+    )  # JAX raises a KeyError of an axis, and more
 
 
 def _deleted_text(function: str, argument: str, array: jax.Array) -> str:

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from four_parts import is_explained
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import distjax as dj
+from tests.faults.four_parts import is_explained
 
 
 def on_four(kind):

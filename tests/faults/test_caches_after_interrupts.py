@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from interrupts import campaign, in_packages
 
 import distjax as dj
+from tests.faults.interrupts import campaign, in_packages
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _IN_CACHES = in_packages("jax._src.util")
@@ -17,11 +16,6 @@ def is_asked_by_a_cache(frame):
     return frame.f_code.co_name == "<lambda>" and _IN_CACHES(frame)
 
 
-@pytest.mark.xfail(
-    JAX_VERSION < (0, 12),
-    strict=True,
-    reason="fault 20: RecursionError, as of jax.jit itself: it remembers an unfinished call",
-)
 def test_a_call_after_an_interrupted_first_one_works(mirrored):
     def make():
         with mirrored.scope():

@@ -51,11 +51,6 @@ def plain():
 
 
 @pytest.mark.filterwarnings("ignore::distjax.errors.RecompilationWarning")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="fault 26: each trace has an axis name of its own, so that jnp's functions are new",
-)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_new_function(way, plain):
     ours = growth(WAYS[way]())

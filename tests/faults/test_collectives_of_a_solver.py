@@ -17,11 +17,6 @@ from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 
 import distjax as dj
 
-UNSEEN = pytest.mark.xfail(strict=True, reason="fault 11: a solver's functions are not searched")
-NOT_REFUSED = pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason=UNSEEN.kwargs["reason"]
-)
-
 STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:4]),
     "virtual": lambda: dj.VirtualStrategy(4),
@@ -76,7 +71,6 @@ def step_with(solver, matvec):
     return step
 
 
-@NOT_REFUSED
 @pytest.mark.parametrize("solver", ["cg", "custom_linear_solve"])
 def test_refused_where_the_program_is_traced(owner, solver):
     """`lower` traces and launches nothing, so that this test cannot hang."""
@@ -86,7 +80,6 @@ def test_refused_where_the_program_is_traced(owner, solver):
         program.lower(right_hand_sides(owner))
 
 
-@NOT_REFUSED
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_refused_by_run_of_a_virtual_strategy(solver):
     strategy = dj.VirtualStrategy(2)
@@ -123,7 +116,6 @@ except dj.errors.DivergenceError:
 """
 
 
-@UNSEEN
 def test_refused_before_devices_wait_for_each_other():
     flags = f"{os.environ['XLA_FLAGS']} {PATIENCE}"
     child = subprocess.run(

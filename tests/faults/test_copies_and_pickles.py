@@ -6,9 +6,9 @@ import pickle
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from four_parts import is_explained
 
 import distjax as dj
+from tests.faults.four_parts import is_explained
 
 
 def variable_of(strategy):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from own_threads import in_own_thread
 
 import distjax as dj
+from tests.faults.own_threads import in_own_thread
 
 DEPTH = 900
 

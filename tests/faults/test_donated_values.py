@@ -4,13 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from four_parts import fix_of, is_explained
 
 import distjax as dj
-
-fault_6 = pytest.mark.xfail(
-    strict=True, reason="fault 6: what is done to the array of v.value is done to the variable's"
-)
+from tests.faults.four_parts import fix_of, is_explained
 
 USES = {
     "read": lambda strategy, w: w.value,
@@ -32,7 +28,6 @@ def make(strategy):
         return dj.Variable(jnp.arange(4.0), name="w", aggregation=dj.VariableAggregation.MEAN)
 
 
-@fault_6
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("take", TAKES)
 def test_a_use_of_a_value_that_jax_took_says_which_variable_and_what_to_do(pair, take, use):
@@ -53,7 +48,6 @@ def test_a_variable_whose_value_jax_took_can_be_assigned(pair, take):
     np.testing.assert_array_equal(w.value, np.ones(4))
 
 
-@fault_6
 def test_a_state_donated_to_dj_jit_leaves_the_variable_that_it_was_read_from(pair):
     w = make(pair)
     step = dj.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
@@ -62,7 +56,6 @@ def test_a_state_donated_to_dj_jit_leaves_the_variable_that_it_was_read_from(pai
     np.testing.assert_array_equal(w.value, np.arange(4.0))
 
 
-@fault_6
 def test_a_state_held_and_donated_twice_leaves_the_variable(pair):
     w = make(pair)
     step = dj.jit(lambda x: pair.run(lambda x: x + 1, args=(x,)), donate_argnums=0)

@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 import pytest
-from four_parts import fix_of
 
 import distjax as dj
 from distjax.errors import ContextError
+from tests.faults.four_parts import fix_of
 
 
 def test_gather_in_a_replica_names_all_gather(pair):

@@ -2,14 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from interrupts import campaign, in_packages
 
 import distjax as dj
+from tests.faults.interrupts import campaign, in_packages
 
-fault_7 = pytest.mark.xfail(
-    strict=True, reason="fault 7: an interrupt in JAX's Python after the execution drops results"
-)
 BOTH, OURS = in_packages("jax", "distjax"), in_packages("distjax")
 STRIDE = 9  # 1 for a campaign: each line costs a call that traces and compiles
 
@@ -75,14 +71,12 @@ class Donated:
         return self.x.is_deleted()
 
 
-@fault_7
 def test_each_line_after_the_execution_of_a_first_call(pair):
     cases = Donated(pair)
     options = dict(after=cases.is_executed, stride=STRIDE, limit=500)
     campaign(cases.make, whole(0, 1), BOTH, **options)
 
 
-@fault_7
 def test_each_line_after_the_execution_of_a_call_with_a_new_shape(mirrored):
     cases = Donated(mirrored, called_before=True)
     options = dict(after=cases.is_executed, stride=STRIDE, limit=500)

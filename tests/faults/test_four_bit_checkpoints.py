@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-from four_parts import is_explained
 
 import distjax as dj
 from distjax.errors import CheckpointError
+from tests.faults.four_parts import is_explained
 
 
 def saved_and_restored(strategy, checkpointer, dtype):

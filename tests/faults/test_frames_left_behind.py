@@ -6,10 +6,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interrupts import campaign, in_codes, in_packages, interrupted
-from own_threads import in_own_thread
 
 import distjax as dj
+from tests.faults.interrupts import campaign, in_codes, in_packages, interrupted
+from tests.faults.own_threads import in_own_thread
 
 OURS = in_packages("distjax")
 

@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interrupts import campaign, in_packages
 
 import distjax as dj
+from tests.faults.interrupts import campaign, in_packages
 
-fault_17 = pytest.mark.xfail(
-    strict=True, reason="fault 17: a variable of a first call that failed never gets a value"
-)
 MEAN = dj.VariableAggregation.MEAN
 
 
@@ -34,7 +31,6 @@ def calls(strategy, model):
     return {"run": lambda x: strategy.run(model.step, args=(x,)), "jit": by_jit}
 
 
-@fault_17
 @pytest.mark.parametrize("how", ["run", "jit"])
 def test_a_call_after_one_with_a_wrong_shape_works(pair, how):
     model = Model()
@@ -46,7 +42,6 @@ def test_a_call_after_one_with_a_wrong_shape_works(pair, how):
     np.testing.assert_array_equal(model.v.value, np.full(3, 2))
 
 
-@fault_17
 def test_a_call_after_an_error_of_the_users_function_works(pair):
     model, fails = Model(), [True]
 
@@ -61,7 +56,6 @@ def test_a_call_after_an_error_of_the_users_function_works(pair):
     np.testing.assert_array_equal(model.v.value, np.ones(3))
 
 
-@fault_17
 def test_another_function_may_meet_the_variable_first(pair):
     model = Model()
     with pytest.raises((TypeError, ValueError)):
@@ -79,7 +73,6 @@ def test_a_call_after_one_under_leak_checking_works(mirrored, collect_garbage):
     assert np.asarray(model.v.value).tolist() in ([1] * 3, [2] * 3)
 
 
-@fault_17
 def test_a_call_after_an_interrupted_one_works(pair):
     def make():
         model = Model()

@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import pytest
-from interrupts import campaign, in_packages
 
 import distjax as dj
+from tests.faults.interrupts import campaign, in_packages
 
 OURS = in_packages("distjax")
 LENGTH, HELD_AT = 6, 3

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interrupts import campaign, in_packages
 
 import distjax as dj
+from tests.faults.interrupts import campaign, in_packages
 
 #: Where orbax, in the thread that restores, turns whatever is raised into an Exception.
 READING = in_packages("orbax.checkpoint._src.serialization")

@@ -5,8 +5,9 @@ import sys
 import threading
 
 import pytest
-from interrupts import Interrupt, campaign, in_codes, in_packages, interrupted
-from own_threads import in_own_thread
+
+from tests.faults.interrupts import Interrupt, campaign, in_codes, in_packages, interrupted
+from tests.faults.own_threads import in_own_thread
 
 LOCK = threading.Lock()
 

@@ -8,9 +8,9 @@ import warnings
 
 import numpy as np
 import pytest
-from four_parts import is_explained
 
 import distjax as dj
+from tests.faults.four_parts import is_explained
 
 SECONDS = 20  # the child's life at most, should it hang in C
 

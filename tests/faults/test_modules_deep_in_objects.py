@@ -1,17 +1,10 @@
 """A module that many attributes lead to is found, or refused in words that name it."""
 
-import flax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import distjax as dj
-
-RAW = pytest.mark.xfail(
-    strict=True,
-    raises=flax.errors.TraceContextError,
-    reason="fault 33: deeper than three attributes nothing is found, and Flax's error is raised",
-)
 
 
 class Counter(nnx.Module):
@@ -40,7 +33,7 @@ def innermost(holder):
 
 @pytest.mark.parametrize("how", ["run", "jit"])
 @pytest.mark.parametrize("form", ["captured", "argument"])
-@pytest.mark.parametrize("depth", [1, 3, *(pytest.param(n, marks=RAW) for n in (4, 5, 8))])
+@pytest.mark.parametrize("depth", [1, 3, 4, 5, 8])
 def test_a_module_deep_in_an_object(depth, form, how):
     strategy, counter = dj.VirtualStrategy(2), Counter()
     holder = held_deep(counter, depth)

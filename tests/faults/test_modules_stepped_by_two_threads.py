@@ -71,13 +71,6 @@ def in_two_threads(work):
     assert errors == []
 
 
-LOST = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="fault 31: a module's state is read before and written after the step of another",
-)
-
-
 def make_step(owner, counter, form):
     """Returns a step of `counter`: it is captured by the function, or given to it."""
 
@@ -93,7 +86,6 @@ def make_step(owner, counter, form):
     return lambda meeting: owner.run(argument, args=(counter, x, meeting))
 
 
-@LOST
 @pytest.mark.parametrize("form", ["captured", "argument"])
 def test_each_step_counts(owner, form):
     counter, barrier = Counter(), threading.Barrier(2, timeout=1)
@@ -109,7 +101,6 @@ def test_each_step_counts(owner, form):
     assert counter.count[...].tolist() == [1 + 2 * NUM_STEPS] * 2
 
 
-@LOST
 @pytest.mark.parametrize("form", ["captured", "argument"])
 def test_two_first_calls_count(owner, form):
     counter, barrier = Counter(), threading.Barrier(2, timeout=1)

@@ -21,7 +21,6 @@ OBJECTS = {
     "variable": lambda variable: variable,
     "list": lambda variable: [variable, "train"],
 }
-RAW = pytest.mark.xfail(strict=True, reason="fault 30: a raw internal error from a single thread")
 
 
 @pytest.fixture
@@ -33,8 +32,7 @@ def cases():
     """Outside of scopes the default strategy calls the function itself: nothing is compiled."""
     for name in STRATEGIES:
         for how in ("run", "jit"):
-            marks = () if (name, how) == ("default", "run") else RAW
-            yield pytest.param(name, how, marks=marks, id=f"{name}-{how}")
+            yield pytest.param(name, how, id=f"{name}-{how}")
 
 
 @pytest.mark.parametrize("kind", OBJECTS)

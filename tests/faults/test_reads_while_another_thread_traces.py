@@ -110,13 +110,6 @@ def case(request):
     return Case(dj.MirroredStrategy(devices) if is_mirrored else dj.VirtualStrategy(2))
 
 
-WAITS = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="fault 14: one lock for all variables, held over trace and compilation",
-)
-
-
 def test_while_a_first_call_is_traced(case):
     call = lambda: case.strategy.run(case.step, args=(jnp.ones(2),))
     assert case.names_of_those_that_wait(call) == []
@@ -124,7 +117,6 @@ def test_while_a_first_call_is_traced(case):
     assert float(case.written.value) == 2
 
 
-@WAITS
 def test_while_a_call_of_new_shapes_is_traced(case):
     case.strategy.run(case.step, args=(jnp.ones(2),))
     call = lambda: case.strategy.run(case.step, args=(jnp.ones(3),))
@@ -133,7 +125,6 @@ def test_while_a_call_of_new_shapes_is_traced(case):
     assert float(case.written.value) == 5
 
 
-@WAITS
 @pytest.mark.parametrize("first", ["first_call", "new_shape"])
 def test_while_a_program_is_compiled(case, first):
     @dj.jit
@@ -153,7 +144,6 @@ class Counter(nnx.Module):
         self.count = nnx.Variable(jnp.float32(0))
 
 
-@WAITS
 def test_while_a_function_that_captures_a_module_is_traced(case):
     counter = Counter()
 
@@ -166,7 +156,6 @@ def test_while_a_function_that_captures_a_module_is_traced(case):
     assert float(case.written.value) == float(counter.count[...]) == 2
 
 
-@WAITS
 def test_while_a_step_runs():
     """It ends when its callback does: what the step does not write is there meanwhile."""
     case = Case(dj.VirtualStrategy(2))  # on one device JAX runs a step in the thread that calls

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import pytest
-from four_parts import is_explained
-from own_threads import in_own_thread, on_own_thread
 
 import distjax as dj
 from distjax.errors import ContextError
+from tests.faults.four_parts import is_explained
+from tests.faults.own_threads import in_own_thread, on_own_thread
 
 
 @on_own_thread

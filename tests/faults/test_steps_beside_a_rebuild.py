@@ -152,9 +152,6 @@ def tracing_lines(at_line, depth):
     return on_call
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="fault 10, 13: the program is swapped in parts"
-)
 def test_a_step_at_each_line_of_another_threads_rebuild(owner):
     used = make_variables(owner, 2)
     later, is_traced = used.pop(), threading.Event()
@@ -185,7 +182,6 @@ def test_a_step_at_each_line_of_another_threads_rebuild(owner):
     assert float(used[0].value) == 1 + returned + other.returned
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="fault 13: one retry is not enough")
 def test_another_thread_brings_variables_at_each_line_of_a_rebuild(owner):
     """The program changes under a call that is about to try again, more than once."""
     used, unused = make_variables(owner, 1), make_variables(owner, 9)
@@ -236,9 +232,6 @@ def _wait(context, x, *, wait):
     return [x]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="fault 34: the arrays are donated before they are used"
-)
 def test_a_step_while_the_initial_value_of_a_variable_is_made(owner):
     """It is made of a variable that the step writes, and whose array it donates."""
     v = make_variables(owner, 1)[0]

@@ -5,9 +5,9 @@ import contextvars
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from own_threads import on_own_thread
 
 import distjax as dj
+from tests.faults.own_threads import on_own_thread
 
 
 @pytest.fixture

@@ -90,11 +90,6 @@ WAYS = (
 )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="fault 32: the module that was there when the trace began is put back at its end",
-)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_module_that_is_replaced_during_a_trace(owner, way):
     old, new = Counter(), Counter()

@@ -14,8 +14,9 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from modes import MODES
-from scripts import VARIABLES, Between, Call
+
+from tests.laws.modes import MODES
+from tests.laws.scripts import VARIABLES, Between, Call
 
 EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "0"))
 ROADS = ("run", "run", "jit", "eager")
@@ -117,22 +118,3 @@ def runnable(items: Sequence[Any], is_default: bool) -> list[Any]:
         else item
         for item in items
     ]
-
-
-def without_known_faults(items: Sequence[Any]) -> list[Any]:
-    """Returns the items without those that meet a fault which has a test of its own.
-
-    30: the first call of a road has a Python object among its arguments.
-    17: a call that raises makes no variable.
-    """
-    roads, made, result = set(), False, []
-    for item in items:
-        if isinstance(item, Call):
-            if item.mode is None and item.road not in roads:
-                item = dataclasses.replace(item, mode="eval")
-            if item.mode == "raise_later" and not made:
-                item = dataclasses.replace(item, mode="raise")
-            roads |= {item.road} | ({"run"} if item.road == "eager" else set())
-            made = made or item.mode == "later"
-        result.append(item)
-    return result

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from modes import MODES, ramp
 
 import distjax as dj
+from tests.laws.modes import MODES, ramp
 
 SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
 FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA

@@ -12,11 +12,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from drawing import AS_IT_COMES, drawn, runnable, sequences, sizes, without_known_faults
 from hypothesis import given
-from scripts import Call, Script
 
 import distjax as dj
+from tests.laws.drawing import AS_IT_COMES, drawn, runnable, sequences, sizes
+from tests.laws.scripts import Call, Script
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning"),
@@ -101,7 +101,7 @@ def test_calls_in_any_order(kind):
     @given(sequences(), sizes())
     def law(items, by_size):
         strategy = STRATEGIES[kind]()
-        items = runnable(without_known_faults(items), kind == "default")
+        items = runnable(items, kind == "default")
         replay(strategy, items, by_size)
 
     law()
@@ -111,7 +111,6 @@ def test_calls_in_any_order(kind):
 PLACES = [("default", "jit"), ("mirrored2", "run"), ("virtual2", "run"), ("parameters2", "jit")]
 
 
-@pytest.mark.xfail(strict=True, reason="fault 30: a raw internal error")
 @pytest.mark.parametrize("kind, road", PLACES)
 def test_a_later_call_brings_an_object(kind, road):
     """The first call of a program has arrays only."""
@@ -119,7 +118,6 @@ def test_a_later_call_brings_an_object(kind, road):
     draw_after(begin, kind)
 
 
-@pytest.mark.xfail(strict=True, reason="fault 17: the function is broken for ever")
 @pytest.mark.parametrize("kind, road", PLACES)
 def test_a_call_that_makes_a_variable_raises(kind, road):
     """The variable is made by the next call."""
@@ -133,13 +131,12 @@ def draw_after(begin, kind):
     @drawn(2, 0, **AS_IT_COMES)
     @given(sequences(), sizes())
     def law(items, by_size):
-        items = runnable(without_known_faults(items), kind == "default")
+        items = runnable(items, kind == "default")
         replay(STRATEGIES[kind](), [*begin, *items], by_size)
 
     law()
 
 
-@pytest.mark.xfail(strict=True, reason="a raw error: the sum is scattered as the variable is")
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_a_value_of_another_shape_is_reduced_to_a_split_variable(shape):
     """Mode "update" reduces what has the variable's shape, until this holds."""

@@ -12,12 +12,12 @@ import threading
 import jax
 import numpy as np
 import pytest
-from drawing import AS_IT_COMES, NAMES, drawn
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import FIRST, MEAN, ON_READ, SUM, Between, Call, Script
 
 import distjax as dj
+from tests.laws.drawing import AS_IT_COMES, NAMES, drawn
+from tests.laws.scripts import FIRST, MEAN, ON_READ, SUM, Between, Call, Script
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning"),
@@ -164,7 +164,6 @@ def test_threads_in_any_order(kind):
     law()
 
 
-@pytest.mark.xfail(strict=True, reason="faults 13, 34: a program is called while it is rebuilt")
 @pytest.mark.parametrize("kind", ["mirrored2", "virtual3"])
 def test_threads_that_bring_variables(kind):
     """Each call may touch variables that its program has not met yet."""

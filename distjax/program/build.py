@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -156,7 +156,7 @@ def is_of_trace(error: Exception) -> bool:
     )
 
 
-def _make_lock(variables: Sequence[Variable]) -> AbstractContextManager[Any]:
+def _make_lock(variables: Iterable[Variable]) -> AbstractContextManager[Any]:
     """Returns the lock of the variables: that of their strategy, or of several in one order."""
     locks = {id(v.stored.lock): v.stored.lock for v in variables}
     if len(locks) == 1:

@@ -61,7 +61,8 @@ def start(
         return _start_reader(build, args, kwargs, finish, may_trace)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
-    stepped, cell, returned = build.stepped, build.stepped.cell, None
+    stepped, cell = build.stepped, build.stepped.cell
+    returned: Any = None
     with build.lock:
         if not stepped.is_whole:
             stepped.take([variable.stored for variable in build.writes])

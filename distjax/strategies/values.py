@@ -61,7 +61,7 @@ def locality(x: Any) -> Locality:
       (Locality(mirrored on 2 devices), True)
     """
     if isinstance(x, Variable):
-        return Locality(x.layout.kind, x.sharding or x.storage.sharding)
+        return Locality(x.layout.kind, x.sharding or x.stored.require().sharding)
     if isinstance(x, PerReplica) and not x.topology.is_placed:
         return Locality(kinds.UNPLACED)
     if isinstance(x, PerReplica):

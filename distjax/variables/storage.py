@@ -14,14 +14,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 from distjax.variables.storage_errors import require_stored
 
 #: What a variable stores: an array; on devices that are only described its shape and sharding.
-Stored: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+Stored: TypeAlias = Any  # jax.Array | jax.ShapeDtypeStruct
 
 
 class SteppedArrays:
@@ -39,7 +39,7 @@ class SteppedArrays:
     __slots__ = ("aliased", "cell", "is_whole", "num_starts", "runner")
 
     def __init__(self) -> None:
-        self.cell: list[list[Stored | None] | tuple[list[Stored | None], ...]] = [[]]
+        self.cell: list[Any] = [[]]
         self.is_whole = False
         self.runner: int | None = None
         self.aliased: list[StoredArray] = []

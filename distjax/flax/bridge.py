@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from distjax import jax_compat
 from distjax.flax import trace_level
 from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
@@ -46,6 +47,8 @@ class NNXObjectLeaves:
         self, leaves: Sequence[Any], context: Any, body: Callable[[TracedNNXObjects], R]
     ) -> R:
         """Returns `body()`, called while the objects hold values of a trace."""
+        # An inner function that refers to an object would hand a later trace this one's values.
+        jax_compat.forget_inner_traces(jax_compat.current_trace())
         graph = self._objects.graph
         traced = TracedNNXObjects(self.plan, self._objects.objects, graph.variables)
         saved = traced.save()

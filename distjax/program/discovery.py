@@ -99,7 +99,16 @@ class Discovered:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
 
     def initialize_created(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Computes the initial values of created variables where they will live.
+        """Computes the initial values of created variables where they will live."""
+        with jax_compat.outside_traces():
+            self.compute_initial_values(step, args, kwargs)
+        for variable in self.created:
+            variable.stored.complete_creation()
+
+    def compute_initial_values(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Computes the initial values of created variables, which complete them later.
 
         A program for each strategy, with explicit output shardings: nothing is first
         whole on one device.
@@ -108,14 +117,11 @@ class Discovered:
         for variable in self.created:
             groups.setdefault(variable.strategy, []).append(variable)
         read = (_as_global(v, hand_out(v.stored)) for v in self.reads)
-        with jax_compat.outside_traces():
-            inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
-            for variables in groups.values():
-                for variable, value in zip(
-                    variables, self._compute(variables, inputs), strict=True
-                ):
-                    if variable.storage is None:
-                        _store_initial(variable, value)
+        inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
+        for variables in groups.values():
+            for variable, value in zip(variables, self._compute(variables, inputs), strict=True):
+                if variable.storage is None:
+                    variable.stored.complete = functools.partial(_store_initial, variable, value)
 
     def _compute(self, variables: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         ends = self._jaxpr.outvars[len(self._wrappers) + len(self.writes) :]
@@ -196,6 +202,8 @@ def discover(
     for variable in discovered.created:
         variable.stored.complete = lambda: discovered.initialize_created(step, args, kwargs)
     if error is not None:
+        if not jax_compat.tracing():  # here, and not in the next trace: its context is another
+            discovered.compute_initial_values(step, args, kwargs)
         raise error
     _require_no_baked_state(consts)
     observer = frames.observer()

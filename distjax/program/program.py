@@ -163,12 +163,16 @@ class Program:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""
         args, kwargs = self._mark_objects(args, kwargs)
         with self._tracing:
-            build = self._build or self._first_build(args, kwargs)
+            build, is_placed = self._build or self._first_build(args, kwargs), False
             while True:
                 try:
                     return build.lower(args, kwargs)
                 except UnknownVariables as unknown:
                     build = self._rebuild(unknown.discovered, args, kwargs)
+                except ValueError as error:
+                    if is_placed or not jax_compat.is_device_mismatch(error):
+                        raise
+                    (args, kwargs), is_placed = self._step.place((args, kwargs)), True
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
         """Returns a build that has compiled this signature."""

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.faults.interrupts import campaign, in_packages
 
 MEAN = dj.VariableAggregation.MEAN
 
@@ -71,16 +70,3 @@ def test_a_call_after_one_under_leak_checking_works(mirrored, collect_garbage):
         mirrored.run(model.step, args=(jnp.ones(3),))
     mirrored.run(model.step, args=(jnp.ones(3),))
     assert np.asarray(model.v.value).tolist() in ([1] * 3, [2] * 3)
-
-
-def test_a_call_after_an_interrupted_one_works(pair):
-    def make():
-        model = Model()
-        return model, lambda: pair.run(model.step, args=(jnp.ones(3),))
-
-    def check(model, _):
-        pair.run(model.step, args=(jnp.ones(3),))
-        value = np.asarray(model.v.value).tolist()
-        assert value in ([1] * 3, [2] * 3), value
-
-    campaign(make, check, in_packages("distjax"), stride=151, limit=20000, own_threads=True)

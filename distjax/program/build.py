@@ -74,7 +74,8 @@ class Build:
           UnknownVariables: the signature touches more variables.
         """
         for variable in self.variables:
-            variable.stored.require()
+            if variable.storage is None:  # deleted is no matter here: another thread may step it
+                variable.stored.require()
         return self.jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
 
     def _collect_written(self) -> Sequence[Any]:

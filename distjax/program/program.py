@@ -126,9 +126,12 @@ class Program:
           kwargs: keyword arguments.
           cures: what was not tried yet in this call.
         """
-        for variable in self._build.variables if self._build is not None else ():
-            variable.stored.require()
-            variable.require_present()
+        build = self._build
+        if build is not None:
+            with build.lock:  # else an array that another thread just donates would seem deleted
+                for variable in build.variables:
+                    variable.stored.require()
+                    variable.require_present()
         if "deleted" in str(error):
             self._require_undeleted(args)
         if not self._marks_objects:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from distjax.variables.storage_errors import require_stored
+from distjax.variables.storage_errors import is_there, require_stored
 
 #: What a variable stores: an array; on devices that are only described its shape and sharding.
 Stored: TypeAlias = Any  # jax.Array | jax.ShapeDtypeStruct
@@ -123,12 +123,18 @@ class StoredArray:
     def require(self) -> Stored:
         """Returns the array, or raises an error that names the variable and says why not.
 
+        A deleted one may be a step of another thread, which has its successor in a moment: so
+        it is looked at again under the lock.
+
         Raises:
           ContextError: never made, or lost.
           RuntimeError: the user donated or deleted it.
         """
         array = self.read()
-        require_stored(self.name, array, self.is_lost)
+        if not is_there(array):
+            with self.lock:
+                array = self.read()
+                require_stored(self.name, array, self.is_lost)
         assert array is not None, "required above"
         return array
 

@@ -9,6 +9,11 @@ import jax
 from distjax.errors import ContextError, UnsupportedError, message
 
 
+def is_there(array: Any) -> bool:
+    """Returns whether `array` is an array that was not deleted, or the description of one."""
+    return array is not None and not (isinstance(array, jax.Array) and array.is_deleted())
+
+
 def require_stored(name: str, array: Any, is_lost: bool) -> None:
     """Raises unless `array` is the stored array of variable `name`, and still there.
 
@@ -18,7 +23,7 @@ def require_stored(name: str, array: Any, is_lost: bool) -> None:
     """
     if array is None:
         raise ContextError(_lost_text(name) if is_lost else _unmade_text(name))
-    if isinstance(array, jax.Array) and array.is_deleted():
+    if not is_there(array):
         raise RuntimeError(_deleted_text(name))
 
 

@@ -96,8 +96,8 @@ def test_each_way_to_refer_to_a_module(pair, how, way):
 
 
 @pytest.mark.parametrize("fn", [tick_global, tick_through_another])
-def test_globals_that_the_code_names(pair, how, fn):
-    GLOBAL.__init__()  # a module of its own for each strategy
+def test_globals_that_the_code_names(pair, how, fn, monkeypatch):
+    monkeypatch.setitem(globals(), "GLOBAL", Counter())  # a module of its own for each strategy
     step = how(lambda by: pair.run(fn, args=(by,)))
     before = int(GLOBAL.count[...])
     assert [int(step(by)) - before for by in (1, 2)] == [1, 3]

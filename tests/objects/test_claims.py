@@ -120,9 +120,9 @@ def test_traces_of_different_objects_do_not_wait_for_each_other(owner):
 MODULE = Counter()
 
 
-def test_a_function_sees_the_users_own_objects(owner):
+def test_a_function_sees_the_users_own_objects(owner, monkeypatch):
     """Cells, globals, defaults and attributes hold what the user put there, and nothing else."""
-    MODULE.__init__()
+    monkeypatch.setitem(globals(), "MODULE", Counter())  # a module of its own for each strategy
     counter, holder, seen = Counter(), Holder(Counter()), []
 
     def step(given, default=counter):

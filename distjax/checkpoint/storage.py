@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,7 +144,7 @@ class Storage:
             self._calls.close()
 
     @contextlib.contextmanager
-    def _guard_write(self, step: int) -> Iterator[None]:
+    def _guard_write(self, step: int) -> Generator[None]:
         """Turns what goes wrong into a CheckpointError, and starts afresh after it."""
         try:
             yield
@@ -209,7 +209,7 @@ class Storage:
             return self._look(read)
 
     @contextlib.contextmanager
-    def _guard_read(self, step: int) -> Iterator[None]:
+    def _guard_read(self, step: int) -> Generator[None]:
         try:
             yield
         except Exception as error:
@@ -234,7 +234,7 @@ class Storage:
         return self._calls.call(_with_settings(call))
 
     @contextlib.contextmanager
-    def _open_manager(self) -> Iterator[ocp.CheckpointManager]:
+    def _open_manager(self) -> Generator[ocp.CheckpointManager]:
         if self._writer is not None:
             _retry_look(self._writer.reload)
             yield self._writer

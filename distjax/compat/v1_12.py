@@ -21,18 +21,18 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 
 from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
 from distjax.context import frames, scoping
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica as PerDevice
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -64,7 +64,7 @@ class DistributionStrategy(Adapter):
         return getattr(extended, name) if hasattr(extended, name) else super().__getattr__(name)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[DistributionStrategy]:
+    def scope(self) -> Generator[DistributionStrategy]:
         """`Strategy.scope`."""
         with self.wrapped.scope():
             yield self

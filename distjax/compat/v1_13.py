@@ -18,21 +18,20 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 
-from distjax.collectives.ops import ReduceOp
 from distjax.compat import v1_12
 from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
 from distjax.context import scoping
 from distjax.context.scoping import has_strategy, in_cross_replica_context
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -92,7 +91,7 @@ class Strategy(Adapter):
         return StrategyExtended(self.wrapped.extended)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> Generator[Strategy]:
         """`dj.Strategy.scope`."""
         with self.wrapped.scope():
             yield self

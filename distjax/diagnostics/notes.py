@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -81,7 +81,7 @@ class Notes:
             self._note_reduction(eqn.primitive.name, jax_compat.source_line(eqn))
 
     @contextlib.contextmanager
-    def on_merge(self, eqn: Any) -> Iterator[None]:
+    def on_merge(self, eqn: Any) -> Generator[None]:
         """Marks the operations of a merge, so that its line can be found again."""
         index = len(self.merge_lines)
         self.merge_lines.append(jax_compat.source_line(eqn))

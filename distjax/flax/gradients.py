@@ -11,10 +11,11 @@ import optax
 from flax import nnx
 
 from distjax.collectives.mapping import map_replicas
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context import frames
 from distjax.flax.layouts import gradient_form
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.variables.layouts.local_form import LocalForm

@@ -12,8 +12,8 @@ import numpy as np
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
 from distjax.layers.statistics import Statistics, batch_statistics
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax.collectives.ops import ReduceOp, as_reduce_op, mean_dtype
+from distjax.collectives.ops import as_reduce_op, mean_dtype
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
+from distjax.modes import ReduceOp
 
 
 def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "sum") -> jax.Array:

@@ -12,9 +12,9 @@ import numpy as np
 
 from distjax.context import frames
 from distjax.errors import describe_value, message
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.values import is_mirrored
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 

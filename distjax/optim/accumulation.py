@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.replica import lax
 from distjax.strategies.destinations import reduction_layout
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 

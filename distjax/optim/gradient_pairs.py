@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from distjax.errors import LocalityError, StrategyMismatchError, describe_value, message
+from distjax.modes import VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.values import is_mirrored
-from distjax.variables.policy import VariableSynchronization
 from distjax.variables.variable import Variable
 
 

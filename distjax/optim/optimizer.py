@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 from distjax.integers import is_int
+from distjax.modes import ReduceOp
 from distjax.optim import gradient_pairs
 from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state

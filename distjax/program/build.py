@@ -21,6 +21,7 @@ from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
+from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import SteppedArrays, StoredArray
 from distjax.variables.variable import Variable
@@ -113,13 +114,18 @@ def make_build(
         )
 
     def body(
-        written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: Any
+        written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
     ) -> Any:
         if stepped.runner == threading.get_ident():
             raise NotCompiled
         return trace_signature(written, read, args, kwargs)
 
-    def trace_signature(written: Any, read: Any, args: Any, kwargs: Any) -> Any:
+    def trace_signature(
+        written: Sequence[jax.Array],
+        read: Sequence[jax.Array],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> Any:
         found = traced.pop() if traced else None
         if found is None or not found.fits(args, kwargs):
             watch.record(args, kwargs)
@@ -175,6 +181,6 @@ class _LocksInOrder:
         for lock in self._locks:
             lock.__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for lock in reversed(self._locks):
             lock.__exit__(None, None, None)

@@ -9,6 +9,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.contracts import ExtendedLike
 from distjax.context.frames import Frame
 from distjax.objects.stateful_args import emit_run, run_here
 from distjax.placement.per_replica import is_per_replica
@@ -18,6 +19,7 @@ from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import function_name, positional_names
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -31,7 +33,7 @@ class RunStep:
 
     donate_argnums = ()
 
-    def __init__(self, extended: Any, resolve: Callable[[], Any]):
+    def __init__(self, extended: ExtendedLike, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
         self.name = function_name(resolve())
         self.argument_names = positional_names(resolve())
@@ -44,16 +46,16 @@ class RunStep:
         """Runs the function on every replica."""
         return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return place_arguments(self._extended.topology, tree)
 
 
-def place_arguments(topology: Topology, tree: Any) -> Any:
+def place_arguments(topology: Topology, tree: PyTree) -> Any:
     """Returns the arguments of `run` with arrays from elsewhere on the strategy's devices."""
     devices = set(topology.devices)
 
-    def place(leaf: Any) -> Any:
+    def place(leaf: PyTree) -> Any:
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         if not is_array or not leaf.committed or leaf.sharding.device_set == devices:
             return leaf
@@ -65,7 +67,7 @@ def place_arguments(topology: Topology, tree: Any) -> Any:
 class ReplicaRunner:
     """Runs functions on the replicas of one strategy."""
 
-    def __init__(self, extended: Any):
+    def __init__(self, extended: ExtendedLike):
         self._extended = extended
         self._programs = FunctionCache()
 

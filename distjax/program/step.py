@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from distjax.context.frames import Frame
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -35,6 +36,6 @@ class Step(Protocol):
         """Runs the function into the trace of `state`; returns its results in the global view."""
         ...
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns arguments with arrays from elsewhere moved to the program's devices."""
         ...

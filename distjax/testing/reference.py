@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.data import dataset as datasets
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.strategies.strategy import Strategy
@@ -331,6 +332,6 @@ class ReferenceExtended:
         return self.worker_devices
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Generator[None]:
         """Changes nothing: there is one device."""
         yield

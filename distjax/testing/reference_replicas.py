@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import ContextError, LocalityError, MergeError, message
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
 from distjax.variables.variable import Variable

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 

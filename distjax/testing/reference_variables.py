@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import (
@@ -26,9 +25,9 @@ from distjax.errors import (
     describe_value,
     message,
 )
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.testing.reference_values import all_equal, combine, is_array, is_number
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 _SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -51,7 +51,7 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 
 def _register(stored: StoredArray) -> jax.Array:
-    handle = jax_compat.another_handle(stored.require())
+    handle = jax_compat.another_handle(stored.require())  # pyright: ignore[reportArgumentType]
     held = (handle, *(shard.data for shard in handle.addressable_shards))
     for array in held:
         key = id(array)
@@ -95,7 +95,7 @@ def copy_aliased(stepped: SteppedArrays) -> None:
     for stored in tuple(stepped.aliased):
         if stored.place is None or stored.place[0] is not stepped:
             continue
-        array = stored.require()
+        array: Any = stored.require()
         if any(reference() is not None for reference in stored.handles):
             stepped.arrays[stored.place[1]] = jax.numpy.copy(array)
         stored.handles = []

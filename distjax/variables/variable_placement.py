@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
 from distjax.placement.topology import Topology
+from distjax.typing import DTypeLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.one_device import OneDeviceLayout
+from distjax.variables.stored_variable import StoredVariable
 
 
 class VariablePlacement(Protocol):
@@ -25,7 +27,9 @@ class VariablePlacement(Protocol):
         """Whether a variable's synchronization and aggregation have an effect."""
         ...
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+    ) -> Layout:
         """Returns how a new variable with one value is stored.
 
         Args:
@@ -35,7 +39,7 @@ class VariablePlacement(Protocol):
         """
         ...
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: StoredVariable) -> Layout:
         """Returns how a value reduced to the devices of `variable` is laid out.
 
         Args:
@@ -54,11 +58,13 @@ class PlainPlacement:
     device: jax.Device | None = None
     synchronizes: bool = False
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+    ) -> Layout:
         """Returns the device's layout."""
         return OneDeviceLayout(self.device)
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: StoredVariable) -> Layout:
         """Returns the variable's own layout."""
         return variable.layout
 
@@ -70,10 +76,12 @@ class MirroredPlacement:
     topology: Topology
     synchronizes: bool = True
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+    ) -> Layout:
         """Returns `P()`."""
         return MirroredLayout(self.topology)
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: StoredVariable) -> Layout:
         """Returns the layout of a mirrored value."""
         return MirroredLayout(self.topology)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from distjax import jax_compat
 from distjax.collectives.throttle import make_token
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
@@ -36,7 +37,7 @@ class UnknownVariables(Exception):
 
 
 class NotCompiled(Exception):
-    """A call met a new signature while it held the lock: to be compiled without it first."""
+    """A call met what is not compiled under the lock, or with the user's mesh."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +118,8 @@ def make_build(
         written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
     ) -> Any:
         if stepped.runner == threading.get_ident():
+            raise NotCompiled
+        if step.ignores_user_mesh and jax_compat.has_user_mesh():
             raise NotCompiled
         return trace_signature(written, read, args, kwargs)
 

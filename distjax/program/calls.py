@@ -77,7 +77,10 @@ def start(
                 returned = cell[0]
                 cell[0] = returned[0]
                 (spec,) = returned[1]
-                result = spec.unpack(returned)
+                if spec.is_plain:
+                    result = spec.treedef.unflatten(returned[2:-1])
+                else:
+                    result = spec.unpack(returned)
                 if finish is not None:
                     result = finish(result)
             except BaseException:

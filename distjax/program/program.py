@@ -16,6 +16,8 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import ContextError, message
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful import StateFound
 from distjax.program.build import (
     Build,
     NotCompiled,
@@ -41,22 +43,89 @@ Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 class Program:
     """A step as one compiled program.
 
+    Whether calls bring objects with state is found at the first two; a later one that does is
+    found when it is traced, so that a call without objects pays nothing.
+
     Args:
       step: what is compiled.
+      on_second_call: is called once, at the second call.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, on_second_call: Callable[[], None] = lambda: None):
         self._step = step
+        self._on_second_call = on_second_call
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
+        self._num_calls = 0
+        self._is_plain = False  # a build, and nothing to do before it is started
+        self._has_no_objects = False
+        self._meets_user_mesh = False
         self._marks_objects = False
         self._recreated: tuple[str, ...] = ()
         self._watch = RetraceWatch(step.name, step.argument_names)
 
     # -- calling --------------------------------------------------------------
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the program and returns the user's results."""
+        build = self._build
+        if build is None or not self._is_plain:
+            return self._call_with_care(args, kwargs)
+        if self._step.donate_argnums:
+            args = self._prepare_donated(args)
+        try:
+            result, spec = start(build, args, kwargs)
+        except Exception as error:
+            return self._call_with_care(args, kwargs, error)
+        if spec.recreated:
+            self._note_recreated(spec)
+        return result
+
+    def _call_with_care(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
+    ) -> Any:
+        """Runs the program where a call is more than the start of a build.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          error: what an attempt to start the build ended in, if there was one.
+        """
+        if self._step.ignores_user_mesh and jax_compat.has_user_mesh():
+            self._meets_user_mesh, self._is_plain = True, False
+            return jax_compat.ignores_user_mesh(self._call_with_care)(args, kwargs)
+        if self._has_no_objects:
+            try:
+                return self._run(args, kwargs, error=error)
+            except StateFound:
+                self._has_no_objects = self._is_plain = False
+        return self._with_objects(args, kwargs, self._run)
+
+    def _with_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Returns what `run` does of the arguments; its objects are claimed meanwhile."""
+        held = HeldClaims()
+        try:
+            stateful = self._step.take_objects(args, kwargs, held)
+            self._num_calls += 1
+            if self._num_calls == 2:
+                self._on_second_call()
+            self._has_no_objects = self._num_calls > 1 and stateful is None
+            return run(args, kwargs) if stateful is None else stateful.call(run)
+        finally:
+            try:
+                held.release()
+            except BaseException:  # a signal raised in it
+                held.release()
+                raise
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        finish: Finish | None = None,
+        error: Exception | None = None,
     ) -> Any:
         """Runs the program and returns the user's results, or what `finish` makes of them.
 
@@ -70,14 +139,22 @@ class Program:
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
         try:
+            if error is not None:
+                raise error
             if build is None:
                 raise NotCompiled
             result, spec = start(build, args, kwargs, finish)
-        except Exception as error:
-            result, spec = self._start_anew(error, args, kwargs, finish)
+        except Exception as refused:
+            result, spec = self._start_anew(refused, args, kwargs, finish)
         if spec.recreated:
-            self._recreated = spec.recreated
+            self._note_recreated(spec)
+        self._is_plain = self._has_no_objects and not (
+            self._marks_objects or self._recreated or self._meets_user_mesh
+        )
         return result
+
+    def _note_recreated(self, spec: OutputSpec) -> None:
+        self._recreated, self._is_plain = spec.recreated, False
 
     def _start_anew(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
@@ -162,13 +239,18 @@ class Program:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
         marked = mark_static((args, kwargs), self._step.argument_names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
-            self._marks_objects = True
+            self._marks_objects, self._is_plain = True, False
         return marked
 
     # -- building -------------------------------------------------------------
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""
+        return self._with_objects(args, kwargs, self._lower)
+
+    def _lower(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    ) -> jax.stages.Lowered:
         args, kwargs = self._mark_objects(args, kwargs)
         with self._tracing:
             build, is_placed = self._build or self._first_build(args, kwargs), False
@@ -221,8 +303,11 @@ class Program:
         build = self._build
         if build is not None and build.spans_devices:
             self._require_undeleted(args)  # JAX 0.10 ends the process where it meets one
-        donated = self._step.donate_argnums
-        return tuple(copy_handles(a) if i in donated else a for i, a in enumerate(args))
+        copied = list(args)
+        for number in self._step.donate_argnums:
+            if number < len(args):
+                copied[number] = copy_handles(args[number])
+        return tuple(copied)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
         """Raises a RuntimeError if an argument to donate has been donated before.

@@ -16,7 +16,7 @@ from distjax.typing import DTypeLike
 from distjax.variables.layouts.host import HostLayout
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable_placement import LaidOut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +28,14 @@ class CentralStoragePlacement:
     synchronizes: bool = True
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
         if jax_compat.is_key_dtype(dtype) or 0 in shape:
             return MirroredLayout(self.topology)
         return HostLayout(self.topology, self.memory_kind)
 
-    def reduction_layout(self, variable: StoredVariable) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the layout of a value on the devices, where updates run."""
         return MirroredLayout(self.topology)
 

@@ -28,7 +28,6 @@ from distjax.typing import (
 )
 from distjax.variables.stored_variable import OwningStrategy, VariableOwner
 from distjax.variables.variable import Variable
-from distjax.variables.variable_placement import VariablePlacement
 
 
 class ExtendedContract(VariableOwner, Protocol):
@@ -45,8 +44,6 @@ class ExtendedContract(VariableOwner, Protocol):
 
     # -- where things are, and what the strategy says of itself ---------------
 
-    @property
-    def placement(self) -> VariablePlacement: ...
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]: ...
     @property

@@ -16,8 +16,9 @@ from distjax.placement.topology import Topology
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.stored_variable import VariableOwner
 from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import LaidOut
 
 
 def resolve(extended: ExtendedContract, destinations: Destinations, method: str) -> Sharding | None:
@@ -36,7 +37,7 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
     if destinations is None:
         return topology.mirrored
     if isinstance(destinations, Variable):
-        return reduction_layout(destinations.strategy.extended, destinations).sharding  # pyright: ignore[reportArgumentType]
+        return reduction_layout(destinations.strategy.extended, destinations).sharding
     if isinstance(destinations, PerReplica):
         return destinations.topology.mirrored
     if isinstance(destinations, jax_compat.Tracer):
@@ -51,7 +52,7 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
     raise ValueError(_text(method, destinations))
 
 
-def reduction_layout(extended: ExtendedContract, variable: StoredVariable) -> Layout:
+def reduction_layout(extended: VariableOwner, variable: LaidOut) -> Layout:
     """Returns how a value reduced to the devices of `variable` is laid out, as it is."""
     return extended.placement.reduction_layout(variable).unencoded(variable.shape)
 

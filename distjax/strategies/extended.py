@@ -17,9 +17,11 @@ from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
+from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
-from distjax.program.replica_runner import ReplicaRunner, place_arguments
+from distjax.program.program import Program
+from distjax.program.run_step import make_run_program, place_arguments
 from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
@@ -66,7 +68,7 @@ class StrategyExtended:
         if topology is not None:
             self.communication.require_equal_hosts(topology.num_replicas)
         self.wraps = wraps
-        self._runner = ReplicaRunner(self)
+        self._run_programs = FunctionCache()
         self.variable_lock = threading.RLock()
         self.step_programs = FunctionCache()
         self._containers = ContainerRegistry()
@@ -145,9 +147,17 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` on every replica: see `Strategy.run`."""
-        args, kwargs = require_call(fn, args, kwargs, "run")
-        frames.require_enterable(self.strategy, "run")
-        return self._runner.run(fn, args, kwargs)
+        if type(args) is not tuple or kwargs is not None or not callable(fn):
+            args, kwargs = require_call(fn, args, kwargs, "run")
+        frame = frames.current()
+        if not frame.allows_both:
+            frames.require_enterable(self.strategy, "run")
+        if frame.state is not None:
+            return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
+        return self._run_programs.get(fn, self._make_run_program)(args, kwargs or {})
+
+    def _make_run_program(self, resolve: Callable[[], Any]) -> Program:
+        return make_run_program(self, resolve)
 
     def place_arguments(self, tree: PyTree) -> Any:
         """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""

@@ -19,7 +19,7 @@ from distjax.typing import DTypeLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.partitioned import PartitionedLayout
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable_placement import LaidOut
 
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
@@ -45,14 +45,14 @@ class ShardedPlacement:
     synchronizes: bool = True
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
         """Returns the split layout where this kind of variable is split."""
         if colocate_with is not None or self.partition == "parameters":
             return self._split_layout(shape, dtype)
         return MirroredLayout(self.topology)
 
-    def reduction_layout(self, variable: StoredVariable) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the split layout of a gradient from stage 2 on."""
         if self.partition == "optimizer":
             return MirroredLayout(self.topology)

@@ -225,6 +225,7 @@ class UpdateStep:
     """
 
     argument_names = donate_argnums = ()
+    ignores_user_mesh = True
 
     def __init__(
         self, extended: ExtendedContract, variable: Variable | None, fn: Callable[..., Any]
@@ -243,6 +244,9 @@ class UpdateStep:
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
+
+    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+        """Returns None: objects with state are the user's step's."""
 
 
 class _ComponentState(TraceState):

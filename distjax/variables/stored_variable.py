@@ -17,6 +17,7 @@ from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import Policy
 from distjax.variables.storage import Stored, StoredArray
 from distjax.variables.storage_errors import require_present
+from distjax.variables.variable_placement import VariablePlacement
 
 
 class OwningStrategy(StrategyLike, Protocol):
@@ -31,6 +32,8 @@ class OwningStrategy(StrategyLike, Protocol):
 class VariableOwner(ExtendedLike, Protocol):
     """The inside of a strategy, as far as its variables ask."""
 
+    @property
+    def placement(self) -> VariablePlacement: ...
     def copy_variable(self, variable: StoredVariable) -> Any: ...
     def split_components(
         self, variable: StoredVariable, stored: jax.Array

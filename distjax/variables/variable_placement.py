@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -12,7 +12,17 @@ from distjax.typing import DTypeLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.one_device import OneDeviceLayout
-from distjax.variables.stored_variable import StoredVariable
+
+
+class LaidOut(Protocol):
+    """What has the shape, dtype and layout of a variable."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def layout(self) -> Layout: ...
 
 
 class VariablePlacement(Protocol):
@@ -28,7 +38,7 @@ class VariablePlacement(Protocol):
         ...
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
         """Returns how a new variable with one value is stored.
 
@@ -39,11 +49,11 @@ class VariablePlacement(Protocol):
         """
         ...
 
-    def reduction_layout(self, variable: StoredVariable) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns how a value reduced to the devices of `variable` is laid out.
 
         Args:
-          variable: what has the `shape`, `dtype` and `layout` of a variable.
+          variable: the variable, or what stands for one.
 
         The value is stored in no other form: of the layout returned, `unencoded`
         is what counts.
@@ -59,12 +69,12 @@ class PlainPlacement:
     synchronizes: bool = False
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
         """Returns the device's layout."""
         return OneDeviceLayout(self.device)
 
-    def reduction_layout(self, variable: StoredVariable) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the variable's own layout."""
         return variable.layout
 
@@ -77,11 +87,11 @@ class MirroredPlacement:
     synchronizes: bool = True
 
     def layout(
-        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: StoredVariable | None = None
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
         """Returns `P()`."""
         return MirroredLayout(self.topology)
 
-    def reduction_layout(self, variable: StoredVariable) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the layout of a mirrored value."""
         return MirroredLayout(self.topology)

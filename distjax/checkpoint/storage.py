@@ -48,7 +48,11 @@ class Storage:
     """
 
     def __init__(
-        self, directory: Any, max_to_keep: int | None, best_metric: str | None, best_mode: str
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        best_metric: str | None,
+        best_mode: str,
     ):
         _require_checkpoint_directory(directory)
         self.directory = os.path.abspath(os.fspath(directory))
@@ -304,7 +308,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _require_checkpoint_directory(directory: Any) -> None:
+def _require_checkpoint_directory(directory: object) -> None:
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(
             message(

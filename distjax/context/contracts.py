@@ -67,6 +67,7 @@ class ExtendedLike(Protocol):
     """The inside of a strategy: see the methods of `distjax.StrategyExtended`."""
 
     is_default: bool
+    wraps: bool
     variable_lock: threading.RLock
 
     @property

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from distjax.errors import describe_value, message
+from distjax.typing import PyTree
 
 MIRRORED = "mirrored"  #: all replicas must write the same value
 MEAN = "mean"  #: the mean of what the replicas wrote
@@ -40,31 +42,32 @@ _CHOICES = (MIRRORED, MEAN, PER_REPLICA, FOLD, COMMON)
 _METADATA = "distjax_rule"
 
 
-def set_rule(target: Any, rule: str, only: Any = ...) -> None:
+def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> None:
     """Says how what replicas write to Flax variables becomes one value.
 
-    For a type it holds for all variables of that type from the next trace on; for
-    an object, for its own variables, and is kept in their metadata.
+        For a type it holds for all variables of that type from the next trace on; for
+        an object, for its own variables, and is kept in their metadata.
 
-    Args:
-      target: a `nnx.Variable` subclass, or a module (any NNX object).
-      rule: "mirrored" (all replicas write the same), "mean", "per_replica" (each
-        keeps its own, the variable holds a PerReplica), for PRNG keys "fold" (each
-        replica draws its own numbers) or "common" (all draw the same).
-      only: an NNX filter, for a module: a type, `nnx.PathContains("bn")`, a tuple
-        of these for any of them; default: all variables.
+        Args:
+          target: a `nnx.Variable` subclass, or a module (any NNX object).
+          rule: "mirrored" (all replicas write the same), "mean", "per_replica" (each
+            keeps its own, the variable holds a PerReplica), for PRNG keys "fold" (each
+            replica draws its own numbers) or "common" (all draw the same).
+          only: an NNX filter, for a module: a type, `nnx.PathContains("bn")`, a tuple
+            of these for any of them; default: all variables.
 
-    Context: outside of `run`.
+        Context: outside of `run`.
 
-    Raises:
-      ValueError: an unknown rule, or a target that has no variables.
+        Raises:
+          ValueError: an unknown rule, or a target that has no variables.
 
-    Example:
-      >>> from flax import nnx
-      >>> rngs = nnx.Rngs(params=0, dropout=1)
-      >>> dj.flax.set_rule(rngs.dropout, "common")  # one mask for all replicas
-      >>> model = nnx.BatchNorm(3, rngs=rngs)
-      >>> dj.flax.set_rule(model, "per_replica", nnx.BatchStat)
+        Example:
+          >>> import jax
+    from flax import nnx
+          >>> rngs = nnx.Rngs(params=0, dropout=1)
+          >>> dj.flax.set_rule(rngs.dropout, "common")  # one mask for all replicas
+          >>> model = nnx.BatchNorm(3, rngs=rngs)
+          >>> dj.flax.set_rule(model, "per_replica", nnx.BatchStat)
     """
     if rule not in _CHOICES:
         raise ValueError(
@@ -93,7 +96,7 @@ def set_rule(target: Any, rule: str, only: Any = ...) -> None:
             variable.set_metadata(_METADATA, rule)
 
 
-def rule_of(variable: Any) -> str:
+def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:
     """Returns the rule of a variable; of a bare array in a module `NONE`."""
     if not isinstance(variable, nnx.Variable):
         return NONE
@@ -110,11 +113,11 @@ def of_types() -> tuple[tuple[type, str], ...]:
     return tuple(_RULES.items())
 
 
-def is_slot_state(variable: Any) -> bool:
+def is_slot_state(variable: nnx.Variable[Any] | jax.Array) -> bool:
     """Returns whether a variable is optimizer state, which lives beside parameters."""
     return isinstance(variable, nnx.OptState)
 
 
-def is_parameter(variable: Any) -> bool:
+def is_parameter(variable: nnx.Variable[Any] | jax.Array) -> bool:
     """Returns whether a variable is a parameter."""
     return isinstance(variable, nnx.Param)

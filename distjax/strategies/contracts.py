@@ -33,7 +33,6 @@ from distjax.variables.variable import Variable
 class ExtendedContract(VariableOwner, Protocol):
     """The inside of a strategy: see the methods of `distjax.StrategyExtended`."""
 
-    wraps: bool
     communication: CommunicationOptions
     step_programs: FunctionCache
     variables: weakref.WeakSet[Variable]

@@ -18,6 +18,7 @@ from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator, Steps
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
+from distjax.objects.claims import HeldClaims
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.arguments import Static, function_name, is_array, require_callable
@@ -228,7 +229,9 @@ class LoopStep:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
 
-    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> None:
         """Returns None: objects with state are the user's step's."""
 
 

@@ -19,6 +19,7 @@ from distjax.errors import (
     describe_value,
     message,
 )
+from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
 from distjax.replica.arguments import PartitionedTree, argument_names, function_name, is_array
@@ -245,7 +246,9 @@ class UpdateStep:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
 
-    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> None:
         """Returns None: objects with state are the user's step's."""
 
 

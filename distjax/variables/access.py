@@ -50,7 +50,8 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
     frame = frames.current()
     state = _state_for(variable, frame, "write")
     state.require_writable(variable)
-    value = read(value) if isinstance(value, StoredVariable) else value
+    if isinstance(value, StoredVariable):
+        value = value.value  # pyright: ignore[reportAttributeAccessIssue]: it is a `Variable`
     _require_one_value(variable, value, method, frame)
     _require_arithmetic(variable, method)
     array = convert(variable, value, method)

@@ -38,8 +38,8 @@ class DistributedDataset:
     def __init__(
         self, dataset: DatasetLike, splitter: Splitter, layout: InputLayout, prefetch: int
     ):
-        splitter.require_splittable(self._dataset)
         self._dataset: Any = dataset  # it need not have a length, nor items
+        splitter.require_splittable(self._dataset)
         self._splitter = splitter
         self._layout = layout
         self._prefetch = prefetch

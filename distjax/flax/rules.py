@@ -45,29 +45,28 @@ _METADATA = "distjax_rule"
 def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> None:
     """Says how what replicas write to Flax variables becomes one value.
 
-        For a type it holds for all variables of that type from the next trace on; for
-        an object, for its own variables, and is kept in their metadata.
+    For a type it holds for all variables of that type from the next trace on; for
+    an object, for its own variables, and is kept in their metadata.
 
-        Args:
-          target: a `nnx.Variable` subclass, or a module (any NNX object).
-          rule: "mirrored" (all replicas write the same), "mean", "per_replica" (each
-            keeps its own, the variable holds a PerReplica), for PRNG keys "fold" (each
-            replica draws its own numbers) or "common" (all draw the same).
-          only: an NNX filter, for a module: a type, `nnx.PathContains("bn")`, a tuple
-            of these for any of them; default: all variables.
+    Args:
+      target: a `nnx.Variable` subclass, or a module (any NNX object).
+      rule: "mirrored" (all replicas write the same), "mean", "per_replica" (each
+        keeps its own, the variable holds a PerReplica), for PRNG keys "fold" (each
+        replica draws its own numbers) or "common" (all draw the same).
+      only: an NNX filter, for a module: a type, `nnx.PathContains("bn")`, a tuple
+        of these for any of them; default: all variables.
 
-        Context: outside of `run`.
+    Context: outside of `run`.
 
-        Raises:
-          ValueError: an unknown rule, or a target that has no variables.
+    Raises:
+      ValueError: an unknown rule, or a target that has no variables.
 
-        Example:
-          >>> import jax
-    from flax import nnx
-          >>> rngs = nnx.Rngs(params=0, dropout=1)
-          >>> dj.flax.set_rule(rngs.dropout, "common")  # one mask for all replicas
-          >>> model = nnx.BatchNorm(3, rngs=rngs)
-          >>> dj.flax.set_rule(model, "per_replica", nnx.BatchStat)
+    Example:
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(params=0, dropout=1)
+      >>> dj.flax.set_rule(rngs.dropout, "common")  # one mask for all replicas
+      >>> model = nnx.BatchNorm(3, rngs=rngs)
+      >>> dj.flax.set_rule(model, "per_replica", nnx.BatchStat)
     """
     if rule not in _CHOICES:
         raise ValueError(

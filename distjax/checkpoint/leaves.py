@@ -82,7 +82,7 @@ def make_leaf(key: str, value: PyTree) -> Leaf:
     )
 
 
-def _is_array(value: PyTree) -> bool:
+def _is_array(value: object) -> bool:
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return True
     if not isinstance(value, (np.ndarray, np.generic)):

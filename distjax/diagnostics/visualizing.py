@@ -81,7 +81,7 @@ def _array_of(x: PyTree) -> jax.Array:
     return array
 
 
-def _caption(x: PyTree, array: jax.Array) -> str:
+def _caption(x: object, array: jax.Array) -> str:
     if isinstance(x, PerReplica):
         return f"PerReplica {x.dtype}{list(x.shape)} on {x.num_replicas} replicas"
     if isinstance(x, Variable):

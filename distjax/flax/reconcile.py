@@ -74,7 +74,7 @@ def _combine_rule(plan: Plan, entry: Entry) -> Any:
     return None if entry.metric is None else plan.metrics[entry.metric[0]][1]
 
 
-def _is_summed(plan: Plan, entry: Entry, value: PyTree, topology: Topology) -> bool:
+def _is_summed(plan: Plan, entry: Entry, value: object, topology: Topology) -> bool:
     if topology.num_replicas == 1:
         return False
     if entry.rule == rules.MEAN and isinstance(value, PerReplica):

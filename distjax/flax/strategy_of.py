@@ -78,7 +78,7 @@ def put_back(records: dict[int, Any]) -> None:
             _strategies[key] = record
 
 
-def _text(node: PyTree, owner: StrategyLike | None, strategy: StrategyLike) -> str:
+def _text(node: object, owner: StrategyLike | None, strategy: StrategyLike) -> str:
     return message(
         f"{type(node).__name__} needs to be placed for the strategy that uses it, {strategy!r}",
         got=f"one that was placed for {owner!r}",

@@ -21,7 +21,7 @@ _OUTSIDE = None if jax_compat.tracing() else tracers.TraceState()
 _NAMES = ("self", "value")
 
 
-def is_outside(node: PyTree) -> bool:
+def is_outside(node: object) -> bool:
     """Returns whether a module or variable was made outside of traces, and is not in one now."""
     if isinstance(node, nnx.Variable):
         return any(_is_outside(part) for part in node.__getstate__().values())

@@ -137,7 +137,7 @@ class TracedNNXObjects:
         return nnx.graph.flatten(tuple(self._objects), ref_outer_index=self._numbers, graph=True)
 
     def _is_update(
-        self, variable: nnx.Variable[Any] | jax.Array, value: PyTree, entry: Entry, start: list[Any]
+        self, variable: nnx.Variable[Any] | jax.Array, value: object, entry: Entry, start: list[Any]
     ) -> bool:
         """Returns whether a new value can be written to the variable as it is."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
@@ -245,7 +245,7 @@ def _is_renewed(tree: PyTree) -> bool:
     return not leaves or any(_is_part(x) or is_array(x) for x in leaves)
 
 
-def _is_part(value: PyTree) -> bool:
+def _is_part(value: object) -> bool:
     return isinstance(value, nnx.Variable) or nnx.graph.is_graph_node(value)
 
 

@@ -279,7 +279,7 @@ def _leaf_test(bridge: Bridge) -> Callable[[Any], bool]:
     return is_leaf
 
 
-def _is_placeholder_or_value(value: PyTree) -> bool:
+def _is_placeholder_or_value(value: object) -> bool:
     return isinstance(value, (Placeholder, Static)) or is_per_replica(value)
 
 

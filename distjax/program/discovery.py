@@ -225,7 +225,7 @@ def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:
         ahead.extend(node.children())
 
 
-def _is_result(value: PyTree) -> bool:
+def _is_result(value: object) -> bool:
     return is_array(value) or isinstance(value, AlreadyPlaced)
 
 

@@ -143,7 +143,7 @@ def _describe(
     }
 
 
-def _is_leaf(value: PyTree) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 

@@ -44,12 +44,12 @@ def require_equal_copies(topology: Topology, tree: PyTree) -> None:
             _compare_copies(topology, name, leaf)
 
 
-def _name(path: tuple[Any, ...], leaf: PyTree) -> str:
+def _name(path: tuple[Any, ...], leaf: object) -> str:
     where = f"the value{jax.tree_util.keystr(path)}"
     return f"{where} (variable {leaf.name!r})" if isinstance(leaf, Variable) else where
 
 
-def _require_one_value(name: str, leaf: PyTree) -> None:
+def _require_one_value(name: str, leaf: object) -> None:
     in_trace = isinstance(leaf, Variable) and frames.current().state is not None
     if in_trace or isinstance(leaf, jax_compat.Tracer):
         raise ContextError(

@@ -79,7 +79,7 @@ def locality(x: PyTree) -> Locality:
     return Locality(kinds.MIRRORED if x.is_fully_replicated else kinds.PARTITIONED, x.sharding)
 
 
-def is_mirrored(topology: Topology, value: PyTree) -> bool:
+def is_mirrored(topology: Topology, value: object) -> bool:
     """Returns whether `value` is an array that every replica of `topology` holds."""
     if isinstance(value, jax_compat.Tracer):
         return True
@@ -112,7 +112,7 @@ def local_results(extended: ExtendedContract, value: PyTree) -> tuple[Any, ...]:
     return tuple(jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(count))
 
 
-def _is_distributed(extended: ExtendedContract, leaf: PyTree) -> bool:
+def _is_distributed(extended: ExtendedContract, leaf: object) -> bool:
     return isinstance(leaf, (PerReplica, Variable)) or is_mirrored(extended.topology, leaf)
 
 

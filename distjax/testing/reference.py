@@ -188,7 +188,7 @@ class ReferenceExtended:
             )
         return list(value.local_results())
 
-    def _require_mean(self, op: ReduceOp, value: PyTree) -> None:
+    def _require_mean(self, op: ReduceOp, value: object) -> None:
         if op is ReduceOp.MEAN or self.num_replicas == 1:
             return
         raise ValueError(

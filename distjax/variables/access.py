@@ -247,7 +247,7 @@ def _apply(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
 # -- checks -------------------------------------------------------------------
 
 
-def _require_one_value(variable: StoredVariable, value: PyTree, method: str, frame: Frame) -> None:
+def _require_one_value(variable: StoredVariable, value: object, method: str, frame: Frame) -> None:
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(

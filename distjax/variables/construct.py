@@ -120,7 +120,7 @@ def _layout(
     return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
 
 
-def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:
+def _is_concrete_in_merge(state: TraceState, initial_value: object) -> bool:
     creations = state.creations
     if creations is None or not creations.makes_at_once:
         return False

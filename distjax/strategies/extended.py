@@ -15,6 +15,7 @@ from distjax.collectives.communication import CommunicationOptions, as_communica
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
 from distjax.context import frames
+from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology

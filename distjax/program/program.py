@@ -22,7 +22,6 @@ from distjax.program.build import (
     Build,
     NotCompiled,
     UnknownVariables,
-    is_of_trace,
     make_build,
 )
 from distjax.program.calls import Finish, require_outside_traces, start
@@ -248,36 +247,50 @@ class Program:
     ) -> jax.stages.Lowered:
         args, kwargs = self._mark_objects(args, kwargs)
         with self._tracing:
-            build, is_placed = self._build or self._first_build(args, kwargs), False
-            while True:
-                try:
-                    return build.lower(args, kwargs)
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except ValueError as error:
-                    if is_placed or not jax_compat.is_device_mismatch(error):
-                        raise
-                    (args, kwargs), is_placed = self._step.place((args, kwargs)), True
+            try:
+                return self._lower_traced(args, kwargs)
+            except ValueError as error:
+                if not jax_compat.is_device_mismatch(error):
+                    raise
+                args, kwargs = self._step.place((args, kwargs))
+                return self._lower_traced(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Returns a build that has compiled this signature."""
+        """Returns a build that has compiled this signature, or whose call compiles it."""
         with self._tracing:
-            build = self._build or self._first_build(args, kwargs)
-            while build.variables:  # without them the call itself compiles: it holds no lock
+            build = self._build
+            if build is None or not build.variables:
+                build = self._trace(args, kwargs)
+            while build.variables:  # without them the call compiles: it holds no lock
                 require_outside_traces(build)
                 try:
                     build.lower(args, kwargs).compile()
                     break
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except Exception as error:
-                    if is_of_trace(error):
-                        raise
+                except NotCompiled:
+                    pass
+                except Exception:
                     break  # a class among the arguments takes arrays only: the call compiles
+                build = self._trace(args, kwargs)
             return build
 
-    def _first_build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        return self._rebuild(discover(self._step, args, kwargs, CreationLog()), args, kwargs)
+    def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        build = self._build or self._trace(args, kwargs)
+        while True:
+            try:
+                return build.lower(args, kwargs)
+            except NotCompiled:
+                build = self._trace(args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
+        """Traces the step; returns a build that threads its variables and is offered the trace."""
+        build = self._build
+        if build is not None:
+            self._watch.record(args, kwargs)
+        discovered = discover(self._step, args, kwargs, CreationLog())
+        if build is None or not build.covers(discovered):
+            return self._rebuild(discovered, args, kwargs)
+        build.offered[threading.get_ident()] = discovered
+        return build
 
     def _rebuild(
         self, discovered: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -288,7 +301,7 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
-        self._build = make_build(self._step, discovered, self._build, self._watch)
+        self._build = make_build(self._step, discovered, self._build)
         return self._build
 
     # -- donated arguments ----------------------------------------------------

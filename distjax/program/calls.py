@@ -36,7 +36,6 @@ def start(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     finish: Finish | None = None,
-    may_trace: bool = False,
 ) -> tuple[Any, OutputSpec]:
     """Starts the compiled program once.
 
@@ -45,22 +44,13 @@ def start(
       args: positional arguments; Python objects among them are static nodes.
       kwargs: keyword arguments.
       finish: what makes the results final.
-      may_trace: whether a signature may be compiled under the lock.
 
     Returns:
       The user's results, and how they are made of arrays.
 
     Raises:
       NotCompiled: the signature is new; nothing has happened.
-      UnknownVariables: a new signature touches more variables; nothing has happened.
     """
-    if may_trace:
-        thread = threading.get_ident()
-        build.offered.setdefault(thread, None)
-        try:
-            return start(build, args, kwargs, finish)
-        finally:
-            build.offered.pop(thread, None)
     if not build.writes:
         return _start_reader(build, args, kwargs, finish)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
@@ -95,6 +85,22 @@ def start(
     if returned[-1] is not None:
         throttle(returned[-1])
     return result, spec
+
+
+def trace_and_start(
+    build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
+) -> tuple[Any, OutputSpec]:
+    """Starts the program; a new signature is traced and compiled inside of `jit`, under the lock.
+
+    Raises:
+      UnknownVariables: the signature touches more variables; nothing has happened.
+    """
+    thread = threading.get_ident()
+    build.offered.setdefault(thread, None)
+    try:
+        return start(build, args, kwargs, finish)
+    finally:
+        build.offered.pop(thread, None)
 
 
 def _start_reader(

@@ -24,7 +24,7 @@ from distjax.program.build import (
     UnknownVariables,
     make_build,
 )
-from distjax.program.calls import Finish, require_outside_traces, start
+from distjax.program.calls import Finish, require_outside_traces, start, trace_and_start
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
@@ -185,11 +185,11 @@ class Program:
         """
         build = self._compile(args, kwargs)
         if not build.writes:
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
         try:
             return call_uninterrupted(lambda: start(build, args, kwargs, finish))
         except NotCompiled:  # JAX is configured for this thread alone, or compiles nothing at all
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
 
     def _retry_args(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]

@@ -22,10 +22,9 @@ from distjax.program.build import (
     Build,
     NotCompiled,
     UnknownVariables,
-    is_of_trace,
     make_build,
 )
-from distjax.program.calls import Finish, require_outside_traces, start
+from distjax.program.calls import Finish, require_outside_traces, start, trace_and_start
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
@@ -187,11 +186,11 @@ class Program:
         """
         build = self._compile(args, kwargs)
         if not build.writes:
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
         try:
             return call_uninterrupted(lambda: start(build, args, kwargs, finish))
         except NotCompiled:  # JAX is configured for this thread alone, or compiles nothing at all
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
 
     def _retry_args(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]
@@ -253,36 +252,50 @@ class Program:
     ) -> jax.stages.Lowered:
         args, kwargs = self._mark_objects(args, kwargs)
         with self._tracing:
-            build, is_placed = self._build or self._first_build(args, kwargs), False
-            while True:
-                try:
-                    return build.lower(args, kwargs)
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except ValueError as error:
-                    if is_placed or not jax_compat.is_device_mismatch(error):
-                        raise
-                    (args, kwargs), is_placed = self._step.place((args, kwargs)), True
+            try:
+                return self._lower_traced(args, kwargs)
+            except ValueError as error:
+                if not jax_compat.is_device_mismatch(error):
+                    raise
+                args, kwargs = self._step.place((args, kwargs))
+                return self._lower_traced(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Returns a build that has compiled this signature."""
+        """Returns a build that has compiled this signature, or whose call compiles it."""
         with self._tracing:
-            build = self._build or self._first_build(args, kwargs)
-            while build.variables:  # without them the call itself compiles: it holds no lock
+            build = self._build
+            if build is None or not build.variables:
+                build = self._trace(args, kwargs)
+            while build.variables:  # without them the call compiles: it holds no lock
                 require_outside_traces(build)
                 try:
                     build.lower(args, kwargs).compile()
                     break
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except Exception as error:
-                    if is_of_trace(error):
-                        raise
+                except NotCompiled:
+                    pass
+                except Exception:
                     break  # a class among the arguments takes arrays only: the call compiles
+                build = self._trace(args, kwargs)
             return build
 
-    def _first_build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        return self._rebuild(discover(self._step, args, kwargs, CreationLog()), args, kwargs)
+    def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        build = self._build or self._trace(args, kwargs)
+        while True:
+            try:
+                return build.lower(args, kwargs)
+            except NotCompiled:
+                build = self._trace(args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
+        """Traces the step; returns a build that threads its variables and is offered the trace."""
+        build = self._build
+        if build is not None:
+            self._watch.record(args, kwargs)
+        discovered = discover(self._step, args, kwargs, CreationLog())
+        if build is None or not build.covers(discovered):
+            return self._rebuild(discovered, args, kwargs)
+        build.offered[threading.get_ident()] = discovered
+        return build
 
     def _rebuild(
         self, discovered: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -293,7 +306,7 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
-        self._build = make_build(self._step, discovered, self._build, self._watch)
+        self._build = make_build(self._step, discovered, self._build)
         return self._build
 
     # -- donated arguments ----------------------------------------------------

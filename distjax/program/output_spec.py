@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 
-from distjax.placement.per_replica import PerReplica
-from distjax.placement.topology import Topology
+from distjax.placement.per_replica import Form, with_form
 from distjax.replica.arguments import PartitionedTree
 
 
@@ -22,7 +21,7 @@ class OutputSpec:
 
     Attributes:
       partitioned: the user's tree of results.
-      wrappers: per array the topology of its PerReplica, or None.
+      wrappers: per array the form of its PerReplica, or None.
       recreated: the names of variables made before that constructors were handed.
     """
 
@@ -31,7 +30,7 @@ class OutputSpec:
     def __init__(
         self,
         partitioned: PartitionedTree,
-        wrappers: tuple[Topology | None, ...],
+        wrappers: tuple[Form | None, ...],
         recreated: tuple[str, ...],
     ):
         self.partitioned, self.wrappers = partitioned, wrappers
@@ -45,8 +44,8 @@ class OutputSpec:
         arrays: Sequence[Any] = returned[2:-1]
         if self._wraps:
             arrays = [
-                array if topology is None else PerReplica(array, topology)
-                for array, topology in zip(arrays, self.wrappers, strict=True)
+                array if form is None else with_form(array, form)
+                for array, form in zip(arrays, self.wrappers, strict=True)
             ]
         if self._treedef is not None:
             return jax.tree_util.tree_unflatten(self._treedef, arrays)

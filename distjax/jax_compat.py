@@ -318,6 +318,11 @@ def another_handle(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
+def num_layouts(jitted: Any) -> int:
+    """Returns for how many signatures, layouts included, a function of `jax.jit` was called."""
+    return jitted._cache_size()
+
+
 def is_device_mismatch(error: Exception) -> bool:
     """Returns whether JAX refused arrays because they are on different devices."""
     return "incompatible devices" in str(error)

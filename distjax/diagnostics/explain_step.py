@@ -27,6 +27,7 @@ from distjax.replica.arguments import (
     require_callable,
     user_path,
 )
+from distjax.replica.static import mark_modules
 from distjax.variables.conversion import is_number
 
 _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
@@ -145,7 +146,7 @@ def _arguments(fn: Any, args: Sequence[Any], kwargs: Any) -> dict[str, str]:
     if isinstance(fn, CompiledFunction):
         args, kwargs = fn.mark_arguments(tuple(args), kwargs)
     partitioned = PartitionedTree(
-        (tuple(args), kwargs), lambda leaf: is_array(leaf) or is_number(leaf)
+        mark_modules((tuple(args), kwargs)), lambda leaf: is_array(leaf) or is_number(leaf)
     )
     names = positional_names(fn)
     return {

@@ -18,7 +18,7 @@ from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import emit_call
 from distjax.placement.per_replica import is_per_replica
-from distjax.program.error_notes import explain_devices
+from distjax.program.error_notes import add_static_note, explain_devices
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
@@ -29,6 +29,7 @@ from distjax.replica.arguments import (
     positional_names,
     require_callable,
 )
+from distjax.replica.static import unmark
 from distjax.tracebacks import keep_user_lines
 from distjax.variables.state import TraceState
 
@@ -47,13 +48,14 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
-            return self._fn(*_unmark(args), **kwargs)
+            return self._fn(*unmark(args), **kwargs)
         try:
             program, marked = self._program(), self.mark_arguments(args, kwargs)
             if jax_compat.has_user_mesh():
                 return self._under_user_mesh(program, program, *marked)
             return program(*marked)
         except Exception as error:
+            add_static_note(error)
             keep_user_lines(error)
             explained = explain_devices(error, repr(self))
             if explained is not error:
@@ -140,14 +142,6 @@ def _off_their_devices(tree: Any) -> Any:
     return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)
 
 
-def _unmark(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, Static) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Static),
-    )
-
-
 class JitStep:
     """A function of `dj.jit`, as the step of a program.
 
@@ -168,7 +162,7 @@ class JitStep:
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in the global view."""
-        return emit_call(self._fn, *_unmark((args, kwargs)))
+        return emit_call(self._fn, *unmark((args, kwargs)))
 
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""

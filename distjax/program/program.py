@@ -29,6 +29,7 @@ from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
+from distjax.replica.static import mark_modules
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.donation import copy_handles
@@ -42,10 +43,13 @@ class Program:
 
     Args:
       step: what is compiled.
+      require: raises for arguments that no trace can refuse, which knows no layouts. It is called
+        for those of each layout that is new.
     """
 
-    def __init__(self, step: Step):
-        self._step = step
+    def __init__(self, step: Step, require: Callable[[Any, Any], None] | None = None):
+        self._step, self._require = step, require
+        self._num_layouts = 0
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._marks_objects = False
@@ -76,7 +80,23 @@ class Program:
             result, spec = self._start_anew(error, args, kwargs, finish)
         if spec.recreated:
             self._recreated = spec.recreated
+        build = self._build
+        if self._require is not None and build is not None:
+            num_layouts = jax_compat.num_layouts(build.jitted)
+            if num_layouts != self._num_layouts:
+                self._require_layout(self._require, args, kwargs)
+                self._num_layouts = num_layouts
         return result
+
+    def _require_layout(
+        self, require: Callable[[Any, Any], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raises for arguments of shapes that are known, in a layout that is not."""
+        try:
+            require(args, kwargs)
+        except Exception:
+            self._build = None  # which has compiled the layout, and would not ask again
+            raise
 
     def _start_anew(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
@@ -86,6 +106,8 @@ class Program:
         Each round knows more than the one before: a signature that is compiled, more variables,
         or arguments that `jit` takes.
         """
+        if self._require is not None:
+            self._require(args, kwargs)
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         while True:
             if isinstance(error, UnknownVariables):
@@ -155,7 +177,8 @@ class Program:
 
     def _mark_objects(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
-        marked = mark_static((args, kwargs), self._step.argument_names)
+        names = tuple(self._step.argument_names)
+        marked = mark_static(mark_modules((args, kwargs), names), names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
             self._marks_objects = True
         return marked

@@ -10,14 +10,16 @@ import jax
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
+from distjax.objects.stateful import is_placeholder
 from distjax.objects.stateful_args import emit_run, run_here
+from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
-from distjax.replica.arguments import function_name, positional_names
+from distjax.replica.arguments import function_name, positional_names, user_path
 from distjax.variables.state import TraceState
 
 
@@ -47,6 +49,19 @@ class RunStep:
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return place_arguments(self._extended.topology, tree)
+
+    def require_no_bare_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises for an array that is split over the replicas, and no PerReplica."""
+        leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
+        for path, leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                where = user_path(jax.tree_util.keystr(path), self.argument_names)
+                where = f"argument {where} of {self.name}"
+                require_not_split(leaf, self._extended.topology, where)
+
+
+def _is_one_argument(value: object) -> bool:
+    return is_per_replica(value) or is_placeholder(value)
 
 
 def place_arguments(topology: Topology, tree: Any) -> Any:
@@ -84,5 +99,8 @@ class ReplicaRunner:
         on_second_call = fresh_functions.record(resolve(), strategy)
         step = RunStep(self._extended, resolve)
         return StatefulProgram(
-            Program(step), resolve, lambda: self._extended.strategy, on_second_call=on_second_call
+            Program(step, step.require_no_bare_rows),
+            resolve,
+            lambda: self._extended.strategy,
+            on_second_call=on_second_call,
         )

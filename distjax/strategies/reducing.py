@@ -20,6 +20,7 @@ from distjax.context import frames
 from distjax.data.masks import require_mask
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, replica_aval
@@ -100,6 +101,7 @@ def _as_global_value(
         return _locate_variable(extended, op, leaf)
     if is_mirrored(extended.topology, leaf):
         return GlobalValue(leaf, False)
+    require_not_split(leaf, extended.topology, role)
     return None
 
 

@@ -132,7 +132,7 @@ class PerReplica:
         )
 
     def _refuse(self, *_: Any) -> NoReturn:
-        if not hasattr(self.stacked, "shape"):
+        if not isinstance(self.stacked, _ARRAYS):
             raise TypeError(_no_array_text("an operator", self))
         raise TypeError(
             message(
@@ -177,7 +177,7 @@ def _unflatten(form: Form, children: tuple[Any, ...]) -> Any:
     # `jax.tree.map` comes here for each leaf: hence no call for the common case.
     (child,) = children
     try:
-        if child.shape != form[1]:
+        if child.shape != form[1] and isinstance(child.shape, tuple):
             return child
     except AttributeError:
         if isinstance(child, (float, complex)):
@@ -219,7 +219,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
       topology: the replicas that are needed.
       where: the user's name of the argument, e.g. "argument args[0]['x'] of f".
     """
-    if not hasattr(value.stacked, "shape"):
+    if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))
     if value.topology == topology:
         return

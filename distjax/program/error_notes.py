@@ -26,7 +26,9 @@ def explain_devices(error: Exception, name: str) -> Exception:
 
 def add_static_note(error: Exception) -> None:
     """Adds to an error of JAX about a traced value that an argument can be marked static."""
-    is_traced_value = isinstance(error, _TRACED_VALUE) or "of concrete values" in str(error)
+    is_traced_value = isinstance(error, _TRACED_VALUE) or re.search(
+        r"of concrete values.*Tracer", str(error)
+    )
     if is_traced_value and _STATIC_NOTE not in getattr(error, "__notes__", ()):
         error.add_note(_STATIC_NOTE)
 

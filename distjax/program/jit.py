@@ -38,17 +38,23 @@ class CompiledFunction:
     """What `dj.jit` returns: the function, compiled at its first call."""
 
     def __init__(
-        self, fn: Callable[..., Any], donate_argnums: tuple[int, ...], static: frozenset[str]
+        self,
+        fn: Callable[..., Any],
+        donate_argnums: tuple[int, ...],
+        static: frozenset[str],
+        hands_on_static: bool = False,
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
+        self._hands_on_static = hands_on_static
         self._programs: dict[Any, StatefulProgram] = {}
         self._off_mesh: set[StatefulProgram] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
-            return self._fn(*unmark(args), **kwargs)
+            args, kwargs = (args, kwargs) if self._hands_on_static else unmark((args, kwargs))
+            return self._fn(*args, **kwargs)
         try:
             program, marked = self._program(), self.mark_arguments(args, kwargs)
             if jax_compat.has_user_mesh():
@@ -94,7 +100,7 @@ class CompiledFunction:
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
-        return CompiledFunction(self._fn, self._donate_argnums, self._static)
+        return CompiledFunction(self._fn, self._donate_argnums, self._static, self._hands_on_static)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a decorated method to its object."""
@@ -110,7 +116,7 @@ class CompiledFunction:
         if key not in self._programs:
             strategy = frame.strategy if frame.has_strategy else None
             self._programs[key] = StatefulProgram(
-                Program(JitStep(self._fn, frame, self._donate_argnums)),
+                Program(JitStep(self._fn, frame, self._donate_argnums, self._hands_on_static)),
                 lambda: self._fn,
                 lambda: strategy,
                 self._donate_argnums,
@@ -149,10 +155,18 @@ class JitStep:
       fn: the function.
       frame: the frame that it was called in.
       donate_argnums: the positional arguments whose buffers are donated.
+      hands_on_static: whether the function is given static values as they are marked, since it
+        hands its arguments on to `run`.
     """
 
-    def __init__(self, fn: Callable[..., Any], frame: Frame, donate_argnums: tuple[int, ...]):
-        self._fn, self._frame = fn, frame
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        frame: Frame,
+        donate_argnums: tuple[int, ...],
+        hands_on_static: bool,
+    ):
+        self._fn, self._frame, self._hands_on_static = fn, frame, hands_on_static
         self.name, self.argument_names = function_name(fn), positional_names(fn)
         self.donate_argnums = donate_argnums
 
@@ -162,7 +176,9 @@ class JitStep:
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in the global view."""
-        return emit_call(self._fn, *unmark((args, kwargs)))
+        if not self._hands_on_static:
+            args, kwargs = unmark((args, kwargs))
+        return emit_call(self._fn, args, kwargs)
 
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
@@ -216,14 +232,14 @@ def jit(
             static_argnames=static_argnames,
         )
     require_callable(fn, "jit")
-    donate = _numbers(donate_argnums, "donate_argnums")
-    numbers = _numbers(static_argnums, "static_argnums")
+    donate = as_numbers(donate_argnums, "donate_argnums")
+    numbers = as_numbers(static_argnums, "static_argnums")
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
     return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
 
 
-def _numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
+def as_numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
     """Returns one number or several as a tuple."""
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if all(map(is_int, numbers)):

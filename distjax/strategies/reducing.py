@@ -25,6 +25,7 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
+from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored, off_device
 from distjax.variables.access import read_components
@@ -293,7 +294,8 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
             return place_output(x, extended.topology)
         return place_on(x, target)
 
-    return jax.tree.map(leaf, value, is_leaf=is_per_replica)
+    ((value,), _) = mark_modules(((value,), {}))
+    return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))
 
 
 # -- gather -------------------------------------------------------------------

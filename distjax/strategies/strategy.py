@@ -12,7 +12,7 @@ from distjax.context import frames, scoping
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
-from distjax.program.jit import jit
+from distjax.program.jit import CompiledFunction, as_numbers
 from distjax.replica.arguments import require_callable
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.rows import stack_rows, take_first
@@ -259,7 +259,8 @@ class Strategy:
         def run_on_replicas(*args: Any, **kwargs: Any) -> Any:
             return self.run(fn, args, kwargs)
 
-        return jit(run_on_replicas, donate_argnums=donate_argnums)
+        donated = as_numbers(donate_argnums, "donate_argnums")
+        return CompiledFunction(run_on_replicas, donated, frozenset(), hands_on_static=True)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Returns the batches of `dataset`, split over the replicas.

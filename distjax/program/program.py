@@ -91,10 +91,15 @@ class Program:
     def _require_layout(
         self, require: Callable[[Any, Any], None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raises for arguments of shapes that are known, in a layout that is not."""
+        """Raises for arguments of shapes that are known, in a layout that is not.
+
+        It is known to be new only when the program has run.
+        """
         try:
             require(args, kwargs)
-        except Exception:
+        except Exception as error:
+            if self._build is not None and self._build.writes:
+                error.add_note("The step has run, and its variables are written.")
             self._build = None  # which has compiled the layout, and would not ask again
             raise
 

@@ -197,9 +197,12 @@ def test_it_is_refused_after_arrays_of_its_shape_that_were_not(mirrored, writes)
     whole = mirrored.extended.broadcast_to(ROWS)
     for _ in range(2):
         assert mirrored.run(step, args=(whole,)).tolist() == (2 * ROWS).tolist()
-        for _ in range(2):
-            with pytest.raises(LocalityError, match="^argument x of .*step needs to be a PerRep"):
+        for is_known in (False, True):
+            with pytest.raises(LocalityError, match="^argument x of .*step needs to be a") as info:
                 mirrored.run(step, args=(mirrored.per_replica(ROWS).stacked,))
+            has_run = "The step has run, and its variables are written."
+            assert (has_run in getattr(info.value, "__notes__", ())) == (writes and not is_known)
+    assert float(v.value) == 0 or writes
     assert mirrored.run(step, args=(ROWS,)).tolist() == (2 * ROWS).tolist()
 
 

@@ -19,7 +19,7 @@ from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import emit_call
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.error_notes import add_static_note, explain_devices
-from distjax.program.program import Program
+from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
 from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import (
@@ -35,25 +35,34 @@ from distjax.variables.state import TraceState
 
 
 class CompiledFunction:
-    """What `dj.jit` returns: the function, compiled at its first call."""
+    """What `dj.jit` returns: the function, compiled at its first call.
+
+    Args:
+      fn: the function.
+      donate_argnums: the positional arguments whose buffers are donated.
+      static: names of arguments that are Python values.
+      require: of a function that hands its arguments on to `run`: raises for those that `run`
+        refuses. Such a function is given static values as they are marked.
+    """
 
     def __init__(
         self,
         fn: Callable[..., Any],
         donate_argnums: tuple[int, ...],
         static: frozenset[str],
-        hands_on_static: bool = False,
+        require: Require | None = None,
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
-        self._hands_on_static = hands_on_static
+        self._require = require
         self._programs: dict[Any, StatefulProgram] = {}
         self._off_mesh: set[StatefulProgram] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
-            args, kwargs = (args, kwargs) if self._hands_on_static else unmark((args, kwargs))
+            if self._require is None:
+                args, kwargs = unmark((args, kwargs))
             return self._fn(*args, **kwargs)
         try:
             program, marked = self._program(), self.mark_arguments(args, kwargs)
@@ -100,7 +109,7 @@ class CompiledFunction:
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
-        return CompiledFunction(self._fn, self._donate_argnums, self._static, self._hands_on_static)
+        return CompiledFunction(self._fn, self._donate_argnums, self._static, self._require)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a decorated method to its object."""
@@ -116,13 +125,16 @@ class CompiledFunction:
         if key not in self._programs:
             strategy = frame.strategy if frame.has_strategy else None
             self._programs[key] = StatefulProgram(
-                Program(JitStep(self._fn, frame, self._donate_argnums, self._hands_on_static)),
+                Program(self._step(frame), self._require),
                 lambda: self._fn,
                 lambda: strategy,
                 self._donate_argnums,
                 fresh_functions.record(self._fn, frame.strategy),
             )
         return self._programs[key]
+
+    def _step(self, frame: Frame) -> JitStep:
+        return JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
 
     def mark_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -37,17 +37,19 @@ from distjax.variables.donation import copy_handles
 #: What may mend a call that `jit` refused: returns the arguments to go on with, or None.
 Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 
+#: Raises for arguments (args, kwargs) that no trace can refuse: a trace knows no layouts.
+Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
 
 class Program:
     """A step as one compiled program.
 
     Args:
       step: what is compiled.
-      require: raises for arguments that no trace can refuse, which knows no layouts. It is called
-        for those of each layout that is new.
+      require: is called for the arguments of each layout that is new.
     """
 
-    def __init__(self, step: Step, require: Callable[[Any, Any], None] | None = None):
+    def __init__(self, step: Step, require: Require | None = None):
         self._step, self._require = step, require
         self._num_layouts = 0
         self._build: Build | None = None
@@ -89,7 +91,7 @@ class Program:
         return result
 
     def _require_layout(
-        self, require: Callable[[Any, Any], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, require: Require, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raises for arguments of shapes that are known, in a layout that is not.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,12 +52,30 @@ class RunStep:
 
     def require_no_bare_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises for an array that is split over the replicas, and no PerReplica."""
-        leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
-        for path, leaf in leaves:
-            if isinstance(leaf, jax.Array):
-                where = user_path(jax.tree_util.keystr(path), self.argument_names)
-                where = f"argument {where} of {self.name}"
-                require_not_split(leaf, self._extended.topology, where)
+        require_no_bare_rows(self._extended.topology, self.name, self.argument_names, args, kwargs)
+
+
+def require_no_bare_rows(
+    topology: Topology,
+    name: str,
+    argument_names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raises for an array that is split over the replicas, and no PerReplica.
+
+    Args:
+      topology: the replicas.
+      name: the user's name of the function.
+      argument_names: the user's names of its positional arguments.
+      args: positional arguments.
+      kwargs: keyword arguments.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            where = user_path(jax.tree_util.keystr(path), argument_names)
+            require_not_split(leaf, topology, f"argument {where} of {name}")
 
 
 def _is_one_argument(value: object) -> bool:

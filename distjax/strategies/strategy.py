@@ -13,7 +13,8 @@ from distjax.context.contracts import ExtendedLike
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
 from distjax.program.jit import CompiledFunction, as_numbers
-from distjax.replica.arguments import require_callable
+from distjax.program.replica_runner import require_no_bare_rows
+from distjax.replica.arguments import function_name, positional_names, require_callable
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.rows import stack_rows, take_first
 from distjax.strategies.strategy_description import StrategyDescription, describe
@@ -100,7 +101,8 @@ class Strategy:
 
         Raises:
           ValueError: args or kwargs of another type, an object that is not hashable.
-          LocalityError: a PerReplica of other replicas.
+          LocalityError: a PerReplica of other replicas, an array that is no PerReplica
+            and lies split over the replicas.
           ContextError, StrategyMismatchError: in a replica, or under another strategy.
           DivergenceError: a collective under a predicate that differs per replica.
 
@@ -141,7 +143,8 @@ class Strategy:
           ValueError: SUM of a value that is not on the replicas, an unknown `op`, an
             axis that the value does not have.
           TypeError: an axis, or a mask, for a tree.
-          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas.
+          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas, an
+            array that is no PerReplica and lies split over the replicas.
           BatchError: a mask of another dtype or shape.
 
         Example:
@@ -246,6 +249,7 @@ class Strategy:
 
         Raises:
           TypeError: ``fn`` is no function.
+          ValueError: a donated argument that is no number.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -260,7 +264,10 @@ class Strategy:
             return self.run(fn, args, kwargs)
 
         donated = as_numbers(donate_argnums, "donate_argnums")
-        return CompiledFunction(run_on_replicas, donated, frozenset(), hands_on_static=True)
+        require = functools.partial(
+            require_no_bare_rows, self._extended.topology, function_name(fn), positional_names(fn)
+        )
+        return CompiledFunction(run_on_replicas, donated, frozenset(), require)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Returns the batches of `dataset`, split over the replicas.

@@ -154,6 +154,9 @@ def test_run_refuses_it(mirrored, split):
         mirrored.run(step, args=({"x": split},))
     assert str(info.value) == text("argument batch['x'] of step")
     with pytest.raises(LocalityError) as info:
+        mirrored.jit(step, donate_argnums=0)({"x": split})
+    assert str(info.value) == text("argument batch['x'] of step") and not split.is_deleted()
+    with pytest.raises(LocalityError) as info:
         mirrored.run(step, args=(1.0,), kwargs={"scale": split})
     assert str(info.value) == text("argument scale of step")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.arguments import Static, as_static, is_array, user_path
+
+_T = TypeVar("_T")
 
 
 def static(value: object) -> Static:
@@ -46,7 +48,7 @@ def static(value: object) -> Static:
     return value if isinstance(value, Static) else Static(value)
 
 
-def unmark(tree: Any) -> Any:
+def unmark(tree: _T) -> _T:
     """Returns `tree` with the values that are marked in it; the tree itself if none is."""
     if not any(map(_is_static, jax.tree.leaves(tree, is_leaf=_is_static))):
         return tree

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -318,9 +319,8 @@ def another_handle(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def num_layouts(jitted: Any) -> int:
-    """Returns for how many signatures, layouts included, a function of `jax.jit` was called."""
-    return jitted._cache_size()
+#: Returns for how many signatures, layouts included, a function of `jax.jit` was called.
+num_layouts: Callable[[Any], int] = operator.methodcaller("_cache_size")
 
 
 def is_device_mismatch(error: Exception) -> bool:

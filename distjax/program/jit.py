@@ -15,13 +15,13 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
+from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import emit_call
+from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.error_notes import add_static_note, explain_devices
 from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
-from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import (
     Static,
     as_static,
@@ -55,20 +55,23 @@ class CompiledFunction:
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
         self._require = require
-        self._programs: dict[Any, StatefulProgram] = {}
-        self._off_mesh: set[StatefulProgram] = set()
+        self._programs: dict[Any, Program] = {}
+        self._off_mesh: set[Program] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
-        if frames.current().state is not None:
+        frame = frames.current()
+        if frame.state is not None:
             if self._require is None:
                 args, kwargs = unmark((args, kwargs))
             return self._fn(*args, **kwargs)
         try:
-            program, marked = self._program(), self.mark_arguments(args, kwargs)
+            program = self._program(frame)
+            if self._static:
+                args, kwargs = self.mark_arguments(args, kwargs)
             if jax_compat.has_user_mesh():
-                return self._under_user_mesh(program, program, *marked)
-            return program(*marked)
+                return self._under_user_mesh(program, program, args, kwargs)
+            return program(args, kwargs)
         except Exception as error:
             add_static_note(error)
             keep_user_lines(error)
@@ -82,13 +85,13 @@ class CompiledFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
-        program, marked = self._program(), self.mark_arguments(args, kwargs)
+        program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
         if jax_compat.has_user_mesh():
             return self._under_user_mesh(program, program.lower, *marked)
         return program.lower(*marked)
 
     def _under_user_mesh(
-        self, program: StatefulProgram, call: Callable[..., Any], args: Any, kwargs: Any
+        self, program: Program, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls with the mesh that the user has set, or without, as the function needs it.
 
@@ -119,22 +122,15 @@ class CompiledFunction:
         is_argument = bridge is not None and bridge.is_stateful(instance)
         return functools.partial(self, instance if is_argument else Static(instance))
 
-    def _program(self) -> StatefulProgram:
-        frame = frames.current()
+    def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
-        if key not in self._programs:
-            strategy = frame.strategy if frame.has_strategy else None
-            self._programs[key] = StatefulProgram(
-                Program(self._step(frame), self._require),
-                lambda: self._fn,
-                lambda: strategy,
-                self._donate_argnums,
-                fresh_functions.record(self._fn, frame.strategy),
-            )
-        return self._programs[key]
-
-    def _step(self, frame: Frame) -> JitStep:
-        return JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
+        program = self._programs.get(key)
+        if program is None:
+            step = JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
+            on_second_call = fresh_functions.record(self._fn, frame.strategy)
+            program = Program(step, on_second_call, self._require)
+            self._programs[key] = program
+        return program
 
     def mark_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,6 +167,8 @@ class JitStep:
         hands its arguments on to `run`.
     """
 
+    ignores_user_mesh = False  # its code may name the mesh
+
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -195,6 +193,13 @@ class JitStep:
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
         return _off_their_devices(tree)
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured."""
+        strategy = self._frame.strategy if self._frame.has_strategy else None
+        return extract_objects(self._fn, args, kwargs, strategy, self.donate_argnums, held)
 
 
 def jit(

@@ -16,14 +16,15 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import ContextError, message
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful import StateFound
 from distjax.program.build import (
     Build,
     NotCompiled,
     UnknownVariables,
-    is_of_trace,
     make_build,
 )
-from distjax.program.calls import Finish, require_outside_traces, start
+from distjax.program.calls import Finish, require_outside_traces, start, trace_and_start
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
@@ -44,24 +45,98 @@ Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
 class Program:
     """A step as one compiled program.
 
+    Whether calls bring objects with state is found at the first two; a later one that does is
+    found when it is traced, so that a call without objects pays nothing.
+
     Args:
       step: what is compiled.
+      on_second_call: is called once, at the second call.
       require: is called for the arguments of each layout that is new.
     """
 
-    def __init__(self, step: Step, require: Require | None = None):
-        self._step, self._require = step, require
-        self._num_layouts = 0
+    def __init__(
+        self,
+        step: Step,
+        on_second_call: Callable[[], None] = lambda: None,
+        require: Require | None = None,
+    ):
+        self._step = step
+        self._on_second_call = on_second_call
+        self._require, self._num_layouts = require, 0
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
+        self._num_calls = 0
+        self._is_plain = False  # a build, and nothing to do before it is started
+        self._has_no_objects = False
+        self._meets_user_mesh = False
         self._marks_objects = False
         self._recreated: tuple[str, ...] = ()
         self._watch = RetraceWatch(step.name, step.argument_names)
 
     # -- calling --------------------------------------------------------------
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the program and returns the user's results."""
+        build = self._build
+        if build is None or not self._is_plain:
+            return self._call_with_care(args, kwargs)
+        if self._step.donate_argnums:
+            args = self._prepare_donated(args)
+        try:
+            result, spec = start(build, args, kwargs)
+        except Exception as error:
+            return self._call_with_care(args, kwargs, error)
+        if spec.recreated:
+            self._note_recreated(spec)
+        if self._require is not None and jax_compat.num_layouts(build.jitted) != self._num_layouts:
+            self._require_layout(build, self._require, args, kwargs)
+        return result
+
+    def _call_with_care(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
+    ) -> Any:
+        """Runs the program where a call is more than the start of a build.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          error: what an attempt to start the build ended in, if there was one.
+        """
+        if self._step.ignores_user_mesh and jax_compat.has_user_mesh():
+            self._meets_user_mesh, self._is_plain = True, False
+            return jax_compat.ignores_user_mesh(self._call_with_care)(args, kwargs)
+        if self._has_no_objects:
+            try:
+                return self._run(args, kwargs, error=error)
+            except StateFound:
+                self._has_no_objects = self._is_plain = False
+        return self._with_objects(args, kwargs, self._run)
+
+    def _with_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Returns what `run` does of the arguments; its objects are claimed meanwhile."""
+        held = HeldClaims()
+        try:
+            stateful = self._step.take_objects(args, kwargs, held)
+            self._num_calls += 1
+            if self._num_calls == 2:
+                self._on_second_call()
+            self._has_no_objects = self._num_calls > 1 and stateful is None
+            return run(args, kwargs) if stateful is None else stateful.call(run)
+        finally:
+            try:
+                held.release()
+            except BaseException:  # a signal raised in it
+                held.release()
+                raise
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        finish: Finish | None = None,
+        error: Exception | None = None,
     ) -> Any:
         """Runs the program and returns the user's results, or what `finish` makes of them.
 
@@ -75,35 +150,42 @@ class Program:
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
         try:
+            if error is not None:
+                raise error
             if build is None:
                 raise NotCompiled
             result, spec = start(build, args, kwargs, finish)
-        except Exception as error:
-            result, spec = self._start_anew(error, args, kwargs, finish)
+        except Exception as refused:
+            result, spec = self._start_anew(refused, args, kwargs, finish)
         if spec.recreated:
-            self._recreated = spec.recreated
+            self._note_recreated(spec)
         build = self._build
         if self._require is not None and build is not None:
-            num_layouts = jax_compat.num_layouts(build.jitted)
-            if num_layouts != self._num_layouts:
-                self._require_layout(self._require, args, kwargs)
-                self._num_layouts = num_layouts
+            self._require_layout(build, self._require, args, kwargs)
+        self._is_plain = self._has_no_objects and not (
+            self._marks_objects or self._recreated or self._meets_user_mesh
+        )
         return result
 
     def _require_layout(
-        self, require: Require, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, build: Build, require: Require, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raises for arguments of shapes that are known, in a layout that is not.
 
         It is known to be new only when the program has run.
         """
+        num_layouts = jax_compat.num_layouts(build.jitted)
         try:
             require(args, kwargs)
         except Exception as error:
-            if self._build is not None and self._build.writes:
+            if build.writes:
                 error.add_note("The step has run, and its variables are written.")
-            self._build = None  # which has compiled the layout, and would not ask again
+            self._build, self._is_plain = None, False  # it would not be asked again
             raise
+        self._num_layouts = num_layouts
+
+    def _note_recreated(self, spec: OutputSpec) -> None:
+        self._recreated, self._is_plain = spec.recreated, False
 
     def _start_anew(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
@@ -138,11 +220,11 @@ class Program:
         """
         build = self._compile(args, kwargs)
         if not build.writes:
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
         try:
             return call_uninterrupted(lambda: start(build, args, kwargs, finish))
         except NotCompiled:  # JAX is configured for this thread alone, or compiles nothing at all
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
 
     def _retry_args(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]
@@ -187,45 +269,64 @@ class Program:
         names = tuple(self._step.argument_names)
         marked = mark_static(mark_modules((args, kwargs), names), names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
-            self._marks_objects = True
+            self._marks_objects, self._is_plain = True, False
         return marked
 
     # -- building -------------------------------------------------------------
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""
+        return self._with_objects(args, kwargs, self._lower)
+
+    def _lower(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    ) -> jax.stages.Lowered:
         args, kwargs = self._mark_objects(args, kwargs)
         with self._tracing:
-            build, is_placed = self._build or self._first_build(args, kwargs), False
-            while True:
-                try:
-                    return build.lower(args, kwargs)
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except ValueError as error:
-                    if is_placed or not jax_compat.is_device_mismatch(error):
-                        raise
-                    (args, kwargs), is_placed = self._step.place((args, kwargs)), True
+            try:
+                return self._lower_traced(args, kwargs)
+            except ValueError as error:
+                if not jax_compat.is_device_mismatch(error):
+                    raise
+                args, kwargs = self._step.place((args, kwargs))
+                return self._lower_traced(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Returns a build that has compiled this signature."""
+        """Returns a build that has compiled this signature, or whose call compiles it."""
         with self._tracing:
-            build = self._build or self._first_build(args, kwargs)
-            while build.variables:  # without them the call itself compiles: it holds no lock
+            build = self._build
+            if build is None or not build.variables:
+                build = self._trace(args, kwargs)
+            while build.variables:  # without them the call compiles: it holds no lock
                 require_outside_traces(build)
                 try:
                     build.lower(args, kwargs).compile()
                     break
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except Exception as error:
-                    if is_of_trace(error):
-                        raise
+                except NotCompiled:
+                    pass
+                except Exception:
                     break  # a class among the arguments takes arrays only: the call compiles
+                build = self._trace(args, kwargs)
             return build
 
-    def _first_build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        return self._rebuild(discover(self._step, args, kwargs, CreationLog()), args, kwargs)
+    def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        build = self._build or self._trace(args, kwargs)
+        while True:
+            try:
+                return build.lower(args, kwargs)
+            except NotCompiled:
+                build = self._trace(args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
+        """Traces the step; returns a build that threads its variables and is offered the trace."""
+        build = self._build
+        if build is not None:
+            self._watch.record(args, kwargs)
+        discovered = discover(self._step, args, kwargs, CreationLog())
+        if build is None or not build.covers(discovered):
+            return self._rebuild(discovered, args, kwargs)
+        build.offered[threading.get_ident()] = discovered
+        return build
 
     def _rebuild(
         self, discovered: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -236,7 +337,7 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
-        self._build = make_build(self._step, discovered, self._build, self._watch)
+        self._build = make_build(self._step, discovered, self._build)
         return self._build
 
     # -- donated arguments ----------------------------------------------------
@@ -246,8 +347,11 @@ class Program:
         build = self._build
         if build is not None and build.spans_devices:
             self._require_undeleted(args)  # JAX 0.10 ends the process where it meets one
-        donated = self._step.donate_argnums
-        return tuple(copy_handles(a) if i in donated else a for i, a in enumerate(args))
+        copied = list(args)
+        for number in self._step.donate_argnums:
+            if number < len(args):
+                copied[number] = copy_handles(args[number])
+        return tuple(copied)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
         """Raises a RuntimeError if an argument to donate has been donated before.

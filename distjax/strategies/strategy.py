@@ -13,7 +13,7 @@ from distjax.context.contracts import ExtendedLike
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
 from distjax.program.jit import CompiledFunction, as_numbers
-from distjax.program.replica_runner import require_no_bare_rows
+from distjax.program.run_step import require_no_bare_rows
 from distjax.replica.arguments import function_name, positional_names, require_callable
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.rows import stack_rows, take_first

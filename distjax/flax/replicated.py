@@ -13,9 +13,10 @@ from distjax.context import frames
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.arguments import is_array
 from distjax.strategies.rows import place_rows, require_rows
+from distjax.typing import PyTree
 
 
-def from_replicated(tree: Any, compare: bool = False) -> Any:
+def from_replicated(tree: PyTree, compare: bool = False) -> Any:
     """Returns a tree of [R, ...] arrays as what `run` takes.
 
     Every array becomes a PerReplica, whatever its rows hold: the values of an array never
@@ -46,7 +47,7 @@ def from_replicated(tree: Any, compare: bool = False) -> Any:
     extended = frames.current().strategy.extended
     topology = extended.topology
 
-    def take_in(path: Any, leaf: Any) -> Any:
+    def take_in(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if not is_array(leaf):
             return leaf
         require_rows(leaf, f"from_replicated: {jax.tree_util.keystr(path)}", topology)
@@ -57,7 +58,7 @@ def from_replicated(tree: Any, compare: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(take_in, tree)
 
 
-def to_replicated(tree: Any) -> Any:
+def to_replicated(tree: PyTree) -> Any:
     """Returns a tree of values as [R, ...] arrays, a row per replica.
 
     Args:
@@ -75,7 +76,7 @@ def to_replicated(tree: Any) -> Any:
     """
     topology = frames.current().strategy.extended.topology
 
-    def give_back(leaf: Any) -> Any:
+    def give_back(leaf: PyTree) -> Any:
         if isinstance(leaf, PerReplica):
             return leaf.stacked
         if not is_array(leaf):
@@ -86,7 +87,7 @@ def to_replicated(tree: Any) -> Any:
     return jax.tree.map(give_back, tree, is_leaf=is_per_replica)
 
 
-def _rows_are_equal(leaf: Any) -> bool:
+def _rows_are_equal(leaf: PyTree) -> bool:
     rows = jax.random.key_data(leaf) if jax_compat.is_key_dtype(leaf.dtype) else leaf
     rows = np.asarray(rows)
     return rows[:1].tobytes() * len(rows) == rows.tobytes()

@@ -12,12 +12,27 @@ import numpy as np
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.topology import Topology, unplaced_topology
+from distjax.typing import PyTree
 
 #: What a treedef remembers of a PerReplica: the topology, and the shape [R, ...]. All of it counts
 #: for equality, since JAX finds compiled programs by treedefs that are equal.
 Form = tuple[Topology, tuple[int, ...]]
 
 _ARRAYS = (jax.Array, np.ndarray)
+
+
+def _refuse(self: PerReplica, *_: object) -> NoReturn:
+    if not isinstance(self.stacked, _ARRAYS):
+        raise TypeError(_no_array_text("an operator", self))
+    raise TypeError(
+        message(
+            "an operator needs one value, not one value per replica",
+            got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
+            why="in cross-replica context nothing says how the values combine",
+            fix="reduce it: strategy.reduce('sum', x); or use it inside "
+            "strategy.run(fn, args=(x,))",
+        )
+    )
 
 
 class PerReplica:
@@ -58,7 +73,7 @@ class PerReplica:
 
     __slots__ = ("form", "stacked")
 
-    def __init__(self, stacked: Any, topology: Topology):
+    def __init__(self, stacked: PyTree, topology: Topology):
         self.stacked = stacked
         self.form: Form = topology, tuple(stacked.shape)
 
@@ -131,27 +146,14 @@ class PerReplica:
             f"<th>value</th></tr></thead><tbody>{body}</tbody></table>"
         )
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        if not isinstance(self.stacked, _ARRAYS):
-            raise TypeError(_no_array_text("an operator", self))
-        raise TypeError(
-            message(
-                "an operator needs one value, not one value per replica",
-                got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
-                why="in cross-replica context nothing says how the values combine",
-                fix="reduce it: strategy.reduce('sum', x); or use it inside "
-                "strategy.run(fn, args=(x,))",
-            )
-        )
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        _refuse(self)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse()
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse()
+    def __getitem__(self, key: object) -> NoReturn:
+        _refuse(self)
 
     def __format__(self, spec: str) -> str:
-        return self._refuse() if spec else str(self)
+        return _refuse(self) if spec else str(self)
 
     __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = __complex__ = _refuse
     __contains__ = __setitem__ = _refuse
@@ -160,13 +162,13 @@ class PerReplica:
 
 _OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 for _name in _OPERATORS:
-    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
-    setattr(PerReplica, f"__r{_name}__", PerReplica._refuse)
+    setattr(PerReplica, f"__{_name}__", _refuse)
+    setattr(PerReplica, f"__r{_name}__", _refuse)
 for _name in "neg pos abs invert round lt le gt ge eq ne".split():
-    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
+    setattr(PerReplica, f"__{_name}__", _refuse)
 
 
-def with_form(stacked: Any, form: Form) -> PerReplica:
+def with_form(stacked: PyTree, form: Form) -> PerReplica:
     """Returns the PerReplica of an array [R, ...] that is known to have this form."""
     value = _new(PerReplica)
     value.stacked, value.form = stacked, form
@@ -191,7 +193,7 @@ _new = object.__new__
 jax.tree_util.register_pytree_node(PerReplica, lambda x: ((x.stacked,), x.form), _unflatten)
 
 
-def _from_host(host: Any, shape: tuple[int, ...], key_impl: str | None) -> PerReplica:
+def _from_host(host: PyTree, shape: tuple[int, ...], key_impl: str | None) -> PerReplica:
     """Returns a PerReplica that was pickled, or copied."""
     stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
     return with_form(stacked, (unplaced_topology(shape[0]), shape))
@@ -250,7 +252,7 @@ def _no_array_text(where: str, value: PerReplica) -> str:
     )
 
 
-def require_local(value: Any, method: str) -> None:
+def require_local(value: object, method: str) -> None:
     """Raises a LocalityError if a replica function passes a PerReplica to `method`."""
     if not isinstance(value, PerReplica):
         return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 
+from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
 
 
@@ -41,7 +41,7 @@ _STATIC_NOTE = (
 )
 
 
-def add_cause_note(error: Exception, strategy: Any) -> None:
+def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
     """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
     add_static_note(error)
     text = str(error)

@@ -31,6 +31,7 @@ from distjax.replica.arguments import (
 )
 from distjax.replica.static import unmark
 from distjax.tracebacks import keep_user_lines
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -58,7 +59,7 @@ class CompiledFunction:
         self._programs: dict[Any, Program] = {}
         self._off_mesh: set[Program] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         frame = frames.current()
         if frame.state is not None:
@@ -83,7 +84,7 @@ class CompiledFunction:
     def __repr__(self) -> str:
         return f"dj.jit({function_name(self._fn)})"
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
         program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
         if jax_compat.has_user_mesh():
@@ -91,7 +92,11 @@ class CompiledFunction:
         return program.lower(*marked)
 
     def _under_user_mesh(
-        self, program: Program, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        program: Program,
+        call: Callable[..., Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> Any:
         """Calls with the mesh that the user has set, or without, as the function needs it.
 
@@ -114,7 +119,7 @@ class CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
         return CompiledFunction(self._fn, self._donate_argnums, self._static, self._require)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
         if instance is None:
             return self
@@ -146,10 +151,10 @@ class CompiledFunction:
         return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
 
 
-def _off_their_devices(tree: Any) -> Any:
+def _off_their_devices(tree: PyTree) -> Any:
     """Returns the arguments with arrays that the program may move to its devices."""
 
-    def uncommitted(leaf: Any) -> Any:
+    def uncommitted(leaf: PyTree) -> Any:
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         return jax_compat.as_uncommitted(leaf) if is_array else leaf
 
@@ -190,7 +195,7 @@ class JitStep:
             args, kwargs = unmark((args, kwargs))
         return emit_call(self._fn, args, kwargs)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
         return _off_their_devices(tree)
 

@@ -10,6 +10,7 @@ import jax
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.arguments import Static, as_static, is_array, user_path
+from distjax.typing import PyTree
 
 _T = TypeVar("_T")
 
@@ -69,7 +70,7 @@ def is_module(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
-def mark_modules(tree: Any, names: tuple[str, ...] = ()) -> Any:
+def mark_modules(tree: PyTree, names: tuple[str, ...] = ()) -> Any:
     """Returns (args, kwargs) in which whatever is no array in an `eqx.Module` is Static.
 
     Args:
@@ -82,7 +83,7 @@ def mark_modules(tree: Any, names: tuple[str, ...] = ()) -> Any:
     if "equinox" not in sys.modules:
         return tree
 
-    def mark(path: Any, value: Any) -> Any:
+    def mark(path: tuple[Any, ...], value: PyTree) -> Any:
         return _mark_module(path, value, names) if is_module(value) else value
 
     return jax.tree_util.tree_map_with_path(mark, tree, is_leaf=_is_one_value)
@@ -92,8 +93,8 @@ def _is_one_value(value: object) -> bool:
     return is_module(value) or is_per_replica(value) or _is_static(value)
 
 
-def _mark_module(path: Any, module: Any, names: tuple[str, ...]) -> Any:
-    def mark(inner: Any, leaf: Any) -> Any:
+def _mark_module(path: tuple[Any, ...], module: PyTree, names: tuple[str, ...]) -> Any:
+    def mark(inner: tuple[Any, ...], leaf: PyTree) -> Any:
         if is_array(leaf) or isinstance(leaf, (PerReplica, Static)):
             return leaf
         return as_static(leaf, user_path(jax.tree_util.keystr((*path, *inner)), names))

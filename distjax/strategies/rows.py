@@ -14,14 +14,15 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import is_array
 from distjax.replica.output_layout import place_output
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 
-def stack_rows(extended: ExtendedLike, tree: Any) -> Any:
+def stack_rows(extended: ExtendedLike, tree: PyTree) -> Any:
     """Returns a tree of [R, ...] arrays as PerReplica: see `Strategy.per_replica`."""
     topology = extended.topology
 
-    def stack(path: Any, leaf: Any) -> Any:
+    def stack(path: tuple[Any, ...], leaf: PyTree) -> Any:
         where = f"per_replica: the value{jax.tree_util.keystr(path)}"
         if isinstance(leaf, PerReplica):
             require_same_topology(leaf, topology, where)
@@ -35,7 +36,7 @@ def stack_rows(extended: ExtendedLike, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(stack, tree, is_leaf=is_per_replica)
 
 
-def _require_arrays(tree: Any) -> None:
+def _require_arrays(tree: PyTree) -> None:
     leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
     if not leaves or any(is_array(leaf) or is_per_replica(leaf) for leaf in leaves):
         return
@@ -49,7 +50,7 @@ def _require_arrays(tree: Any) -> None:
     )
 
 
-def place_rows(extended: ExtendedLike, rows: Any) -> Any:
+def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     """Returns [R, ...] as a PerReplica; the one row where the strategy never wraps."""
     topology = extended.topology
     if not extended.wraps:
@@ -59,7 +60,7 @@ def place_rows(extended: ExtendedLike, rows: Any) -> Any:
     return PerReplica(jax.device_put(rows, topology.per_replica), topology)
 
 
-def require_rows(leaf: Any, where: str, topology: Topology) -> None:
+def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:
     """Raises a LocalityError unless `leaf` has a leading dimension of R."""
     if leaf.ndim and leaf.shape[0] == topology.num_replicas:
         return
@@ -73,11 +74,11 @@ def require_rows(leaf: Any, where: str, topology: Topology) -> None:
     )
 
 
-def take_first(extended: ExtendedLike, tree: Any) -> Any:
+def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
     """Returns the first replica's values, on every replica: see `Strategy.first`."""
     topology = extended.topology
 
-    def take(path: Any, leaf: Any) -> Any:
+    def take(path: tuple[Any, ...], leaf: PyTree) -> Any:
         where = f"first: the value{jax.tree_util.keystr(path)}"
         if isinstance(leaf, Variable):
             return leaf.local_results()[0]
@@ -92,7 +93,7 @@ def take_first(extended: ExtendedLike, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(take, tree, is_leaf=is_per_replica)
 
 
-def _place(row: Any, topology: Topology) -> Any:
+def _place(row: PyTree, topology: Topology) -> Any:
     if isinstance(row, jax_compat.Tracer):
         return place_output(row, topology)
     return jax.device_put(row, topology.mirrored)

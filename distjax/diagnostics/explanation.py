@@ -75,6 +75,8 @@ class Explanation:
         None where it does not say.
       memory: bytes on one device.
       equal_reductions: reductions of values that are equal already.
+      possible_rows: paths of host arrays [R, ...] among the arguments, of which each
+        replica sees the whole; see `Strategy.per_replica`.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Explanation:
     flops: float | None
     memory: Memory
     equal_reductions: tuple[EqualReduction, ...]
+    possible_rows: tuple[str, ...]
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
@@ -123,6 +126,14 @@ class Explanation:
                 "value, a mean the value itself):",
                 ("", "line"),
                 tuple((each.what, each.source) for each in self.equal_reductions),
+            )
+
+        if self.possible_rows:
+            yield Table(
+                "arrays with as many rows as there are replicas, each of which sees all rows (if "
+                "row r is the value of replica r: strategy.per_replica(x)):",
+                (),
+                tuple((path,) for path in self.possible_rows),
             )
 
     def _counts(self) -> tuple[tuple[str, ...], ...]:

@@ -30,6 +30,7 @@ from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
+from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
@@ -37,6 +38,9 @@ from distjax.variables.donation import copy_handles
 
 #: What may mend a call that `jit` refused: returns the arguments to go on with, or None.
 Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+
+#: Raises for arguments (args, kwargs) that no trace can refuse: a trace knows no layouts.
+Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Program:
@@ -48,11 +52,18 @@ class Program:
     Args:
       step: what is compiled.
       on_second_call: is called once, at the second call.
+      require: is called for the arguments of each layout that is new.
     """
 
-    def __init__(self, step: Step, on_second_call: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        step: Step,
+        on_second_call: Callable[[], None] = lambda: None,
+        require: Require | None = None,
+    ):
         self._step = step
         self._on_second_call = on_second_call
+        self._require, self._num_layouts = require, 0
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
@@ -78,6 +89,8 @@ class Program:
             return self._call_with_care(args, kwargs, error)
         if spec.recreated:
             self._note_recreated(spec)
+        if self._require is not None and jax_compat.num_layouts(build.jitted) != self._num_layouts:
+            self._require_layout(build, self._require, args, kwargs)
         return result
 
     def _call_with_care(
@@ -147,10 +160,30 @@ class Program:
             result, spec = self._start_anew(refused, args, kwargs, finish)
         if spec.recreated:
             self._note_recreated(spec)
+        build = self._build
+        if self._require is not None and build is not None:
+            self._require_layout(build, self._require, args, kwargs)
         self._is_plain = self._has_no_objects and not (
             self._marks_objects or self._recreated or self._meets_user_mesh
         )
         return result
+
+    def _require_layout(
+        self, build: Build, require: Require, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raises for arguments of shapes that are known, in a layout that is not.
+
+        It is known to be new only when the program has run.
+        """
+        num_layouts = jax_compat.num_layouts(build.jitted)
+        try:
+            require(args, kwargs)
+        except Exception as error:
+            if build.writes:
+                error.add_note("The step has run, and its variables are written.")
+            self._build, self._is_plain = None, False  # it would not be asked again
+            raise
+        self._num_layouts = num_layouts
 
     def _note_recreated(self, spec: OutputSpec) -> None:
         self._recreated, self._is_plain = spec.recreated, False
@@ -163,6 +196,8 @@ class Program:
         Each round knows more than the one before: a signature that is compiled, more variables,
         or arguments that `jit` takes.
         """
+        if self._require is not None:
+            self._require(args, kwargs)
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         while True:
             if isinstance(error, UnknownVariables):
@@ -236,7 +271,8 @@ class Program:
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
-        marked = mark_static((args, kwargs), self._step.argument_names)
+        names = tuple(self._step.argument_names)
+        marked = mark_static(mark_modules((args, kwargs), names), names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
             self._marks_objects, self._is_plain = True, False
         return marked

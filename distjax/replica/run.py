@@ -35,6 +35,7 @@ from distjax.replica.global_value import (
 )
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
+from distjax.replica.static import mark_modules
 from distjax.replica.user_merge import UserMerge
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -87,8 +88,10 @@ def run_in_trace(
       where not, Python objects and variables as they are.
     """
     topology = strategy.extended.topology
-    partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = argument_names(fn, len(args))
+    partitioned = PartitionedTree(
+        mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
+    )
     for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
         if isinstance(leaf, PerReplica):
             where = f"argument {user_path(path, names)} of {function_name(fn)}"

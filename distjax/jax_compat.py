@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -317,10 +316,6 @@ def another_handle(array: jax.Array) -> jax.Array:
     """Returns a new array object over the same buffers."""
     shards = [s.data for s in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-
-
-#: Returns for how many signatures, layouts included, a function of `jax.jit` was called.
-num_layouts: Callable[[Any], int] = operator.methodcaller("_cache_size")
 
 
 def is_device_mismatch(error: Exception) -> bool:

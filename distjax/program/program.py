@@ -52,7 +52,7 @@ class Program:
     Args:
       step: what is compiled.
       on_second_call: is called once, at the second call.
-      require: is called for the arguments of each layout that is new.
+      require: is called for the arguments of each signature that is new.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Program:
     ):
         self._step = step
         self._on_second_call = on_second_call
-        self._require, self._num_layouts = require, 0
+        self._require = require
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
@@ -89,8 +89,6 @@ class Program:
             return self._call_with_care(args, kwargs, error)
         if spec.recreated:
             self._note_recreated(spec)
-        if self._require is not None and jax_compat.num_layouts(build.jitted) != self._num_layouts:
-            self._require_layout(build, self._require, args, kwargs)
         return result
 
     def _call_with_care(
@@ -160,30 +158,10 @@ class Program:
             result, spec = self._start_anew(refused, args, kwargs, finish)
         if spec.recreated:
             self._note_recreated(spec)
-        build = self._build
-        if self._require is not None and build is not None:
-            self._require_layout(build, self._require, args, kwargs)
         self._is_plain = self._has_no_objects and not (
             self._marks_objects or self._recreated or self._meets_user_mesh
         )
         return result
-
-    def _require_layout(
-        self, build: Build, require: Require, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Raises for arguments of shapes that are known, in a layout that is not.
-
-        It is known to be new only when the program has run.
-        """
-        num_layouts = jax_compat.num_layouts(build.jitted)
-        try:
-            require(args, kwargs)
-        except Exception as error:
-            if build.writes:
-                error.add_note("The step has run, and its variables are written.")
-            self._build, self._is_plain = None, False  # it would not be asked again
-            raise
-        self._num_layouts = num_layouts
 
     def _note_recreated(self, spec: OutputSpec) -> None:
         self._recreated, self._is_plain = spec.recreated, False

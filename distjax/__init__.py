@@ -35,6 +35,7 @@ from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.one_device import OneDeviceStrategy
+from distjax.strategies.pmap import pmap
 from distjax.strategies.sharded import ShardedStrategy
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
@@ -81,6 +82,7 @@ __all__ = [
     "jit",
     "lax",
     "locality",
+    "pmap",
     "set_strategy",
     "testing",
     "visualize",

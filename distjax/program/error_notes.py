@@ -22,15 +22,21 @@ def explain_devices(error: Exception, name: str) -> Exception:
     )
 
 
-def add_cause_note(error: Exception, strategy: Any) -> None:
-    """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
+def add_cause_note(error: Exception, strategy: Any, axis_name: str | None = None) -> None:
+    """Adds to an error of JAX what distjax knows of its cause, as a note under its text.
+
+    Args:
+      error: what was raised.
+      strategy: the strategy that ran.
+      axis_name: the name of its replica axis in this call, where it has one of its own.
+    """
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
     if isinstance(error, NameError) and axis is not None:
-        name = strategy.extended.public_axis_name
+        name = axis_name or strategy.extended.public_axis_name
         error.add_note(
             f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
-            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), or "
+            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "
             "dj.get_replica_context().all_reduce('mean', x)"
         )
     elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):

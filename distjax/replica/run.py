@@ -16,6 +16,8 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.placement.topology import Topology, renamed_topology
+from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import (
     PartitionedTree,
     argument_names,
@@ -30,6 +32,13 @@ from distjax.replica.global_value import (
     from_variable,
     replica_aval,
     to_variable,
+)
+from distjax.replica.mapped_results import (
+    AS_RUN,
+    AS_VALUES,
+    DataFlow,
+    RunOptions,
+    stack_results,
 )
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
@@ -64,7 +73,12 @@ class ReplicaTrace:
 
 
 def run_in_trace(
-    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Any
+    strategy: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outer: Any,
+    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica into the current trace.
 
@@ -74,12 +88,14 @@ def run_in_trace(
       args: positional arguments, in the global view.
       kwargs: keyword arguments.
       outer: the state of variables around the call.
+      options: what this call does in another way than `run`.
 
     Returns:
       The results in the global view: arrays where proved equal, PerReplica
-      where not, Python objects and variables as they are.
+      where not, Python objects and variables as they are; or as `options` say.
     """
     topology = strategy.extended.topology
+    named = renamed_topology(topology, options.axis_name or topology.axis_name)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = argument_names(fn, len(args))
     for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
@@ -87,14 +103,14 @@ def run_in_trace(
             where = f"argument {user_path(path, names)} of {function_name(fn)}"
             require_same_topology(leaf, topology, where)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
-    traced = trace_replica(strategy, fn, partitioned, global_values, outer)
+    traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
     try:
-        outs = _emit(topology, traced, global_values, outer)
+        outs = _emit(named, traced, global_values, outer)
     except BaseException as error:
         if not traced.created:
             raise
         traced = _keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
+        outs = _emit(named, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
@@ -110,11 +126,14 @@ def run_in_trace(
         ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
         outs = _proofs(traced.result.paths, results)
         observer.on_run(topology, function_name(fn), ins, outs)
+    pinned = _pin_results(results, topology)
+    if options.out_axes is not AS_VALUES:
+        varying = dict(zip(traced.jaxpr.invars, (v.varying for v in global_values), strict=True))
+        flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
+        return stack_results(function_name(fn), traced.result, pinned, flow, topology, options)
     if topology.num_replicas > 1:
         check_state(fn, names, partitioned, global_values, traced.result, results)
-    return traced.result.combine(
-        [as_user_value(r, topology) for r in _pin_results(results, topology)]
-    )
+    return traced.result.combine([as_user_value(r, topology) for r in pinned])
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:
@@ -147,9 +166,9 @@ def trace_replica(
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
     outer: Any,
+    topology: Topology,
 ) -> ReplicaTrace:
-    """Traces ``fn`` once, as one replica sees it."""
-    topology = strategy.extended.topology
+    """Traces ``fn`` once, as one replica sees it, its axis named as in `topology`."""
     found: dict[str, Any] = {}
 
     def traced(*local: Any) -> list[Any]:
@@ -159,7 +178,8 @@ def trace_replica(
         context = ReplicaContext(strategy)
         error, written = None, []
         try:
-            with frames.with_frame(Frame(strategy, context, state)):
+            frame = Frame(strategy, context, state, axis_name=topology.axis_name)
+            with frames.with_frame(frame):
                 result = PartitionedTree(fn(*args, **kwargs), is_array)
             if context.merge_error is not None:
                 raise context.merge_error

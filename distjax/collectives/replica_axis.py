@@ -10,10 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax import lax
+
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.jax_compat import Literal
 from distjax.placement.topology import Topology
+
+
+def is_bound_axis(name: str) -> bool:
+    """Returns whether an axis of this name can be reduced over here."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: Any) -> Any:

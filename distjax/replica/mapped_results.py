@@ -20,7 +20,7 @@ from distjax import jax_compat
 from distjax.collectives.constraint import constrain_to_replicas
 from distjax.errors import LocalityWarning, message
 from distjax.jax_compat import Literal
-from distjax.placement.topology import Topology
+from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import PartitionedTree
 from distjax.replica.global_value import GlobalValue, as_user_value, stack_replicas
@@ -209,7 +209,9 @@ def _with_axis(leaf: Any, axis: Any, topology: Topology, options: RunOptions) ->
         value = leaf.array[0] if leaf.varying else leaf.array
         placed = constrain_to_replicas(value, topology, varying=False)
     else:
-        placed = _place_stacked(stack_replicas(leaf, topology), axis, topology)
+        # Named as in the call: what comes back can go in again, and nothing is compiled anew.
+        named = renamed_topology(topology, options.axis_name or topology.axis_name)
+        placed = _place_stacked(stack_replicas(leaf, named), axis, named)
     return AlreadyPlaced(placed) if options.leaves_program else placed
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
@@ -104,6 +105,8 @@ def run_in_trace(
             require_same_topology(leaf, topology, where)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
     traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
+    if options.axis_name is not None:
+        _require_own_axis(function_name(fn), traced.jaxpr, named)
     try:
         outs = _emit(named, traced, global_values, outer)
     except BaseException as error:
@@ -134,6 +137,27 @@ def run_in_trace(
     if topology.num_replicas > 1:
         check_state(fn, names, partitioned, global_values, traced.result, results)
     return traced.result.combine([as_user_value(r, topology) for r in pinned])
+
+
+def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
+    """Raises if the collectives of `jaxpr` would be those of a `jax.vmap` around it.
+
+    JAX gives them the axis of the vmap where a mesh has an axis of the same name.
+    """
+    axis_name = topology.axis_name
+    in_replica = any(frame.replica_context is not None for frame in frames.stack())
+    if topology.mesh is None or in_replica or not is_bound_axis(axis_name):
+        return
+    if next(Analysis(axis_name).collectives(jaxpr), None) is None:
+        return
+    raise ValueError(
+        message(
+            f"pmap of {name} needs an axis_name that no jax.vmap around it has",
+            got=f"{axis_name!r}, for both",
+            why="JAX takes the collectives in it for those of the vmap (jax.pmap does so too)",
+            fix="another axis_name for one of the two",
+        )
+    )
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

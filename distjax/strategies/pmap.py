@@ -16,6 +16,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.frames import Frame
 from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
@@ -55,15 +56,17 @@ class MappedFunction:
         self._fn, self._arguments, self._options = fn, arguments, options
         self._devices, self._strategy, self._donate_argnums = devices, strategy, donate_argnums
         self._programs: dict[Strategy, StatefulProgram] = {}
+        self._own: dict[int, Strategy] = {}  # by R, where the call names none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program of the call's replicas; inside a trace of distjax emits it there."""
         strategy = None
         try:
             args = self._mark_static(args)
-            strategy = self._find_strategy(args, kwargs)
-            if frames.current().state is not None:
-                return self._emit_here(strategy, args, kwargs)
+            frame = frames.current()
+            strategy = self._find_strategy(frame, args, kwargs)
+            if frame.state is not None:
+                return self._emit_here(strategy, args, kwargs, frame.state)
             program = self._program_of(strategy)
             if jax_compat.has_user_mesh():
                 return jax_compat.ignores_user_mesh(program)(args, kwargs)
@@ -77,7 +80,8 @@ class MappedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
         args = self._mark_static(args)
-        return self._program_of(self._find_strategy(args, kwargs)).lower(args, kwargs)
+        strategy = self._find_strategy(frames.current(), args, kwargs)
+        return self._program_of(strategy).lower(args, kwargs)
 
     def __repr__(self) -> str:
         return f"dj.pmap({function_name(self._fn)})"
@@ -100,9 +104,10 @@ class MappedFunction:
 
     # -- whose replicas --------------------------------------------------------
 
-    def _find_strategy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Strategy:
+    def _find_strategy(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Strategy:
         """Returns the strategy whose replicas a call with these arguments has."""
-        frame = frames.current()
         if frame.is_replica:
             raise ContextError(_nested_text(self._arguments.function, frame.name))
         count = self._arguments.num_rows(args, kwargs)
@@ -110,10 +115,7 @@ class MappedFunction:
             raise ValueError(_axis_size_text(self._arguments, count))
         strategy = self._strategy or (frame.strategy if frame.has_strategy else None)
         if strategy is None:
-            devices = local_devices() if self._devices is None else self._devices
-            if count > len(devices):
-                raise ValueError(_too_few_text(self._arguments.function, count, devices))
-            return strategy_of(tuple(devices[:count]))
+            return self._own.get(count) or self._make_own(count)
         if self._devices is not None:
             raise ValueError(_devices_text(strategy))
         if frame.has_strategy:
@@ -121,6 +123,12 @@ class MappedFunction:
         if count != strategy.num_replicas_in_sync:
             raise ValueError(_count_text(self._arguments.function, count, strategy))
         return strategy
+
+    def _make_own(self, count: int) -> Strategy:
+        devices = local_devices() if self._devices is None else self._devices
+        if count > len(devices):
+            raise ValueError(_too_few_text(self._arguments.function, count, devices))
+        return self._own.setdefault(count, strategy_of(tuple(devices[:count])))
 
     # -- programs --------------------------------------------------------------
 
@@ -140,9 +148,10 @@ class MappedFunction:
             program = self._programs.setdefault(strategy, program)
         return program
 
-    def _emit_here(self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        topology, state = strategy.extended.topology, frames.current().state
-        args, kwargs = self._arguments.as_values(args, kwargs, topology)
+    def _emit_here(
+        self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
+    ) -> Any:
+        args, kwargs = self._arguments.as_values(args, kwargs, strategy.extended.topology)
         return run_here(strategy, self._fn, args, kwargs, state, self._options)
 
 

@@ -68,10 +68,10 @@ class MappedArguments:
           ValueError: nothing is mapped.
         """
         if self.in_axes == 0:  # nearly always; a PerReplica shows its stacked array here
-            leaves = (x for arg in (*args, kwargs) for x in jax.tree.leaves(arg))
-            first = next(leaves, None)
-            if getattr(first, "shape", ()):
-                return first.shape[0]
+            first = next((x for arg in (*args, kwargs) for x in jax.tree.leaves(arg)[:1]), None)
+            shape = getattr(first, "shape", ())
+            if shape:
+                return shape[0]
         for path, leaf, axis in self._leaves(args, kwargs)[1]:
             if axis is not None:
                 return _size(leaf, axis, path, self.function)

@@ -16,7 +16,7 @@ def body(x, y=None):
 
 def test_more_rows_than_devices():
     with pytest.raises(
-        ValueError, match="pmap of body needs a device for each row.\n.*9 rows and 8"
+        ValueError, match="of body needs a device for each row.\n.*9 rows and 8"
     ):
         dj.pmap(body)(np.ones(9))
     with pytest.raises(ValueError, match=r"(?s)strategy=dj.VirtualStrategy\(9\)"):
@@ -166,4 +166,4 @@ def test_an_error_of_the_body_comes_out_unchanged():
 def test_a_mapped_function_made_anew_at_each_call_is_told():
     with pytest.warns(dj.errors.RecompilationWarning, match="one function object"):
         for i in range(8):
-            dj.pmap(lambda x: x + i)(np.ones(2))
+            dj.pmap(lambda x, i=i: x + i)(np.ones(2))

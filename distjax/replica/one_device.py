@@ -22,8 +22,8 @@ from distjax.replica.analysis import Analysis
 
 #: Primitives whose inner jaxpr is evaluated in their place.
 _INLINED = frozenset("jit pjit closed_call core_call custom_vmap_call".split())
-#: Primitives without a rule for `vmap`, or with one for some cases only.
-_UNMAPPED = frozenset("ragged_dot ragged_dot_general".split())
+#: Primitives whose rule for `vmap` is for operands that all have its axis.
+_ALL_MAPPED = frozenset("ragged_dot ragged_dot_general".split())
 
 
 class OneDevice:
@@ -52,7 +52,7 @@ class OneDevice:
 
     def _is_special(self, eqn: Any) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        if name in _UNMAPPED or name == "custom_vmap_call":
+        if name in _ALL_MAPPED or name == "custom_vmap_call":
             return True
         if name == "pure_callback":
             return params.get("vmap_method") is None
@@ -72,7 +72,9 @@ class OneDevice:
             return self.evaluate(*jax_compat.open_jaxpr(params[key]), ins)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, ins)
-        if name in _UNMAPPED or "callback" in name:
+        if name in _ALL_MAPPED:
+            return _bind(eqn, list(map(self._spread, ins)))
+        if "callback" in name:
             return self._one_by_one(eqn, ins)
         return _bind(eqn, ins)  # JAX says what it does not map
 
@@ -87,6 +89,11 @@ class OneDevice:
         """Returns this replica's row of an array, or table, that all share."""
         return jnp.asarray(rows)[lax.axis_index(self._axis)]
 
+    def _spread(self, x: Any) -> jax.Array:
+        """Returns `x` as a value per replica, also where it is equal on all."""
+        is_any = jnp.broadcast_to(lax.axis_index(self._axis) >= 0, jnp.shape(x))
+        return lax.select(is_any, jnp.asarray(x), jnp.asarray(x))
+
     # -- collectives -----------------------------------------------------------
 
     def _collective(self, name: str, x: Any, params: Any) -> jax.Array:
@@ -94,9 +101,7 @@ class OneDevice:
         if name == "ppermute":
             return self._permute(x, params["perm"])
         if not groups:  # `vmap` is right about an all_to_all of what differs
-            differs = jnp.broadcast_to(lax.axis_index(self._axis) >= 0, jnp.shape(x))
-            x = lax.select(differs, x, x)
-            return lax.all_to_all_p.bind(x, **params)
+            return lax.all_to_all_p.bind(self._spread(x), **params)
         group = _Group(self, x, groups)
         if name == "all_gather":
             return _join(group.rows, params["all_gather_dimension"], params["tiled"])
@@ -104,9 +109,9 @@ class OneDevice:
             total, axis = group.reduce(jnp.sum, 0), params["scatter_dimension"]
             return group.part(total, axis, params["tiled"])
         if name == "all_to_all":
-            axis, tiled = params["split_axis"], params["tiled"]
-            parts = jax.vmap(lambda row: group.part(row, axis, tiled))(group.rows)
-            return _join(parts, params["concat_axis"], tiled)
+            axis = params["split_axis"]  # the equation is of the tiled form in either case
+            parts = jax.vmap(lambda row: group.part(row, axis, tiled=True))(group.rows)
+            return _join(parts, params["concat_axis"], tiled=True)
         reduce = {"pmax": jnp.max, "pmin": jnp.min}.get(name)
         return group.reduce(jnp.sum, 0) if reduce is None else group.reduce(reduce, None)
 

@@ -70,6 +70,9 @@ class OneDevice:
         if name in _INLINED:
             key = next(k for k in ("jaxpr", "call_jaxpr", "call") if k in params)
             return self.evaluate(*jax_compat.open_jaxpr(params[key]), ins)
+        if name.startswith("remat") or name == "checkpoint":
+            options = {key: params[key] for key in ("prevent_cse", "policy")}
+            return jax.checkpoint(self._branch(params["jaxpr"]), **options)(*ins)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, ins)
         if name in _ALL_MAPPED:

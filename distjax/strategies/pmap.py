@@ -108,17 +108,18 @@ class MappedFunction:
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Strategy:
         """Returns the strategy whose replicas a call with these arguments has."""
-        if frame.is_replica:
+        has_strategy = frame.has_strategy
+        if has_strategy and frame.replica_context is not None:
             raise ContextError(_nested_text(self._arguments.function, frame.name))
         count = self._arguments.num_rows(args, kwargs)
         if self._arguments.axis_size not in (None, count):
             raise ValueError(_axis_size_text(self._arguments, count))
-        strategy = self._strategy or (frame.strategy if frame.has_strategy else None)
+        strategy = frame.strategy if self._strategy is None and has_strategy else self._strategy
         if strategy is None:
             return self._own.get(count) or self._make_own(count)
         if self._devices is not None:
             raise ValueError(_devices_text(strategy))
-        if frame.has_strategy:
+        if has_strategy:
             frames.require_enterable(strategy, "pmap")
         if count != strategy.num_replicas_in_sync:
             raise ValueError(_count_text(self._arguments.function, count, strategy))

@@ -68,10 +68,10 @@ class MappedArguments:
           ValueError: nothing is mapped.
         """
         if self.in_axes == 0:  # nearly always; a PerReplica shows its stacked array here
-            first = next((x for arg in (*args, kwargs) for x in jax.tree.leaves(arg)[:1]), None)
-            shape = getattr(first, "shape", ())
-            if shape:
-                return shape[0]
+            for arg in args:
+                rows = _rows_of(arg)
+                if rows is not None:
+                    return rows
         for path, leaf, axis in self._leaves(args, kwargs)[1]:
             if axis is not None:
                 return _size(leaf, axis, path, self.function)
@@ -172,6 +172,20 @@ class MappedArguments:
             "is mapped over its axis 0 and not counted",
             fix="in_axes=0, or a tuple with an axis for each positional argument",
         )
+
+
+def _rows_of(tree: Any) -> int | None:
+    """Returns the first size of an array of `tree`; None where there is none at first sight."""
+    while True:
+        if type(tree) is dict and tree:
+            tree = next(iter(tree.values()))
+        elif type(tree) in (tuple, list) and tree:
+            tree = tree[0]
+        else:
+            break
+    leaf = tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
+    shape = getattr(leaf, "shape", ())
+    return shape[0] if shape else None
 
 
 def _is_leaf(value: Any) -> bool:

@@ -136,10 +136,13 @@ class MappedArguments:
     def _axes_of(self, count: int) -> Any:
         """Returns `in_axes` with None in the places of the static arguments."""
         axes = self.in_axes
-        if not self.static or (isinstance(axes, tuple) and len(axes) != count):
+        if not self.static:
             return axes
         axes = axes if isinstance(axes, tuple) else (axes,) * count
-        return tuple(None if i in self.static else axis for i, axis in enumerate(axes))
+        mapped = [i for i in range(count) if i not in self.static]
+        if mapped and mapped[-1] >= len(axes):  # static ones behind the last need no axis
+            return axes
+        return tuple(None if i in self.static else axes[i] for i in range(count))
 
     def _as_value(self, path: str, leaf: Any, axis: int | None, topology: Topology) -> Any:
         if axis is None:

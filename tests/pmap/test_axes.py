@@ -67,6 +67,8 @@ def test_static_arguments(replicas):
     assert calls == [2, 3]
     axes = replicas.pmap(lambda x, k: x * k, in_axes=(1, None), static_broadcasted_argnums=1)
     np.testing.assert_array_equal(axes(rows.T, 2), rows * 2)
+    short = replicas.pmap(lambda x, k: x * k, in_axes=(1,), static_broadcasted_argnums=1)
+    np.testing.assert_array_equal(short(rows.T, 2), rows * 2)
 
 
 def test_a_method(replicas):

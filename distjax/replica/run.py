@@ -222,8 +222,14 @@ def trace_replica(
     _name_after(traced, fn)
     avals = [replica_aval(x) for x in global_values]
     axis_env = [(topology.axis_name, topology.num_replicas)]
-    with _model_axes_in_scope(topology):
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    try:
+        with _model_axes_in_scope(topology):
+            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    except AssertionError as error:
+        if not str(error).startswith("ManualAxisType"):
+            raise
+        with _replica_axis_in_scope(topology):  # where lax.pcast is the identity
+            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
     trace = ReplicaTrace(jaxpr, consts, **found)
     return trace if trace.error is None else _keep_created(trace, trace.error)
 
@@ -254,6 +260,18 @@ def _model_axes_in_scope(topology: Any) -> Any:
     if not topology.model_axes:
         return contextlib.nullcontext()
     return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+
+
+def _replica_axis_in_scope(topology: Topology) -> Any:
+    """Returns a context in which `lax.pcast` may name the replica axis.
+
+    Not for every trace: arrays that a function closes over would have to be of this mesh.
+    """
+    if topology.mesh is not None:
+        return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+    manual = (jax.sharding.AxisType.Manual,)
+    sizes, names = (topology.num_replicas,), (topology.axis_name,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
 
 
 def _refuse_per_replica(leaf: Any, fn: Any) -> Any:

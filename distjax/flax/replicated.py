@@ -10,7 +10,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.errors import LocalityError, describe_value, message
+from distjax.errors import ContextError, LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import is_array
@@ -29,6 +29,7 @@ def from_replicated(tree: Any) -> Any:
       compared on the host.
 
     Raises:
+      ContextError: no strategy is active.
       LocalityError: a leaf without a leading dimension of R.
 
     Example:
@@ -40,7 +41,17 @@ def from_replicated(tree: Any) -> Any:
 
     Source: flax.jax_utils.
     """
-    strategy = frames.current().strategy
+    frame = frames.current()
+    if not frame.has_strategy:
+        raise ContextError(
+            message(
+                "from_replicated needs the scope of the strategy that takes the tree",
+                got="a call with no active strategy",
+                why="a row belongs to a replica, and the strategy says where that is",
+                fix="with strategy.scope(): state = dj.flax.from_replicated(state)",
+            )
+        )
+    strategy = frame.strategy
     topology = strategy.extended.topology
     wraps = strategy.extended.wraps
 

@@ -39,6 +39,13 @@ def add_cause_note(error: Exception, strategy: Any, axis_name: str | None = None
             f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "
             "dj.get_replica_context().all_reduce('mean', x)"
         )
+    elif isinstance(error, TypeError) and "is not a valid JAX array type" in text:
+        error.add_note(
+            "An array of strings or of Python objects stands where devices compute: they have "
+            "none.\n"
+            "  Fix: leave it out of the batch; or numbers in its place: "
+            "np.unique(names, return_inverse=True)[1]"
+        )
     elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):
         error.add_note(
             "A distjax.Variable stands where JAX wants an array.\n"

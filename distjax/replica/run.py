@@ -41,6 +41,7 @@ from distjax.replica.mapped_results import (
     RunOptions,
     stack_results,
 )
+from distjax.replica.body_errors import add_number_note, require_no_other_mesh
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge
@@ -104,7 +105,12 @@ def run_in_trace(
             where = f"argument {user_path(path, names)} of {function_name(fn)}"
             require_same_topology(leaf, topology, where)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
-    traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
+    try:
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        add_number_note(error, fn, partitioned, names)
+        raise
+    require_no_other_mesh(function_name(fn), traced.jaxpr, named)
     if options.axis_name is not None:
         _require_own_axis(function_name(fn), traced.jaxpr, named)
     try:

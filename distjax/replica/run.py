@@ -26,6 +26,7 @@ from distjax.replica.arguments import (
     is_array,
     user_path,
 )
+from distjax.replica.body_errors import add_number_note, require_no_other_mesh
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import (
     GlobalValue,
@@ -41,7 +42,6 @@ from distjax.replica.mapped_results import (
     RunOptions,
     stack_results,
 )
-from distjax.replica.body_errors import add_number_note, require_no_other_mesh
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge

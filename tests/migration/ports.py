@@ -59,7 +59,9 @@ def run(text: str, num_steps: int) -> object:
 
 def difference(name: str, num_steps: int) -> float:
     """Returns the largest difference between the results of the two, relative to their size."""
-    pairs = zip(*(jax.tree.leaves(run(f(name), num_steps)) for f in (port_of, source_of)), strict=True)
+    pairs = zip(
+        *(jax.tree.leaves(run(f(name), num_steps)) for f in (port_of, source_of)), strict=True
+    )
     return max(
         float(np.max(np.abs(np.asarray(x) - np.asarray(y))) / max(1.0, np.max(np.abs(y))))
         for x, y in pairs
@@ -71,7 +73,9 @@ def main() -> None:
     print("| file | lines | changed | largest difference |\n|---|---:|---:|---:|")
     for name in CHANGES:
         lines = len(source_of(name).splitlines())
-        print(f"| {name} | {lines} | {changed_lines(name)} | {difference(name, 5):.1e} |", flush=True)
+        print(
+            f"| {name} | {lines} | {changed_lines(name)} | {difference(name, 5):.1e} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ class Program:
         return (self.out_axes[0], self.out_axes[1]), {"last": self.out_axes[2]}
 
     def _draw_step(self, draw, depth, differentiable=False):
-        collectives = [kind for kind in _COLLECTIVES if not differentiable or kind not in _NO_GRADIENT]
+        collectives = [
+            kind for kind in _COLLECTIVES if not differentiable or kind not in _NO_GRADIENT
+        ]
         kind = draw.choice([*_PLAIN, *collectives, *(_NESTED if depth else ())])
         index, other = draw.randrange(8), draw.randrange(8)
         if kind in _NESTED:
@@ -93,8 +95,9 @@ _PLAIN = {
     "sort": lambda x, y, n: jnp.sort(x, axis=-1),
     "cumsum": lambda x, y, n: jnp.cumsum(x, axis=0) * 0.3,
     "index": lambda x, y, n: x * (1 + lax.axis_index("i")) * n,
-    "noise": lambda x, y, n: x
-    + jax.random.normal(jax.random.fold_in(jax.random.key(3), lax.axis_index("i")), x.shape),
+    "noise": lambda x, y, n: (
+        x + jax.random.normal(jax.random.fold_in(jax.random.key(3), lax.axis_index("i")), x.shape)
+    ),
     "same_noise": lambda x, y, n: x + jax.random.normal(jax.random.key(4), x.shape),
     "flip": lambda x, y, n: lax.rev(x, (1,)),
     "scatter": lambda x, y, n: x.at[1].set(y[2]),
@@ -131,8 +134,10 @@ _COLLECTIVES = {
     ),
     "all_gather": lambda n, draw: lambda x: lax.all_gather(x, "i")[n - 1],
     "gathered_mean": lambda n, draw: lambda x: lax.all_gather(x, "i", axis=1).mean(1),
-    "scatter_gather": lambda n, draw: lambda x: lax.all_gather(
-        lax.psum_scatter(x, "i", scatter_dimension=1, tiled=True), "i", axis=1, tiled=True
+    "scatter_gather": lambda n, draw: (
+        lambda x: lax.all_gather(
+            lax.psum_scatter(x, "i", scatter_dimension=1, tiled=True), "i", axis=1, tiled=True
+        )
     ),
     "ppermute": lambda n, draw: functools.partial(lax.ppermute, axis_name="i", perm=_ring(n, draw)),
     "partial": lambda n, draw: functools.partial(

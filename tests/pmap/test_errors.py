@@ -15,9 +15,7 @@ def body(x, y=None):
 
 
 def test_more_rows_than_devices():
-    with pytest.raises(
-        ValueError, match="of body needs a device for each row.\n.*9 rows and 8"
-    ):
+    with pytest.raises(ValueError, match="of body needs a device for each row.\n.*9 rows and 8"):
         dj.pmap(body)(np.ones(9))
     with pytest.raises(ValueError, match=r"(?s)strategy=dj.VirtualStrategy\(9\)"):
         dj.pmap(body)(np.ones(9))

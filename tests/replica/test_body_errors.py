@@ -28,7 +28,7 @@ def unrolled(x, count):
 
 @pytest.mark.parametrize("step", [zeros, scanned, unrolled])
 def test_a_number_as_a_shape_or_length(pair, step):
-    with pytest.raises(Exception) as found:  # noqa: PT011  (of JAX, three classes)
+    with pytest.raises(Exception) as found:
         pair.run(step, args=(1.0, 3))
     note = "\n".join(found.value.__notes__)
     assert f"Argument count of {step.__name__} is an array inside" in note

@@ -92,9 +92,7 @@ BODIES = {
         lambda x: x,
         x,
     ),
-    "in_vmap": lambda x: jax.vmap(
-        lambda y: lax.psum(y, "replica", axis_index_groups=GROUPS)
-    )(x),
+    "in_vmap": lambda x: jax.vmap(lambda y: lax.psum(y, "replica", axis_index_groups=GROUPS))(x),
     "in_grad": jax.grad(
         lambda x: jnp.sum(x * lax.psum(jnp.sin(x), "replica", axis_index_groups=GROUPS))
     ),

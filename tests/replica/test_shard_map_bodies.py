@@ -76,29 +76,48 @@ def test_an_assertion_of_the_body_comes_out(pair):
         pair.run(step, args=(ids(pair),))
 
 
-# -- derivatives inside and around, beside pmap and shard_map -------------------
+# -- derivatives inside and around, as the table of docs/migration/shard_map.md ----
+
+LOSSES = {
+    "loss": lambda w, x: w * x,
+    "psum": lambda w, x: lax.psum(w * x, "replica"),
+    "pmean": lambda w, x: lax.pmean(w * x, "replica"),
+}
+X = np.array([1, 3], np.float32)
 
 
-def total(w, x):
-    return jnp.sum(w * x)
+def mapped(pair, fn, axis, out_axes=0):
+    """Yields ``fn`` of (w, X) mapped by us and by JAX; w is shared, or has a row each."""
+    options = {"in_axes": (axis, 0), "out_axes": out_axes}
+    yield dj.pmap(fn, "replica", strategy=pair, **options)
+    yield jax.pmap(fn, "replica", **options)
 
 
-def test_derivatives_by_what_is_equal_and_what_is_not(pair):
-    """The table of `docs/migration/shard_map.md`: x is 0, 1, and the loss w * x."""
-    w, x = jnp.float32(2), ids(pair)
-    shards = x.map(lambda r: 2 + 0 * r)
-    gradient = lambda w, x: jax.grad(total)(w, x)
-    assert local(pair, pair.run(gradient, args=(w, x))) == [0, 1]
-    assert local(pair, pair.run(gradient, args=(shards, x))) == [0, 1]
+@pytest.mark.parametrize("axis", [None, 0], ids=["M", "T"])
+def test_derivatives_inside(pair, axis):
+    w = np.float32(2) if axis is None else np.full(2, 2, np.float32)
+    for name, expected in (("loss", [1, 3]), ("psum", [2, 6]), ("pmean", [1, 3])):
+        for fn in mapped(pair, jax.grad(LOSSES[name]), axis):
+            assert fn(w, X).tolist() == expected
 
-    def around(w, reduced):
-        step = lambda w, x: lax.pmean(total(w, x), "replica") if reduced else total(w, x)
-        out = pair.run(step, args=(w, x))
-        return out if reduced else out.stacked.sum()
 
-    assert float(jax.grad(lambda w: around(w, False))(w)) == 1  # the sum over the replicas
-    assert float(jax.grad(lambda w: around(w, True))(w)) == 0.5  # the mean
-    of_shards = lambda reduced: jax.grad(
-        lambda stacked: around(dj.PerReplica(stacked, shards.topology), reduced)
-    )(shards.stacked)
-    assert of_shards(False).tolist() == [0, 1] and of_shards(True).tolist() == [0, 0.5]
+@pytest.mark.parametrize(
+    ("axis", "name", "expected"),
+    [(None, "loss", 4), (0, "loss", [1, 3]), (None, "pmean", 2), (0, "pmean", [0.5, 1.5])],
+)
+def test_derivatives_around(pair, axis, name, expected):
+    w = np.float32(2) if axis is None else np.full(2, 2, np.float32)
+    for fn in mapped(pair, LOSSES[name], axis, None if name == "pmean" else 0):
+        assert jax.grad(lambda w, fn=fn: fn(w, X).sum())(w).tolist() == expected
+
+
+def test_derivatives_around_run(pair):
+    x = ids(pair).map(lambda r: 1 + 2 * r)
+
+    def summed(w):
+        return pair.run(LOSSES["loss"], args=(w, x)).stacked.sum()
+
+    assert float(jax.grad(summed)(jnp.float32(2))) == 4
+    shards = dj.PerReplica(jnp.full(2, 2.0), x.topology)
+    of_shards = lambda stacked: summed(dj.PerReplica(stacked, x.topology))
+    assert jax.grad(of_shards)(shards.stacked).tolist() == [1, 3]

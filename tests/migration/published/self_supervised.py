@@ -1,6 +1,5 @@
 """Self-supervised learning with a target network: moving average, synchronised batch norm."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn

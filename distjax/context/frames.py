@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -79,24 +79,20 @@ class Frame:
 
 
 _stack: ContextVar[tuple[Frame, ...]] = ContextVar("distjax_frames", default=())
-_default_frame: list[Callable[[], Frame]] = []
+#: One frame: that of the default strategy and its one replica.
+_default_frame: list[Frame] = []
 
 
-def set_default_frame(make: Callable[[], Frame]) -> None:
+def set_default_frame(frame: Frame) -> None:
     """Tells what frame an empty stack stands for (called once, on import)."""
-    _default_frame[:] = [make]
-
-
-def default_frame() -> Frame:
-    """Returns the frame of the default strategy and its one replica."""
-    return _default_frame[0]()
+    _default_frame[:] = [frame]
 
 
 def current() -> Frame:
     """Returns the current frame."""
     stack = _stack.get()
     if not stack:
-        return default_frame()
+        return _default_frame[0]
     frame = stack[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
         # An inner function asks for what JAX does not know of, and would remember the answer.
@@ -131,7 +127,7 @@ def take_out(frame: Frame) -> bool:
 
 
 @contextlib.contextmanager
-def with_frame(frame: Frame) -> Iterator[Frame]:
+def with_frame(frame: Frame) -> Generator[Frame]:
     """Puts `frame` on the stack for a call.
 
     What was entered in the call ends with it, if only to be safe from generators that it
@@ -160,7 +156,7 @@ def _leave(frame: Frame) -> None:
 
 
 @contextlib.contextmanager
-def with_block(frame: Frame) -> Iterator[Frame]:
+def with_block(frame: Frame) -> Generator[Frame]:
     """Puts `frame` on the stack for a block of the user's, which a generator may suspend."""
     try:
         try:
@@ -173,7 +169,7 @@ def with_block(frame: Frame) -> Iterator[Frame]:
 
 
 @contextlib.contextmanager
-def with_stack(frames: tuple[Frame, ...]) -> Iterator[None]:
+def with_stack(frames: tuple[Frame, ...]) -> Generator[None]:
     """Gives the calling thread the stack `frames` for a block (for our threads)."""
     tokens: list[Token[tuple[Frame, ...]]] = []
     try:
@@ -211,7 +207,7 @@ def is_dry_run() -> bool:
 
 
 @contextlib.contextmanager
-def without_observer() -> Iterator[None]:
+def without_observer() -> Generator[None]:
     """Tells nobody of a block: a trace for shapes proves nothing that counts."""
     if observer() is None:
         yield

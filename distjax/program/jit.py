@@ -15,13 +15,13 @@ from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
+from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import emit_call
+from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.error_notes import explain_devices
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import (
     Static,
     as_static,
@@ -30,6 +30,7 @@ from distjax.replica.arguments import (
     require_callable,
 )
 from distjax.tracebacks import keep_user_lines
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -41,18 +42,21 @@ class CompiledFunction:
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
-        self._programs: dict[Any, StatefulProgram] = {}
-        self._off_mesh: set[StatefulProgram] = set()
+        self._programs: dict[Any, Program] = {}
+        self._off_mesh: set[Program] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
-        if frames.current().state is not None:
+        frame = frames.current()
+        if frame.state is not None:
             return self._fn(*_unmark(args), **kwargs)
         try:
-            program, marked = self._program(), self.mark_arguments(args, kwargs)
+            program = self._program(frame)
+            if self._static:
+                args, kwargs = self.mark_arguments(args, kwargs)
             if jax_compat.has_user_mesh():
-                return self._under_user_mesh(program, program, *marked)
-            return program(*marked)
+                return self._under_user_mesh(program, program, args, kwargs)
+            return program(args, kwargs)
         except Exception as error:
             keep_user_lines(error)
             explained = explain_devices(error, repr(self))
@@ -63,15 +67,19 @@ class CompiledFunction:
     def __repr__(self) -> str:
         return f"dj.jit({function_name(self._fn)})"
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
-        program, marked = self._program(), self.mark_arguments(args, kwargs)
+        program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
         if jax_compat.has_user_mesh():
             return self._under_user_mesh(program, program.lower, *marked)
         return program.lower(*marked)
 
     def _under_user_mesh(
-        self, program: StatefulProgram, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        program: Program,
+        call: Callable[..., Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> Any:
         """Calls with the mesh that the user has set, or without, as the function needs it.
 
@@ -94,7 +102,7 @@ class CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
         return CompiledFunction(self._fn, self._donate_argnums, self._static)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
         if instance is None:
             return self
@@ -102,19 +110,14 @@ class CompiledFunction:
         is_argument = bridge is not None and bridge.is_stateful(instance)
         return functools.partial(self, instance if is_argument else Static(instance))
 
-    def _program(self) -> StatefulProgram:
-        frame = frames.current()
+    def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
-        if key not in self._programs:
-            strategy = frame.strategy if frame.has_strategy else None
-            self._programs[key] = StatefulProgram(
-                Program(JitStep(self._fn, frame, self._donate_argnums)),
-                lambda: self._fn,
-                lambda: strategy,
-                self._donate_argnums,
-                fresh_functions.record(self._fn, frame.strategy),
-            )
-        return self._programs[key]
+        program = self._programs.get(key)
+        if program is None:
+            step = JitStep(self._fn, frame, self._donate_argnums)
+            program = Program(step, fresh_functions.record(self._fn, frame.strategy))
+            self._programs[key] = program
+        return program
 
     def mark_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,17 +133,17 @@ class CompiledFunction:
         return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
 
 
-def _off_their_devices(tree: Any) -> Any:
+def _off_their_devices(tree: PyTree) -> Any:
     """Returns the arguments with arrays that the program may move to its devices."""
 
-    def uncommitted(leaf: Any) -> Any:
+    def uncommitted(leaf: PyTree) -> Any:
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         return jax_compat.as_uncommitted(leaf) if is_array else leaf
 
     return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)
 
 
-def _unmark(tree: Any) -> Any:
+def _unmark(tree: PyTree) -> Any:
     return jax.tree.map(
         lambda x: x.value if isinstance(x, Static) else x,
         tree,
@@ -157,6 +160,8 @@ class JitStep:
       donate_argnums: the positional arguments whose buffers are donated.
     """
 
+    ignores_user_mesh = False  # its code may name the mesh
+
     def __init__(self, fn: Callable[..., Any], frame: Frame, donate_argnums: tuple[int, ...]):
         self._fn, self._frame = fn, frame
         self.name, self.argument_names = function_name(fn), positional_names(fn)
@@ -170,9 +175,16 @@ class JitStep:
         """Calls the function in the global view."""
         return emit_call(self._fn, *_unmark((args, kwargs)))
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
         return _off_their_devices(tree)
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured."""
+        strategy = self._frame.strategy if self._frame.has_strategy else None
+        return extract_objects(self._fn, args, kwargs, strategy, self.donate_argnums, held)
 
 
 def jit(

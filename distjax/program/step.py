@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from distjax.context.frames import Frame
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful_args import StatefulArgs
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -27,6 +30,11 @@ class Step(Protocol):
         """The positional arguments whose buffers are donated."""
         ...
 
+    @property
+    def ignores_user_mesh(self) -> bool:
+        """Whether it runs without the mesh that the user has set (`jax.set_mesh`)."""
+        ...
+
     def frame(self, state: TraceState) -> Frame:
         """Returns the frame that the function runs in, with variables in `state`."""
         ...
@@ -35,6 +43,18 @@ class Step(Protocol):
         """Runs the function into the trace of `state`; returns its results in the global view."""
         ...
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns arguments with arrays from elsewhere moved to the program's devices."""
+        ...
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          held: takes the claims of the objects; None where the call has them.
+        """
         ...

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
@@ -45,6 +46,7 @@ from distjax.replica.mapped_results import (
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, variable_p
@@ -75,11 +77,11 @@ class ReplicaTrace:
 
 
 def run_in_trace(
-    strategy: Any,
+    strategy: StrategyLike,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    outer: Any,
+    outer: TraceState,
     options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica into the current trace.
@@ -124,7 +126,7 @@ def run_in_trace(
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
         first = value.array[0] if value.varying else value.array
-        outer.creations.collect(variable, first)
+        outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
     if traced.error is not None:
         raise traced.error
@@ -170,7 +172,7 @@ def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[s
     return [(path, value.varying) for path, value in zip(paths, values, strict=True)]
 
 
-def _pin_results(results: list[GlobalValue], topology: Any) -> list[GlobalValue]:
+def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalValue]:
     """Returns `results` on the strategy's device, where the program does not say it itself.
 
     Without a mesh and with uncommitted arguments only, `jit` would take the default device.
@@ -181,7 +183,7 @@ def _pin_results(results: list[GlobalValue], topology: Any) -> list[GlobalValue]
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
 
 
-def _as_global_value(leaf: Any) -> GlobalValue:
+def _as_global_value(leaf: PyTree) -> GlobalValue:
     if isinstance(leaf, PerReplica):
         return GlobalValue(leaf.stacked, True)
     return GlobalValue(jnp.asarray(leaf), False)
@@ -191,17 +193,17 @@ def _as_global_value(leaf: Any) -> GlobalValue:
 
 
 def trace_replica(
-    strategy: Any,
+    strategy: StrategyLike,
     fn: Callable[..., Any],
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
-    outer: Any,
+    outer: TraceState,
     topology: Topology,
 ) -> ReplicaTrace:
     """Traces ``fn`` once, as one replica sees it, its axis named as in `topology`."""
     found: dict[str, Any] = {}
 
-    def traced(*local: Any) -> list[Any]:
+    def traced(*local: jax.Array) -> list[Any]:
         creation = CreationLog.within(outer)
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
@@ -255,15 +257,15 @@ def _keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
     )
 
 
-def _name_after(traced: Any, fn: Any) -> None:
+def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
     """Lets JAX's errors name the user's function, and its leaves by their number."""
     traced.__wrapped__ = fn
     traced.__signature__ = inspect.signature(lambda *leaves: None)
 
 
-def _model_axes_in_scope(topology: Any) -> Any:
+def _model_axes_in_scope(topology: Topology) -> Any:
     """Returns a context in which sharding constraints may name the model axes."""
-    if not topology.model_axes:
+    if topology.mesh is None or not topology.model_axes:
         return contextlib.nullcontext()
     return jax_compat.manual_axis(topology.mesh, topology.axis_name)
 
@@ -280,7 +282,7 @@ def _replica_axis_in_scope(topology: Topology) -> Any:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
 
 
-def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
+def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     raise LocalityError(
@@ -294,7 +296,7 @@ def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
 
 
 def _emit(
-    topology: Any, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: Any
+    topology: Topology, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: TraceState
 ) -> list[Any]:
     known = {}
     for eqn in traced.jaxpr.eqns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from distjax import jax_compat
@@ -50,7 +50,7 @@ class _Tree(NamedTuple):
 
 
 def check_state(
-    fn: Any,
+    fn: Callable[..., Any],
     names: Sequence[str],
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
@@ -99,7 +99,7 @@ def _changed_paths(arg: _Tree, out: _Tree) -> list[str]:
     ]
 
 
-def _report(fn: Any, arg: _Tree, paths: list[str]) -> None:
+def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str]) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.context.scoping import require_strategy
@@ -25,7 +24,6 @@ from distjax.placement.topology import local_devices
 from distjax.program.error_notes import add_cause_note
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import (
     as_static,
     function_name,
@@ -38,6 +36,8 @@ from distjax.strategies.pmap_arguments import MappedArguments, as_axes
 from distjax.strategies.pmap_step import PmapStep
 from distjax.strategies.strategy import Strategy
 from distjax.tracebacks import keep_user_lines
+from distjax.typing import PyTree
+from distjax.variables.state import TraceState
 
 
 class MappedFunction:
@@ -55,10 +55,10 @@ class MappedFunction:
         functools.update_wrapper(self, fn)
         self._fn, self._arguments, self._options = fn, arguments, options
         self._devices, self._strategy, self._donate_argnums = devices, strategy, donate_argnums
-        self._programs: dict[Strategy, StatefulProgram] = {}
+        self._programs: dict[Strategy, Program] = {}
         self._own: dict[int, Strategy] = {}  # by R, where the call names none
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program of the call's replicas; inside a trace of distjax emits it there."""
         strategy = None
         try:
@@ -67,17 +67,14 @@ class MappedFunction:
             strategy = self._find_strategy(frame, args, kwargs)
             if frame.state is not None:
                 return self._emit_here(strategy, args, kwargs, frame.state)
-            program = self._program_of(strategy)
-            if jax_compat.has_user_mesh():
-                return jax_compat.ignores_user_mesh(program)(args, kwargs)
-            return program(args, kwargs)
+            return self._program_of(strategy)(args, kwargs)
         except Exception as error:
             if strategy is not None:
                 add_cause_note(error, strategy, self._options.axis_name)
             keep_user_lines(error)
             raise
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
         args = self._mark_static(args)
         strategy = self._find_strategy(frames.current(), args, kwargs)
@@ -86,7 +83,7 @@ class MappedFunction:
     def __repr__(self) -> str:
         return f"dj.pmap({function_name(self._fn)})"
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
         return self if instance is None else types.MethodType(self, instance)
 
@@ -133,24 +130,18 @@ class MappedFunction:
 
     # -- programs --------------------------------------------------------------
 
-    def _program_of(self, strategy: Strategy) -> StatefulProgram:
+    def _program_of(self, strategy: Strategy) -> Program:
         program = self._programs.get(strategy)
         if program is None:
             step = PmapStep(
                 strategy, self._fn, self._arguments, self._options, self._donate_argnums
             )
-            program = StatefulProgram(
-                Program(step),
-                lambda: self._fn,
-                lambda: strategy,
-                self._donate_argnums,
-                fresh_functions.record(self._fn, strategy),
-            )
+            program = Program(step, fresh_functions.record(self._fn, strategy))
             program = self._programs.setdefault(strategy, program)
         return program
 
     def _emit_here(
-        self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
+        self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any], state: TraceState
     ) -> Any:
         args, kwargs = self._arguments.as_values(args, kwargs, strategy.extended.topology)
         return run_here(strategy, self._fn, args, kwargs, state, self._options)
@@ -166,8 +157,8 @@ def pmap(
     fn: Callable[..., Any],
     axis_name: str | None = None,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     static_broadcasted_argnums: int | Iterable[int] = (),
     devices: Sequence[jax.Device] | None = None,
     backend: str | None = None,

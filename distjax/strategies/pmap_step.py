@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from distjax.context.frames import Frame
-from distjax.objects.stateful_args import emit_run
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
 from distjax.replica.mapped_results import RunOptions
 from distjax.strategies.pmap_arguments import MappedArguments
 from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -24,6 +26,8 @@ class PmapStep:
       options: how its results are, and under which name of the axis it runs.
       donate_argnums: the positional arguments whose buffers are donated.
     """
+
+    ignores_user_mesh = True
 
     def __init__(
         self,
@@ -47,6 +51,13 @@ class PmapStep:
         args, kwargs = self._arguments.as_values(args, kwargs, self._strategy.extended.topology)
         return emit_run(self._strategy, self._fn, args, kwargs, state, self._options)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._arguments.placed(*tree, self._strategy.extended.topology)
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured."""
+        donated = self.donate_argnums
+        return extract_objects(self._fn, args, kwargs, self._strategy, donated, held)

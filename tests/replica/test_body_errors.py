@@ -1,4 +1,4 @@
-"""Errors in a replica function whose cause JAX does not know: each names it, and a cure that works."""
+"""Errors in a replica function whose cause JAX does not know: each has a cure that works."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Image classification as the ImageNet example of Flax has it: linen, TrainState, batch statistics."""
+"""Image classification as the ImageNet example of Flax has it: linen, batch statistics."""
 
 import functools
 from typing import Any

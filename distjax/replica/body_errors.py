@@ -10,6 +10,7 @@ from distjax import jax_compat
 from distjax.errors import MergeError, message
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
+from distjax.replica.emit import holds_merge
 
 #: What JAX says of a traced number where a Python number has to be: a shape, a length, an index.
 _NEEDS_A_NUMBER = re.compile("Shapes must be 1D|concrete value is expected|__index__")
@@ -40,7 +41,7 @@ def require_no_other_mesh(name: str, jaxpr: Any, topology: Topology) -> None:
     own = topology.mesh.axis_names if topology.mesh is not None else ()
     for outer, eqn in ((e, s) for e in jaxpr.eqns for s in _shard_maps(e)):
         axes = tuple(eqn.params["mesh"].axis_names)
-        if set(axes) <= set(own):
+        if set(axes) <= set(own) or holds_merge(eqn):  # of a merge the emitter speaks
             continue
         raise MergeError(
             message(

@@ -32,11 +32,14 @@ class OneDevice:
     Args:
       analysis: of the replica axis.
       num_replicas: R, its size.
+
+    Attributes:
+      axis_name: the name of the replica axis.
     """
 
     def __init__(self, analysis: Analysis, num_replicas: int):
-        self._analysis, self._count = analysis, num_replicas
-        self._axis = analysis.axis_name
+        self._analysis, self.num_replicas = analysis, num_replicas
+        self.axis_name = analysis.axis_name
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of `jaxpr`, as devices would give them."""
@@ -59,7 +62,7 @@ class OneDevice:
         if name == "io_callback":
             return bool(params.get("ordered"))
         if self._analysis.over_replicas(eqn):
-            is_partial = name == "ppermute" and len(params["perm"]) != self._count
+            is_partial = name == "ppermute" and len(params["perm"]) != self.num_replicas
             return is_partial or name == "all_to_all" or bool(params.get("axis_index_groups"))
         return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 
@@ -83,18 +86,18 @@ class OneDevice:
 
     def _one_by_one(self, eqn: Any, ins: list[Any]) -> list[Any]:
         """Returns the results of an equation that runs for one replica after the other."""
-        rows = [lax.all_gather(x, self._axis) for x in ins]
+        rows = [lax.all_gather(x, self.axis_name) for x in ins]
         run = lambda row: list(_bind(eqn, row[1:]))
-        outs = lax.map(run, [jnp.arange(self._count), *rows])
-        return [self._own(out) for out in outs]
+        outs = lax.map(run, [jnp.arange(self.num_replicas), *rows])
+        return [self.own_row(out) for out in outs]
 
-    def _own(self, rows: Any) -> jax.Array:
+    def own_row(self, rows: Any) -> jax.Array:
         """Returns this replica's row of an array, or table, that all share."""
-        return jnp.asarray(rows)[lax.axis_index(self._axis)]
+        return jnp.asarray(rows)[lax.axis_index(self.axis_name)]
 
     def _spread(self, x: Any) -> jax.Array:
         """Returns `x` as a value per replica, also where it is equal on all."""
-        is_any = jnp.broadcast_to(lax.axis_index(self._axis) >= 0, jnp.shape(x))
+        is_any = jnp.broadcast_to(lax.axis_index(self.axis_name) >= 0, jnp.shape(x))
         return lax.select(is_any, jnp.asarray(x), jnp.asarray(x))
 
     # -- collectives -----------------------------------------------------------
@@ -119,11 +122,11 @@ class OneDevice:
         return group.reduce(jnp.sum, 0) if reduce is None else group.reduce(reduce, None)
 
     def _permute(self, x: Any, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        source, has_source = np.zeros(self._count, int), np.zeros(self._count, bool)
+        source, has_source = np.zeros(self.num_replicas, int), np.zeros(self.num_replicas, bool)
         for sender, receiver in perm:
             source[receiver], has_source[receiver] = sender, True
-        row = lax.all_gather(x, self._axis)[self._own(source)]
-        return jnp.where(self._own(has_source), row, jnp.zeros_like(row))
+        row = lax.all_gather(x, self.axis_name)[self.own_row(source)]
+        return jnp.where(self.own_row(has_source), row, jnp.zeros_like(row))
 
     # -- loops and branches ----------------------------------------------------
 
@@ -167,14 +170,14 @@ class _Group:
 
     def __init__(self, device: OneDevice, x: Any, groups: Sequence[Sequence[int]]):
         self.size = max(map(len, groups))
-        members = np.zeros((device._count, self.size), int)
-        position, sizes = np.zeros(device._count, int), np.zeros(device._count, int)
+        members = np.zeros((device.num_replicas, self.size), int)
+        position, sizes = np.zeros(device.num_replicas, int), np.zeros(device.num_replicas, int)
         for group in groups:
             for place, replica in enumerate(group):
                 members[replica] = [*group, *[group[0]] * (self.size - len(group))]
                 position[replica], sizes[replica] = place, len(group)
-        self.rows = lax.all_gather(x, device._axis)[device._own(members)]
-        self._position, self._num_members = device._own(position), device._own(sizes)
+        self.rows = lax.all_gather(x, device.axis_name)[device.own_row(members)]
+        self._position, self._num_members = device.own_row(position), device.own_row(sizes)
 
     def reduce(self, reduce: Callable[..., Any], missing: Any) -> jax.Array:
         """Returns the rows reduced; `missing` stands for those of a smaller group."""

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, describe_value, message
@@ -55,7 +56,7 @@ class MappedFunction:
         functools.update_wrapper(self, fn)
         self._fn, self._arguments, self._options = fn, arguments, options
         self._devices, self._strategy, self._donate_argnums = devices, strategy, donate_argnums
-        self._programs: dict[Strategy, Program] = {}
+        self._programs: dict[StrategyLike, Program] = {}
         self._own: dict[int, Strategy] = {}  # by R, where the call names none
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -103,7 +104,7 @@ class MappedFunction:
 
     def _find_strategy(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Strategy:
+    ) -> StrategyLike:
         """Returns the strategy whose replicas a call with these arguments has."""
         has_strategy = frame.has_strategy
         if has_strategy and frame.replica_context is not None:
@@ -130,7 +131,7 @@ class MappedFunction:
 
     # -- programs --------------------------------------------------------------
 
-    def _program_of(self, strategy: Strategy) -> Program:
+    def _program_of(self, strategy: StrategyLike) -> Program:
         program = self._programs.get(strategy)
         if program is None:
             step = PmapStep(
@@ -141,7 +142,11 @@ class MappedFunction:
         return program
 
     def _emit_here(
-        self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any], state: TraceState
+        self,
+        strategy: StrategyLike,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: TraceState,
     ) -> Any:
         args, kwargs = self._arguments.as_values(args, kwargs, strategy.extended.topology)
         return run_here(strategy, self._fn, args, kwargs, state, self._options)
@@ -273,7 +278,7 @@ def _results_text(results: object) -> str:
     )
 
 
-def _devices_text(strategy: Strategy) -> str:
+def _devices_text(strategy: StrategyLike) -> str:
     return message(
         "pmap needs devices, or a backend, or a strategy",
         got=f"devices or a backend, and {strategy!r}, whose replicas have devices of their own",
@@ -322,7 +327,7 @@ def _too_few_text(function: str, count: int, devices: Sequence[jax.Device]) -> s
     )
 
 
-def _count_text(function: str, count: int, strategy: Strategy) -> str:
+def _count_text(function: str, count: int, strategy: StrategyLike) -> str:
     return message(
         f"pmap of {function} needs {strategy.num_replicas_in_sync} rows: {strategy!r} has as many "
         "replicas",

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
 from distjax.replica.mapped_results import RunOptions
 from distjax.strategies.pmap_arguments import MappedArguments
-from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -31,7 +31,7 @@ class PmapStep:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyLike,
         fn: Callable[..., Any],
         arguments: MappedArguments,
         options: RunOptions,
@@ -53,7 +53,8 @@ class PmapStep:
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
-        return self._arguments.placed(*tree, self._strategy.extended.topology)
+        args, kwargs = tree
+        return self._arguments.placed(args, kwargs, self._strategy.extended.topology)
 
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None

@@ -36,6 +36,7 @@ from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.one_device import OneDeviceStrategy
+from distjax.strategies.pmap import pmap
 from distjax.strategies.sharded import ShardedStrategy
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
@@ -82,6 +83,7 @@ __all__ = [
     "jit",
     "lax",
     "locality",
+    "pmap",
     "set_strategy",
     "static",
     "testing",

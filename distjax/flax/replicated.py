@@ -10,6 +10,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.errors import ContextError, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.arguments import is_array
 from distjax.strategies.rows import place_rows, require_rows
@@ -32,6 +33,7 @@ def from_replicated(tree: PyTree, compare: bool = False) -> Any:
       cross-replica. Cost: none; every leaf is compared on the host if `compare`.
 
     Raises:
+      ContextError: no strategy is active.
       LocalityError: a leaf without a leading dimension of R.
 
     Example:
@@ -44,7 +46,17 @@ def from_replicated(tree: PyTree, compare: bool = False) -> Any:
 
     Source: flax.jax_utils.
     """
-    extended = frames.current().strategy.extended
+    frame = frames.current()
+    if not frame.has_strategy:
+        raise ContextError(
+            message(
+                "from_replicated needs the scope of the strategy that takes the tree",
+                got="a call with no active strategy",
+                why="a row belongs to a replica, and the strategy says where that is",
+                fix="with strategy.scope(): state = dj.flax.from_replicated(state)",
+            )
+        )
+    extended = frame.strategy.extended
     topology = extended.topology
 
     def take_in(path: tuple[Any, ...], leaf: PyTree) -> Any:

@@ -41,17 +41,30 @@ _STATIC_NOTE = (
 )
 
 
-def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
-    """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
+def add_cause_note(error: Exception, strategy: StrategyLike, axis_name: str | None = None) -> None:
+    """Adds to an error of JAX what distjax knows of its cause, as a note under its text.
+
+    Args:
+      error: what was raised.
+      strategy: the strategy that ran.
+      axis_name: the name of its replica axis in this call, where it has one of its own.
+    """
     add_static_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
     if isinstance(error, NameError) and axis is not None:
-        name = strategy.extended.public_axis_name
+        name = axis_name or strategy.extended.public_axis_name
         error.add_note(
             f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
-            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), or "
+            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "
             "dj.get_replica_context().all_reduce('mean', x)"
+        )
+    elif isinstance(error, TypeError) and "is not a valid JAX array type" in text:
+        error.add_note(
+            "An array of strings or of Python objects stands where devices compute: they have "
+            "none.\n"
+            "  Fix: leave it out of the batch; or numbers in its place: "
+            "np.unique(names, return_inverse=True)[1]"
         )
     elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):
         error.add_note(

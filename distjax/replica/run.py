@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
-from distjax.placement.topology import Topology
+from distjax.placement.topology import Topology, renamed_topology
+from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import (
     PartitionedTree,
     argument_names,
@@ -25,6 +27,7 @@ from distjax.replica.arguments import (
     is_array,
     user_path,
 )
+from distjax.replica.body_errors import add_number_note, require_no_other_mesh
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import (
     GlobalValue,
@@ -32,6 +35,13 @@ from distjax.replica.global_value import (
     from_variable,
     replica_aval,
     to_variable,
+)
+from distjax.replica.mapped_results import (
+    AS_RUN,
+    AS_VALUES,
+    DataFlow,
+    RunOptions,
+    stack_results,
 )
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
@@ -73,6 +83,7 @@ def run_in_trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outer: TraceState,
+    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica into the current trace.
 
@@ -82,12 +93,14 @@ def run_in_trace(
       args: positional arguments, in the global view.
       kwargs: keyword arguments.
       outer: the state of variables around the call.
+      options: what this call does in another way than `run`.
 
     Returns:
       The results in the global view: arrays where proved equal, PerReplica
-      where not, Python objects and variables as they are.
+      where not, Python objects and variables as they are; or as `options` say.
     """
     topology = strategy.extended.topology
+    named = renamed_topology(topology, options.axis_name or topology.axis_name)
     names = argument_names(fn, len(args))
     partitioned = PartitionedTree(
         mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
@@ -97,14 +110,21 @@ def run_in_trace(
             where = f"argument {user_path(path, names)} of {function_name(fn)}"
             require_same_topology(leaf, topology, where)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
-    traced = trace_replica(strategy, fn, partitioned, global_values, outer)
     try:
-        outs = _emit(topology, traced, global_values, outer)
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        add_number_note(error, fn, partitioned, names)
+        raise
+    require_no_other_mesh(function_name(fn), traced.jaxpr, named)
+    if options.axis_name is not None:
+        _require_own_axis(function_name(fn), traced.jaxpr, named)
+    try:
+        outs = _emit(named, traced, global_values, outer)
     except BaseException as error:
         if not traced.created:
             raise
         traced = _keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
+        outs = _emit(named, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
@@ -120,10 +140,34 @@ def run_in_trace(
         ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
         outs = _proofs(traced.result.paths, results)
         observer.on_run(topology, function_name(fn), ins, outs)
+    pinned = _pin_results(results, topology)
+    if options.out_axes is not AS_VALUES:
+        varying = dict(zip(traced.jaxpr.invars, (v.varying for v in global_values), strict=True))
+        flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
+        return stack_results(function_name(fn), traced.result, pinned, flow, topology, options)
     if topology.num_replicas > 1:
         check_state(fn, names, partitioned, global_values, traced.result, results)
-    return traced.result.combine(
-        [as_user_value(r, topology) for r in _pin_results(results, topology)]
+    return traced.result.combine([as_user_value(r, topology) for r in pinned])
+
+
+def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
+    """Raises if the collectives of `jaxpr` would be those of a `jax.vmap` around it.
+
+    JAX gives them the axis of the vmap where a mesh has an axis of the same name.
+    """
+    axis_name = topology.axis_name
+    in_replica = any(frame.replica_context is not None for frame in frames.stack())
+    if topology.mesh is None or in_replica or not is_bound_axis(axis_name):
+        return
+    if next(Analysis(axis_name).collectives(jaxpr), None) is None:
+        return
+    raise ValueError(
+        message(
+            f"pmap of {name} needs an axis_name that no jax.vmap around it has",
+            got=f"{axis_name!r}, for both",
+            why="JAX takes the collectives in it for those of the vmap (jax.pmap does so too)",
+            fix="another axis_name for one of the two",
+        )
     )
 
 
@@ -157,9 +201,9 @@ def trace_replica(
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
     outer: TraceState,
+    topology: Topology,
 ) -> ReplicaTrace:
-    """Traces ``fn`` once, as one replica sees it."""
-    topology = strategy.extended.topology
+    """Traces ``fn`` once, as one replica sees it, its axis named as in `topology`."""
     found: dict[str, Any] = {}
 
     def traced(*local: jax.Array) -> list[Any]:
@@ -169,7 +213,8 @@ def trace_replica(
         context = ReplicaContext(strategy)
         error, written = None, []
         try:
-            with frames.with_frame(Frame(strategy, context, state)):
+            frame = Frame(strategy, context, state, axis_name=topology.axis_name)
+            with frames.with_frame(frame):
                 result = PartitionedTree(fn(*args, **kwargs), is_array)
             if context.merge_error is not None:
                 raise context.merge_error
@@ -188,8 +233,14 @@ def trace_replica(
     _name_after(traced, fn)
     avals = [replica_aval(x) for x in global_values]
     axis_env = [(topology.axis_name, topology.num_replicas)]
-    with _model_axes_in_scope(topology):
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    try:
+        with _model_axes_in_scope(topology):
+            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    except AssertionError as error:
+        if not str(error).startswith("ManualAxisType"):
+            raise
+        with _replica_axis_in_scope(topology):  # where lax.pcast is the identity
+            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
     trace = ReplicaTrace(jaxpr, consts, **found)
     return trace if trace.error is None else _keep_created(trace, trace.error)
 
@@ -220,6 +271,18 @@ def _model_axes_in_scope(topology: Topology) -> Any:
     if topology.mesh is None or not topology.model_axes:
         return contextlib.nullcontext()
     return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+
+
+def _replica_axis_in_scope(topology: Topology) -> Any:
+    """Returns a context in which `lax.pcast` may name the replica axis.
+
+    Not for every trace: arrays that a function closes over would have to be of this mesh.
+    """
+    if topology.mesh is not None:
+        return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+    manual = (jax.sharding.AxisType.Manual,)
+    sizes, names = (topology.num_replicas,), (topology.axis_name,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
 
 
 def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:

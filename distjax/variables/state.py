@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import jax
 
 from distjax import jax_compat
+from distjax.collectives.replica_axis import call_on_replica
+from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
 from distjax.typing import DTypeLike, PyTree
@@ -151,10 +153,10 @@ class TraceState:
         """
         shard = self.read(variable)
         if jax_compat.current_trace() is not self.trace:
-            return variable.layout.local_form.gather(shard)
+            return _gathered(variable, shard)
         held, whole = self._gathered.get(variable, (None, None))
         if held is not shard:
-            whole = variable.layout.local_form.gather(shard)
+            whole = _gathered(variable, shard)
             self._gathered[variable] = (shard, whole)
         return whole
 
@@ -164,7 +166,8 @@ class TraceState:
         Whoever handles the whole as one value can go back to the shard: then the
         gather is dead code.
         """
-        whole = form.gather(shard)
+        topology = frames.current().strategy.extended.topology
+        whole = call_on_replica(form.gather, topology, shard)
         self._shards[id(whole)] = (whole, shard, form)
         return whole
 
@@ -205,6 +208,11 @@ class ShapeState(TraceState):
         shape = variable.local_shape if self.local_view else variable.global_shape
         with jax_compat.in_trace(self.trace):
             return _placeholder(shape, variable.dtype)
+
+
+def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:
+    form, topology = variable.layout.local_form, variable.strategy.extended.topology
+    return call_on_replica(form.gather, topology, shard)
 
 
 def _placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

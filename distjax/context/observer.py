@@ -14,7 +14,12 @@ class Observer(Protocol):
     """Watches traces from a frame of the stack: see `frames.observer`.
 
     Traces that are made for shapes only are not shown.
+
+    Attributes:
+      collects_findings: whether findings are neither raised nor warned of.
     """
+
+    collects_findings: bool
 
     def on_program(
         self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
@@ -38,4 +43,8 @@ class Observer(Protocol):
 
     def on_equal_reduction(self, what: str) -> None:
         """Cross-replica code reduces a value that is equal on every replica."""
+        ...
+
+    def on_finding(self, finding: Any) -> None:
+        """Something is probably wrong (a `distjax.context.findings.Finding`)."""
         ...

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distjax.context.findings import Finding
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.notes import EqualReduction, RunProof
 from distjax.diagnostics.program_collectives import Collective, count_by_kind
@@ -75,6 +76,7 @@ class Explanation:
         None where it does not say.
       memory: bytes on one device.
       equal_reductions: reductions of values that are equal already.
+      findings: what is probably wrong, and what `dj.expect` says is meant.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Explanation:
     flops: float | None
     memory: Memory
     equal_reductions: tuple[EqualReduction, ...]
+    findings: tuple[Finding, ...] = ()
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
@@ -124,6 +127,12 @@ class Explanation:
                 ("", "line"),
                 tuple((each.what, each.source) for each in self.equal_reductions),
             )
+
+        if self.findings:
+            yield Table("found:", ("level", "", "line", "meant, since"), self._findings())
+
+    def _findings(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((f.level, f.rule, f.source, f.expected or "") for f in self.findings)
 
     def _counts(self) -> tuple[tuple[str, ...], ...]:
         written, compiled = self.written_counts, self.compiled_counts

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
+from distjax.context.findings import Finding
 from distjax.context.observer import Proof
 from distjax.diagnostics import sources
 from distjax.diagnostics.equal_reductions import equal_reductions
@@ -51,9 +52,14 @@ class Notes:
     """The observer of `dj.explain` (see `distjax.context.observer`).
 
     What is shown twice is noted once: JAX traces some bodies more than once.
+
+    Args:
+      collects_findings: whether findings are noted only, neither raised nor warned of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, collects_findings: bool = False) -> None:
+        self.collects_findings = collects_findings
+        self.findings: dict[Finding, None] = {}
         self.runs: dict[RunProof, None] = {}
         self.equal_reductions: dict[EqualReduction, None] = {}
         self.reads: Sequence[Any] = ()
@@ -93,6 +99,10 @@ class Notes:
     def on_equal_reduction(self, what: str) -> None:
         """Notes a reduction of an equal value in cross-replica code."""
         self._note_reduction(what, self._calling_line())
+
+    def on_finding(self, finding: Finding) -> None:
+        """Notes what is probably wrong."""
+        self.findings[finding] = None
 
     def _note_reduction(self, what: str, source: str) -> None:
         self.equal_reductions[EqualReduction(what, source)] = None

@@ -12,6 +12,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
@@ -47,7 +48,8 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         if frames.current().state is not None:
-            return self._fn(*_unmark(args), **kwargs)
+            args, kwargs = without_expectations(_unmark(args), kwargs, frames.current().state.meant)
+            return self._fn(*args, **kwargs)
         try:
             program, marked = self._program(), self.mark_arguments(args, kwargs)
             if jax_compat.has_user_mesh():
@@ -168,7 +170,7 @@ class JitStep:
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in the global view."""
-        return emit_call(self._fn, *_unmark((args, kwargs)))
+        return emit_call(self._fn, *without_expectations(*_unmark((args, kwargs)), state.meant))
 
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
@@ -80,6 +81,7 @@ def run_in_trace(
       where not, Python objects and variables as they are.
     """
     topology = strategy.extended.topology
+    args, kwargs = without_expectations(args, kwargs, outer.meant)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = argument_names(fn, len(args))
     for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
@@ -111,7 +113,7 @@ def run_in_trace(
         outs = _proofs(traced.result.paths, results)
         observer.on_run(topology, function_name(fn), ins, outs)
     if topology.num_replicas > 1:
-        check_state(fn, names, partitioned, global_values, traced.result, results)
+        check_state(fn, names, partitioned, global_values, traced.result, results, outer.meant)
     return traced.result.combine(
         [as_user_value(r, topology) for r in _pin_results(results, topology)]
     )

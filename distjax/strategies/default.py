@@ -14,6 +14,7 @@ import jax
 from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext
@@ -109,6 +110,7 @@ class DefaultExtended:
         frame = Frame(
             self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
         )
+        args, kwargs = without_expectations(args, kwargs)
         with frames.with_frame(frame):
             return fn(*args, **kwargs)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.collectives.ops import ReduceOp, as_reduce_op
 from distjax.context import frames
+from distjax.context.expectation import without_expectations
 from distjax.data import dataset as datasets
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -102,7 +103,7 @@ class ReferenceExtended:
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs ``fn`` once per replica, replicas pausing where they meet."""
-        args, kwargs = require_call(args, kwargs, "run")
+        args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
         as_arrays = jax.tree.map(
             lambda x: jnp.asarray(x) if is_number(x) else x, (args, kwargs), is_leaf=is_per_replica

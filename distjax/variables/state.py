@@ -105,6 +105,7 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of their first write.
       creations: the log of variables made in this trace, None where none can be.
+      meant: by identity, arrays that `dj.expect` says may come back different, and why.
     """
 
     def __init__(self, *, local_view: bool, parent: Any = None, creations: Any = None):
@@ -114,6 +115,7 @@ class TraceState:
         self.creations = creations
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
+        self.meant: dict[int, tuple[Any, str]] = {}
         self._values: dict[Any, Any] = {}
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+from contextvars import ContextVar
 
 from distjax import jax_compat
 from distjax.context import frames
@@ -34,6 +35,14 @@ class Finding:
     expected: str | None = None
 
 
+_num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
+
+
+def num_reported() -> int:
+    """Returns how many findings this thread was told of."""
+    return _num_reported.get()
+
+
 def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None) -> None:
     """Tells of a finding: raises or warns of it, or only tells the observer.
 
@@ -41,6 +50,7 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
       finding: what was found.
       kind: the class of its error or warning; None for a note.
     """
+    _num_reported.set(_num_reported.get() + 1)
     if finding.expected is None:
         finding = dataclasses.replace(finding, expected=current_reason())
     observer = frames.observer()

@@ -17,7 +17,7 @@ from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import emit_call
+from distjax.objects.stateful_args import ObjectKeywords, emit_call
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.error_notes import explain_devices
 from distjax.program.program import Program
@@ -170,7 +170,12 @@ class JitStep:
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in the global view."""
-        return emit_call(self._fn, *without_expectations(*_unmark((args, kwargs)), state.meant))
+        args, kwargs = _unmark((args, kwargs))
+        own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
+        args, own = without_expectations(args, own, state.meant)
+        is_plain = own is kwargs or not isinstance(kwargs, ObjectKeywords)
+        kwargs = own if is_plain else dataclasses.replace(kwargs, kwargs=own)
+        return emit_call(self._fn, args, kwargs)
 
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""

@@ -11,6 +11,8 @@ from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
 from distjax.objects.stateful_args import extract_objects
 from distjax.program.program import Program
+from distjax.replica.arguments import function_name, positional_names
+from distjax.replica.feedback import Feedback
 
 
 class StatefulProgram:
@@ -39,6 +41,8 @@ class StatefulProgram:
         self._strategy, self._donated = strategy, donated
         self._on_second_call = on_second_call
         self._was_called = False
+        self._names = function_name(resolve()), positional_names(resolve())
+        self._feedback: Feedback | None = None
         self._is_plain = False  # there have been calls, and no objects
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,7 +55,16 @@ class StatefulProgram:
         if self._was_called and self._on_second_call is not None:
             self._on_second_call()
             self._on_second_call = None
-        return self._with_objects(args, kwargs, self._program)
+        if self._was_called:
+            feedback, self._feedback = self._feedback, None
+            if feedback is not None:
+                feedback.compare(args, kwargs)
+            return self._with_objects(args, kwargs, self._program)
+        feedback = Feedback(*self._names, args, kwargs)
+        result = self._with_objects(args, kwargs, self._program)
+        feedback.remember(result)
+        self._feedback = feedback
+        return result
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""

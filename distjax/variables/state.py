@@ -105,6 +105,7 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of their first write.
       creations: the log of variables made in this trace, None where none can be.
+      feedbacks: what functions run in this trace returned, by its identity.
       meant: by identity, arrays that `dj.expect` says may come back different, and why.
     """
 
@@ -116,6 +117,7 @@ class TraceState:
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self.meant: dict[int, tuple[Any, str]] = {}
+        self.feedbacks: dict[int, tuple[Any, Any]] = {}
         self._values: dict[Any, Any] = {}
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}

@@ -150,6 +150,14 @@ def apply_gradients(optimizer: Any, model: Any, grads: Any, op: Any = "mean") ->
 class _Update:
     """One update of an optimizer: values of one replica in, a merge function, values out."""
 
+    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
+    reduced_argument = 1
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        """How the replicas' gradients combine."""
+        return self._op
+
     def __init__(self, optimizer: Any, model: Any, grads: Any, state: Any, op: ReduceOp):
         self._optimizer, self._model, self._op = optimizer, model, op
         params = nnx.as_pure(nnx.state(model, optimizer.wrt, graph=optimizer.graph))

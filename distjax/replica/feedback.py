@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.context.expectation import without_expectations
-from distjax.context.findings import Finding, calling_line, num_reported, report
+from distjax.context.findings import STATE, Finding, calling_line, num_reported, report
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.variables.conversion import is_number
-
-RULE = "state that comes back different"
 
 
 class Feedback:
@@ -68,7 +66,7 @@ class Feedback:
                 pair = user_path(path, self._names), came_back
                 found.setdefault(reason, []).append(pair)
         for reason, pairs in found.items():
-            finding = Finding("warning", RULE, self._text(pairs), calling_line(), reason)
+            finding = Finding("warning", STATE, self._text(pairs), calling_line(), reason)
             report(finding, LocalityWarning)
 
     def _result_path(self, path: str, leaf: Any) -> str | None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
+from distjax.context.findings import num_reported
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
@@ -25,6 +26,7 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.emit import JaxprEmitter
+from distjax.replica.examine import examine, note_lone_updates
 from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
@@ -121,7 +123,12 @@ def run_in_trace(
         outs = _proofs(traced.result.paths, results)
         observer.on_run(topology, function_name(fn), ins, outs)
     if topology.num_replicas > 1:
+        facts = examine(traced, partitioned, names, global_values, topology)
+        before = num_reported()
         check_state(fn, names, partitioned, global_values, traced.result, results, outer.meant)
+        if num_reported() == before:
+            given = function_name(fn), partitioned, names, global_values
+            note_lone_updates(facts, traced.result, results, given, outer.meant)
     result = traced.result.combine(
         [as_user_value(r, topology) for r in _pin_results(results, topology)]
     )

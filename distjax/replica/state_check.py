@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distjax.context.findings import Finding, calling_line, report
+from distjax.context.findings import STATE, Finding, calling_line, report
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.global_value import GlobalValue
@@ -116,4 +116,4 @@ def _report(fn: Any, arg: _Tree, paths: list[str], reason: str | None) -> None:
     )
     level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)
     source = calling_line()
-    report(Finding(level, "state that comes back different", text, source, reason), kind)
+    report(Finding(level, STATE, text, source, reason), kind)

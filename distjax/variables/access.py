@@ -187,11 +187,17 @@ def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, m
             )
         )
     is_equal = rule is Combine.MEAN and is_number(value)
-    if rule is Combine.EACH or is_equal:
-        array = variable.layout.local_form.own_part(array)
-    else:
-        array = _combine_in_replica(rule, variable, array)
-    _write_component(variable, state, array.astype(variable.dtype), method)
+    with jax.named_scope(write_scope(variable)):
+        if rule is Combine.EACH or is_equal:
+            array = variable.layout.local_form.own_part(array)
+        else:
+            array = _combine_in_replica(rule, variable, array)
+        _write_component(variable, state, array.astype(variable.dtype), method)
+
+
+def write_scope(variable: Any) -> str:
+    """Returns the scope of the operations that write a variable in a replica function."""
+    return f"distjax_write_{variable.serial_number}"
 
 
 def _combine_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:

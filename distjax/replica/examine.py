@@ -133,6 +133,20 @@ def _holds_mask(treedef: Any) -> bool:
 # -- state --------------------------------------------------------------------
 
 
+def find_unequal_start(variable: Any) -> None:
+    """Finds an initial value that differs, of a variable that is made in a replica function."""
+    if not (variable.trainable and jnp.issubdtype(variable.dtype, jnp.inexact)):
+        return
+    text = message(
+        f"variable {variable.name!r} needs an initial value that is equal on every replica",
+        got="one that differs: replica 0's counts for all",
+        why="a variable has one initial value, and what other replicas drew is lost",
+        fix="draw it of an equal key, or make the variable outside of the replica function",
+    )
+    finding = Finding("warning", "replica 0's initial value wins", text, calling_line())
+    report(finding, ReductionWarning)
+
+
 def note_lone_updates(
     facts: Sequence[Fact],
     result: PartitionedTree,

@@ -47,11 +47,12 @@ def _broadcast(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
         return [x]
     # The backward pass of a sum over `count` elements: what each of them weighs.
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
-    if _close(weight, 1.0):
+    divisor, is_mean = x.find("divisor") or (None, False)
+    # Elements of one example may sum to a global batch by chance: of those, only jnp.mean counts.
+    num_axes = len(eqn.outvars[0].aval.shape) - len(eqn.invars[0].aval.shape)
+    if _close(weight, 1.0) and (num_axes == 1 or is_mean):
         return [x.having(mean=seed, grad=seed)]
-    if _close(weight * walk.num_replicas, 1.0) and _close(
-        x.find("divisor"), count * walk.num_replicas
-    ):
+    if _close(weight * walk.num_replicas, 1.0) and _close(divisor, count * walk.num_replicas):
         return [x.having(share=seed, grad=seed)]
     return [x.having(grad=seed)]
 
@@ -69,9 +70,22 @@ def _reduce_sum(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
         return [x.only("grad", *_SCALES)]
     if 0 not in axes and eqn.outvars[0].aval.shape:
         return [x.only("squares")]
-    total = Fact(True).having(total=count, total_site=walk.site(eqn))
+    total = DIFFERS.having(total=(count, len(axes)), total_site=walk.site(eqn))
     squares = x.find("squares")
     return [total.having(squares=squares) if squares else total]
+
+
+def _linear(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+    """Takes or adds up elements of its first operand: gather, cumsum, pad."""
+    kept = ins[0].only("grad", *_SCALES, *_REDUCED)
+    return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
+
+
+def _scatter_add(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+    """Adds elements to others, which in a backward pass are zeros."""
+    into, updates = ins[0], ins[2]
+    tags = updates.tags if into.number is not None else into.tags & updates.tags
+    return [Fact(unknown(ins).differs, None, tags).only("grad", *_SCALES, *_REDUCED)]
 
 
 def _curve(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
@@ -167,12 +181,16 @@ def _div(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     a, b = ins
     if b.number is not None and b.number != 0:
         if a.number is not None:
-            return [Fact(False, a.number / b.number, a.tags).having(divisor=b.number)]
+            return [
+                Fact(False, a.number / b.number, a.tags).having(
+                    divisor=(b.number, walk.site(eqn).is_mean)
+                )
+            ]
         return [_over_number(walk, eqn, a, b.number)]
     if a.number is not None and a.find("grad") is None:
         return [_number_over(walk, eqn, a.number, b)]
-    if a.find("total") and not walk.is_transposed(eqn):
-        if b.find("total") and not eqn.outvars[0].aval.shape:
+    if a.find("total_site") and not walk.is_transposed(eqn):
+        if b.find("total_site") and not eqn.outvars[0].aval.shape:
             walk.ratio_counts.add(eqn.invars[1])
             return [DIFFERS.having(ratio=walk.site(eqn))]
         if not b.differs and b.find("summed"):
@@ -182,12 +200,12 @@ def _div(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
 
 def _over_number(walk: FactWalk, eqn: Any, x: Fact, number: float) -> Fact:
     """Returns what is known of `x` over a number."""
-    total, site = x.find("total"), walk.site(eqn)
-    if x.find("squares") and total:
+    (count, num_axes), site = x.find("total") or (0, 0), walk.site(eqn)
+    if x.find("squares") and count:
         return DIFFERS.having(variance=site)
-    if total and total > 1 and _close(number, total):
+    if count > 1 and _close(number, count) and (num_axes == 1 or site.is_mean):
         return DIFFERS.having(mean=site)
-    if total and total > 1 and _close(number, total * walk.num_replicas):
+    if count > 1 and _close(number, count * walk.num_replicas):
         return DIFFERS.having(share=site)
     return _scaled(walk, eqn, x, 1 / number)
 
@@ -236,7 +254,9 @@ def _sum_of_different(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> Fact:
     if eqn.primitive.name == "sub" and a.find("mean") and b.find("mean_square"):
         return DIFFERS.having(variance=walk.site(eqn))
     findings.require_every_part(walk, eqn, a, b)
-    names = [n for n in (*_SCALES, "grad_squares", "clipped") if a.find(n) and b.find(n)]
+    names = [
+        n for n in (*_SCALES, "grad_squares", "clipped", "total_site") if a.find(n) and b.find(n)
+    ]
     if not (a.find("grad") and b.find("grad")):
         names.extend(n for n in ("clipped",) if a.find(n) or b.find(n))
     out = a.only(*names)
@@ -362,6 +382,8 @@ RULES: dict[str, Any] = {
         "sharding_constraint layout_constraint device_put",
     ),
     **_named(_broadcast, "broadcast_in_dim"),
+    **_named(_linear, "gather cumsum pad reduce_window_sum dynamic_update_slice"),
+    **_named(_scatter_add, "scatter-add scatter_add"),
     **_named(_reduce_sum, "reduce_sum"),
     **_named(_curve, "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow"),
     **_named(_square, "integer_pow square"),
@@ -375,7 +397,7 @@ RULES: dict[str, Any] = {
         _elementwise,
         "and or xor not erf_inv erf sign abs floor ceil round sin cos tanh "
         "shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type rem "
-        "concatenate pad is_finite logistic log_softmax clamp_p",
+        "concatenate is_finite logistic log_softmax clamp_p",
     ),
     **_named(_compare, "eq ne lt le gt ge"),
     **_named(_bits, "random_bits threefry2x32 rng_bit_generator"),

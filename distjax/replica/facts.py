@@ -19,6 +19,8 @@ from distjax import jax_compat
 from distjax.jax_compat import Literal
 from distjax.replica.analysis import CALLS, MERGE_NAME
 
+UNKNOWN = "an unknown line"
+
 
 class Site:
     """An equation, as the place where a fact began.
@@ -46,7 +48,18 @@ class Site:
                 if not frame.file_name.startswith(_INSTALLED):
                     return line
                 installed = installed or line
-        return installed or "an unknown line"
+        return installed or UNKNOWN
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether jnp.mean made the equation, or a method of that name."""
+        traceback = self._eqns[-1].source_info.traceback
+        for frame in traceback.frames if traceback is not None else ():
+            if not jax_compat.is_library_file(frame.file_name):
+                return False
+            if frame.function_name in _MEANS:
+                return True
+        return False
 
     @property
     def names(self) -> str:
@@ -54,6 +67,7 @@ class Site:
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
+_MEANS = ("mean", "_mean")
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
@@ -128,7 +142,7 @@ class FactWalk:
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
         self.sums: list[tuple[Any, Any, str]] = []
-        self.counts: list[Any] = []
+        self.counts: list[tuple[Any, float, Site]] = []
         self.combines = False
         self.ratio_counts: set[Any] = set()
         self._calls: list[Any] = []

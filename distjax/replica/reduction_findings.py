@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from distjax.context.expectation import reason_in
-from distjax.context.findings import Finding
+from distjax.context.findings import Finding, calling_line
 from distjax.errors import message
-from distjax.replica.facts import EQUAL, Fact, FactWalk, Site
+from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
@@ -31,6 +31,7 @@ def find(
 ) -> None:
     """Adds a finding, once for each rule and line; the first site is that of the mistake."""
     source = sites[0].source
+    source = calling_line() if source == UNKNOWN else source
     if (rule, source) in walk.found:
         return
     lines = [f"at {source}", *(f"{site.source}" for site in sites[1:])]
@@ -330,7 +331,7 @@ def written_variable(walk: FactWalk, site: Site) -> Any:
 def _summed_by_variable(walk: FactWalk, variable: Any, site: Site, x: Fact) -> Fact:
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
-        if x.find("data") and variable.trainable:
+        if x.find("data") and x.find("grad") and variable.trainable:
             find(
                 walk,
                 "warning",
@@ -353,15 +354,27 @@ def _summed_by_variable(walk: FactWalk, variable: Any, site: Site, x: Fact) -> F
     elif made is not None:
         walk.sums.append((variable, (*made, site), "warning"))
     elif not x.differs and x.number is not None:
-        walk.counts.append(variable)
+        walk.counts.append((variable, x.number, site))
     return EQUAL
 
 
 def find_sums(walk: FactWalk) -> None:
     """Finds sums of R equal parts in variables; with a count beside them they may be a mean."""
     for variable, times, level in walk.sums:
-        if not any(count is not variable for count in walk.counts):
+        if not any(other is not variable for other, _, _ in walk.counts):
             find_times_r(walk, times, level, f"a write of it to variable {variable.name!r}")
+    if len(walk.counts) == 1 and walk.counts[0][1] == 1.0 and len(walk.written) == 1:
+        variable, _, site = walk.counts[0]
+        find(
+            walk,
+            "note",
+            "an equal array summed",
+            [site],
+            f"variable {variable.name!r}, which sums over the replicas, needs parts that differ",
+            got="the number 1 of every replica",
+            why="it is added R times at each step",
+            fix="aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA, to count steps",
+        )
 
 
 def require_fit(walk: FactWalk, op: str, eqn: Any, x: Fact) -> None:

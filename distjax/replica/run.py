@@ -26,7 +26,7 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.examine import examine, note_lone_updates
+from distjax.replica.examine import examine, find_unequal_start, note_lone_updates
 from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
@@ -110,6 +110,8 @@ def run_in_trace(
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
+        if value.varying and topology.num_replicas > 1:
+            find_unequal_start(variable)
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))

@@ -28,9 +28,14 @@ class Observer(Protocol):
         ...
 
     def on_run(
-        self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
+        self,
+        topology: Any,
+        name: str,
+        args: Sequence[Proof],
+        results: Sequence[Proof],
+        why: Sequence[tuple[str, bool, str]],
     ) -> None:
-        """A replica function was traced and its values were proved."""
+        """A replica function was traced and its values were proved; `why`: of its results."""
         ...
 
     def on_segment(self, jaxpr: Any, varying: Sequence[bool], analysis: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -101,6 +102,14 @@ class Explanation:
         """Number and bytes of the collectives as compiled, by kind."""
         return count_by_kind(self.compiled)
 
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns all of it as JSON, for other programs to read.
+
+        Args:
+          indent: spaces to indent by; None: one line.
+        """
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
     def __str__(self) -> str:
         return as_text(list(self._tables()))
 
@@ -118,6 +127,9 @@ class Explanation:
             ("", "value", ""),
             tuple(self._proofs()),
         )
+        why = [(path or "the result", *rest) for run in self.runs for path, *rest in run.why]
+        if why:
+            yield Table("why:", ("", "", ""), tuple(why))
         if self.variables:
             yield Table("variables:", ("name", "", "lives", "use"), self._uses())
         if self.equal_reductions:

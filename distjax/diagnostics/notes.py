@@ -26,6 +26,8 @@ class RunProof:
       source: the line of the call.
       arguments: path -> "T" (per replica) or "M" (equal everywhere).
       results: the same of its array results.
+      why: for each result, and each variable that it writes, the letter and the reason: the
+        reductions that made it equal, or the lines by which it came to differ.
     """
 
     function: str
@@ -33,6 +35,7 @@ class RunProof:
     source: str
     arguments: tuple[tuple[str, str], ...]
     results: tuple[tuple[str, str], ...]
+    why: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +78,17 @@ class Notes:
         self.reads, self.writes, self.results = reads, writes, _letters(results)
 
     def on_run(
-        self, topology: Any, name: str, args: Sequence[Proof], results: Sequence[Proof]
+        self,
+        topology: Any,
+        name: str,
+        args: Sequence[Proof],
+        results: Sequence[Proof],
+        why: Sequence[tuple[str, bool, str]],
     ) -> None:
         """Notes what was proved of one replica function."""
         line, count = self._calling_line(), topology.num_replicas
-        self.runs[RunProof(name, count, line, _letters(args), _letters(results))] = None
+        reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
+        self.runs[RunProof(name, count, line, _letters(args), _letters(results), reasons)] = None
 
     def on_segment(self, jaxpr: Any, varying: Sequence[bool], analysis: Any) -> None:
         """Notes reductions of equal values in replica code."""

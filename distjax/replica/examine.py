@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -21,25 +21,39 @@ from distjax.replica.global_value import GlobalValue
 from distjax.variables.state import variable_p
 
 
-def examine(
-    traced: Any,
-    partitioned: PartitionedTree,
-    names: Sequence[str],
-    args: Sequence[GlobalValue],
-    topology: Topology,
-) -> list[Fact]:
+class Given(NamedTuple):
+    """What a replica function is given.
+
+    Attributes:
+      name: the user's name of the function.
+      partitioned: its arguments.
+      names: the user's names of the positional ones.
+      values: the values of their leaves.
+    """
+
+    name: str
+    partitioned: PartitionedTree
+    names: Sequence[str]
+    values: Sequence[GlobalValue]
+
+    @property
+    def paths(self) -> list[str]:
+        """The user's paths of the leaves."""
+        return [user_path(path, self.names) for path in self.partitioned.paths]
+
+
+def examine(traced: Any, given: Given, topology: Topology) -> dict[Any, Fact]:
     """Reports what is probably wrong in a replica function.
 
     Args:
       traced: the `ReplicaTrace`.
-      partitioned: the function's arguments.
-      names: the user's names of the positional ones.
-      args: the values of its leaves.
+      given: its arguments.
       topology: its replicas.
 
     Returns:
-      What is known of each array result.
+      What is known of each value of its code.
     """
+    args = given.values
     leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
     walk.written = {v.serial_number: v for v in traced.written}
@@ -55,10 +69,10 @@ def examine(
     findings.find_sums(walk)
     _find_local_training(walk, traced.written, outs[len(results) :])
     if walk.combines or traced.written:
-        _find_unread_masks(walk, traced.jaxpr, partitioned, names)
+        _find_unread_masks(walk, traced.jaxpr, given.partitioned, given.names)
     for finding in walk.found.values():
         report(finding, ReductionWarning if finding.level == "warning" else None)
-    return results
+    return env
 
 
 def _of_variable(variable: Any) -> Fact:
@@ -148,10 +162,10 @@ def find_unequal_start(variable: Any) -> None:
 
 
 def note_lone_updates(
-    facts: Sequence[Fact],
-    result: PartitionedTree,
+    env: Mapping[Any, Fact],
+    traced: Any,
     results: Sequence[GlobalValue],
-    given: tuple[str, PartitionedTree, Sequence[str], Sequence[GlobalValue]],
+    given: Given,
     meant: Any,
 ) -> None:
     """Notes results that are an update of an equal argument and differ.
@@ -159,8 +173,9 @@ def note_lone_updates(
     Whether they are fed back is known at the second call: see `feedback`.
     """
     name, partitioned, names, args = given
-    for fact, path, out in zip(facts, result.paths, results, strict=True):
-        base = fact.find("base")
+    ends = traced.jaxpr.outvars[: len(results)]
+    for atom, path, out in zip(ends, traced.result.paths, results, strict=True):
+        base = None if isinstance(atom, jax_compat.Literal) else env[atom].find("base")
         if not (out.varying and isinstance(base, str) and base.startswith("argument ")):
             continue
         index = int(base.removeprefix("argument "))

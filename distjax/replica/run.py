@@ -26,7 +26,7 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.examine import examine, find_unequal_start, note_lone_updates
+from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
 from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
@@ -35,6 +35,7 @@ from distjax.replica.global_value import (
     replica_aval,
     to_variable,
 )
+from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge
@@ -119,23 +120,41 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    observer = frames.observer()
-    if observer is not None:
-        ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
-        outs = _proofs(traced.result.paths, results)
-        observer.on_run(topology, function_name(fn), ins, outs)
-    if topology.num_replicas > 1:
-        facts = examine(traced, partitioned, names, global_values, topology)
-        before = num_reported()
-        check_state(fn, names, partitioned, global_values, traced.result, results, outer.meant)
-        if num_reported() == before:
-            given = function_name(fn), partitioned, names, global_values
-            note_lone_updates(facts, traced.result, results, given, outer.meant)
+    given = Given(function_name(fn), partitioned, names, global_values)
+    _tell_findings(fn, given, traced, results, finals, outer, topology)
     result = traced.result.combine(
         [as_user_value(r, topology) for r in _pin_results(results, topology)]
     )
     feedback.remember(result)
     return result
+
+
+def _tell_findings(
+    fn: Any,
+    given: Given,
+    traced: ReplicaTrace,
+    results: Sequence[GlobalValue],
+    finals: Sequence[GlobalValue],
+    outer: Any,
+    topology: Any,
+) -> None:
+    """Reports what is probably wrong; tells the observer what is proved, and why."""
+    env = examine(traced, given, topology) if topology.num_replicas > 1 else {}
+    observer = frames.observer()
+    if observer is not None:
+        outs = _proofs(traced.result.paths, results)
+        named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
+        reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
+        ends = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
+        why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
+        observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
+    if topology.num_replicas > 1:
+        before = num_reported()
+        check_state(
+            fn, given.names, given.partitioned, given.values, traced.result, results, outer.meant
+        )
+        if num_reported() == before:
+            note_lone_updates(env, traced, results, given, outer.meant)
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

@@ -6,6 +6,7 @@ import optax
 
 import distjax as dj
 from tests.wrong_programs.program import (
+    ERROR,
     FIRST,
     NOTE,
     ON_READ,
@@ -130,6 +131,24 @@ def gathered_loss_summed_in_a_metric(s, right):
         metric.update(losses if right else ctx().all_gather(losses, axis=0))
 
     return _measure(s, step)
+
+
+def _reported(s, right, read):
+    def feed(result, args):
+        read(s.reduce("mean", result) if right else result)
+        return args
+
+    return Case(lambda w, x: loss_of(w, x), (weights(), inputs(s)), feed)
+
+
+@program(ERROR, "needs one value, not one value per replica", outside=True)
+def number_of_a_value_per_replica(s, right):
+    return _reported(s, right, float)
+
+
+@program(ERROR, "needs one value, not one value per replica", outside=True)
+def truth_of_a_value_per_replica(s, right):
+    return _reported(s, right, bool)
 
 
 # -- more ----------------------------------------------------------------------

@@ -30,7 +30,6 @@ class Case:
       step: the replica function.
       args: its arguments.
       feed: the arguments of the next call, of a result; None: it is called once.
-      setup: called before, for what is wrong outside of the step.
     """
 
     step: Callable[..., Any]
@@ -48,6 +47,7 @@ class Program:
       rule: the rule of a finding, or a part of an error's text.
       why: why the level is not higher.
       origin: "faults" (the list of 42) or "more".
+      is_outside: whether the mistake is outside of the step, where `dj.check` does not look.
     """
 
     build: Callable[[Any, bool], Case]
@@ -55,6 +55,7 @@ class Program:
     rule: str
     why: str
     origin: str
+    is_outside: bool
 
     @property
     def name(self) -> str:
@@ -64,11 +65,13 @@ class Program:
 TABLE: list[Program] = []
 
 
-def program(level: str, rule: str = "", why: str = "", *, more: bool = False):
+def program(
+    level: str, rule: str = "", why: str = "", *, more: bool = False, outside: bool = False
+):
     """Adds a builder to the table."""
 
     def add(build: Callable[[Any, bool], Case]) -> Callable[[Any, bool], Case]:
-        TABLE.append(Program(build, level, rule, why, "more" if more else "faults"))
+        TABLE.append(Program(build, level, rule, why, "more" if more else "faults", outside))
         return build
 
     return add

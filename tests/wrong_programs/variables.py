@@ -95,7 +95,12 @@ def moments_left_in_a_mean(s, right):
     return Case(step, (inputs(s),))
 
 
-@program(WARNING, "replica 0's initial value wins", "a value made of a batch may be meant")
+@program(
+    WARNING,
+    "replica 0's initial value wins",
+    "a value made of a batch may be meant",
+    outside=True,
+)
 def initial_value_of_each_replica(s, right):
     made = []
 

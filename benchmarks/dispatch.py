@@ -1,5 +1,6 @@
 """What does a call cost before the device has anything to do?"""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,12 @@ from benchmarks.ours import per_replica
 from benchmarks.report import Benchmark
 from benchmarks.timing import Call, carry, dispatch_seconds, interleave, medians
 
-BARS = {10: 1.4, 100: 1.15, 1000: 1.15}
+# Few leaves: so much more than by hand, in seconds or in hand-written calls with one leaf.
+_MORE_SECONDS, _MORE_CALLS = 3e-6, 0.6
+_FEW_LEAVES = 10
+# Many leaves, or several devices: so many times by hand.
+_RATIOS = {"list": 1.10, "dict": 1.03}
+_RATIO_ON_DEVICES = 1.10
 _BATCH_SECONDS = 0.04
 _MIN_CALLS = 20
 _WARM_UP_CALLS = 50
@@ -21,76 +27,84 @@ _WARM_UP_CALLS = 50
 _NUM_COPIES = 4
 
 
-def _strategy() -> dj.MirroredStrategy:
-    return dj.MirroredStrategy(jax.devices()[:1])
+class Size(NamedTuple):
+    """What the two sides of a row have in common."""
+
+    devices: int
+    leaves: int
+    tree: str  # how the hand-written state is held, and ours where it is an argument
 
 
-def variables(num_leaves: int) -> Call:
+def _strategy(size: Size) -> dj.MirroredStrategy:
+    return dj.MirroredStrategy(jax.devices()[: size.devices])
+
+
+def variables(size: Size) -> Call:
     """State in variables, whose memory is reused."""
-    strategy = _strategy()
-    step = tiny.variable_step(strategy, num_leaves)
-    batch = per_replica(strategy, tiny.batch(1))
+    strategy = _strategy(size)
+    step = tiny.variable_step(strategy, size.leaves)
+    batch = per_replica(strategy, tiny.batch(size.devices))
     return lambda: step(batch)
 
 
-def functional(num_leaves: int) -> Call:
+def functional(size: Size) -> Call:
     """Mirrored state through `strategy.run`, which donates no argument."""
-    strategy = _strategy()
-    state = handwritten.replicate(tiny.leaves(num_leaves), strategy.mesh)
-    batch = per_replica(strategy, tiny.batch(1))
+    strategy = _strategy(size)
+    state = handwritten.replicate(tiny.state(size.leaves, size.tree), strategy.mesh)
+    batch = per_replica(strategy, tiny.batch(size.devices))
     return carry(tiny.functional_step(strategy), state, batch)
 
 
-def functional_donated(num_leaves: int) -> Call:
+def functional_donated(size: Size) -> Call:
     """Mirrored state through `dj.jit`, donated."""
-    strategy = _strategy()
-    state = handwritten.replicate(tiny.leaves(num_leaves), strategy.mesh)
-    batch = per_replica(strategy, tiny.batch(1))
+    strategy = _strategy(size)
+    state = handwritten.replicate(tiny.state(size.leaves, size.tree), strategy.mesh)
+    batch = per_replica(strategy, tiny.batch(size.devices))
     step = dj.jit(tiny.functional_step(strategy), donate_argnums=(0,))
     return carry(step, state, batch)
 
 
-def all_per_replica(num_leaves: int) -> Call:
+def all_per_replica(size: Size) -> Call:
     """Every leaf `PerReplica`, the same at each call and not donated.
 
     It is not passed on: with one replica the results are plain arrays.
     """
-    strategy = _strategy()
-    state = per_replica(strategy, tiny.leaves(num_leaves, num_replicas=1))
-    batch = per_replica(strategy, tiny.batch(1))
+    strategy = _strategy(size)
+    state = per_replica(strategy, tiny.leaves(size.leaves, num_replicas=size.devices))
+    batch = per_replica(strategy, tiny.batch(size.devices))
     step = tiny.functional_step(strategy)
     return lambda: step(state, batch)
 
 
-def by_hand(num_leaves: int, donate: bool = True) -> Call:
+def by_hand(size: Size, donate: bool = True) -> Call:
     """The hand-written call."""
-    mesh = handwritten.make_mesh(jax.devices()[:1])
-    state = handwritten.replicate(tiny.leaves(num_leaves), mesh)
-    batch = handwritten.split(tiny.batch(1), mesh)
+    mesh = handwritten.make_mesh(jax.devices()[: size.devices])
+    state = handwritten.replicate(tiny.state(size.leaves, size.tree), mesh)
+    batch = handwritten.split(tiny.batch(size.devices), mesh)
     return carry(tiny.handwritten_step(mesh, donate), state, batch)
 
 
 class _Form(NamedTuple):
-    make: Callable[[int], Call]
+    make: Callable[[Size], Call]
     donate: bool  # whether the baseline donates, which is what `make` does
-    bars: dict[int, float]
+    has_bar: bool
 
 
 FORMS = {
-    "variables": _Form(variables, True, BARS),
-    "functional": _Form(functional, False, BARS),
-    "functional, dj.jit": _Form(functional_donated, True, BARS),
-    "all PerReplica": _Form(all_per_replica, False, {}),
-    "hand-written": _Form(by_hand, True, {}),
+    "variables": _Form(variables, True, True),
+    "functional": _Form(functional, False, False),
+    "functional, dj.jit": _Form(functional_donated, True, True),
+    "all PerReplica": _Form(all_per_replica, False, False),
+    "hand-written": _Form(by_hand, True, False),
 }
 
 
 def _time_copies(
-    form: _Form, num_leaves: int, num_pairs: int, ours_first: bool
+    form: _Form, size: Size, num_pairs: int, ours_first: bool
 ) -> list[tuple[float, float]]:
     makers: dict[str, Callable[[], Call]] = {
-        "ours": lambda: form.make(num_leaves),
-        "baseline": lambda: by_hand(num_leaves, form.donate),
+        "ours": lambda: form.make(size),
+        "baseline": lambda: by_hand(size, form.donate),
     }
     calls, seconds = {}, {}
     for side in ("ours", "baseline") if ours_first else ("baseline", "ours"):
@@ -104,16 +118,34 @@ def _time_copies(
     )
 
 
-def measure(form: str, num_leaves: int, num_pairs: int) -> dict[str, Any]:
+@functools.cache
+def _one_leaf_seconds() -> float:
+    """The hand-written call with one leaf on one device."""
+    call = by_hand(Size(1, 1, "list"))
+    dispatch_seconds(call, _WARM_UP_CALLS)
+    return min(dispatch_seconds(call, 1000) for _ in range(10))
+
+
+def _bar(size: Size, baseline_seconds: float) -> float:
+    """Returns the most that ours may take, as a multiple of the baseline."""
+    if size.devices > 1:
+        return _RATIO_ON_DEVICES
+    if size.leaves > _FEW_LEAVES:
+        return _RATIOS[size.tree]
+    more = max(_MORE_SECONDS, _MORE_CALLS * _one_leaf_seconds())
+    return 1 + more / baseline_seconds
+
+
+def measure(form: str, size: Size, num_pairs: int) -> dict[str, Any]:
     """One row: microseconds per call on both sides and the median ratio."""
     pairs = []
     for copy in range(_NUM_COPIES):
-        pairs += _time_copies(FORMS[form], num_leaves, num_pairs, ours_first=copy % 2 == 0)
+        pairs += _time_copies(FORMS[form], size, num_pairs, ours_first=copy % 2 == 0)
     result = medians(pairs)
-    bar = FORMS[form].bars.get(num_leaves)
+    bar = _bar(size, result.baseline_seconds) if FORMS[form].has_bar else None
     return {
         "state": form,
-        "leaves": num_leaves,
+        **size._asdict(),
         "ours us": result.ours_seconds * 1e6,
         "baseline us": result.baseline_seconds * 1e6,
         "ratio": result.ratio,
@@ -123,17 +155,26 @@ def measure(form: str, num_leaves: int, num_pairs: int) -> dict[str, Any]:
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """Rows for each form of state and number of leaves; quick stops at 100."""
-    sizes, num_pairs = ((1, 10, 100), 4) if quick else ((1, 10, 100, 1000), 16)
-    return [measure(form, size, num_pairs) for form in FORMS for size in sizes]
+    """Rows for each form of state and size; quick stops at 100 leaves."""
+    counts, num_pairs = ((1, 10, 100), 4) if quick else ((1, 10, 100, 1000), 16)
+    rows = []
+    for form in FORMS:
+        trees = ("list",) if form == "all PerReplica" else ("list", "dict")
+        sizes = [Size(1, count, tree) for count in counts for tree in trees]
+        if len(jax.devices()) > 1:
+            sizes += [Size(len(jax.devices()), 10, tree) for tree in trees]
+        rows += [measure(form, size, num_pairs) for size in sizes]
+    return rows
 
 
 BENCHMARK = Benchmark(
     name="dispatch",
-    title="Dispatch of one call, R = 1, against a hand-written jit(shard_map) call",
+    title="Dispatch of one call against a hand-written jit(shard_map) call",
     columns=(
         "state",
+        "devices",
         "leaves",
+        "tree",
         "ours us",
         "baseline us",
         "ratio",

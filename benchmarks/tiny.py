@@ -23,6 +23,12 @@ def leaves(num_leaves: int, num_replicas: int | None = None) -> list[np.ndarray]
     return [np.zeros(shape, np.float32) for _ in range(num_leaves)]
 
 
+def state(num_leaves: int, tree: str) -> Any:
+    """The first state as a "list", or as a "dict" by name, which JAX sorts at each call."""
+    arrays = leaves(num_leaves)
+    return arrays if tree == "list" else {f"w{i}": leaf for i, leaf in enumerate(arrays)}
+
+
 def batch(num_replicas: int) -> np.ndarray:
     """One batch, 8 numbers per replica."""
     return np.ones(num_replicas * 8, np.float32)
@@ -31,9 +37,9 @@ def batch(num_replicas: int) -> np.ndarray:
 def handwritten_step(mesh: Mesh, donate: bool) -> Step:
     """The step by hand: `jax.jit` around `shard_map`, mirrored leaves."""
 
-    def local_step(state: list[jax.Array], batch: jax.Array) -> Any:
+    def local_step(state: Any, batch: jax.Array) -> Any:
         mean = lax.pmean(batch.mean(), REPLICA_AXIS)
-        return [leaf + mean for leaf in state], mean
+        return jax.tree.map(lambda leaf: leaf + mean, state), mean
 
     return jit_over_replicas(local_step, mesh, donate)
 
@@ -41,9 +47,9 @@ def handwritten_step(mesh: Mesh, donate: bool) -> Step:
 def functional_step(strategy: dj.MirroredStrategy) -> Step:
     """The step with distjax, state in and state out, mirrored or per replica."""
 
-    def replica_step(state: list[jax.Array], batch: jax.Array) -> Any:
+    def replica_step(state: Any, batch: jax.Array) -> Any:
         mean = dj.get_replica_context().all_reduce("mean", batch.mean())
-        return [leaf + mean for leaf in state], mean
+        return jax.tree.map(lambda leaf: leaf + mean, state), mean
 
     return lambda state, batch: strategy.run(replica_step, args=(state, batch))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -76,24 +76,20 @@ class Frame:
 
 
 _stack: ContextVar[tuple[Frame, ...]] = ContextVar("distjax_frames", default=())
-_default_frame: list[Callable[[], Frame]] = []
+#: One frame: that of the default strategy and its one replica.
+_default_frame: list[Frame] = []
 
 
-def set_default_frame(make: Callable[[], Frame]) -> None:
+def set_default_frame(frame: Frame) -> None:
     """Tells what frame an empty stack stands for (called once, on import)."""
-    _default_frame[:] = [make]
-
-
-def default_frame() -> Frame:
-    """Returns the frame of the default strategy and its one replica."""
-    return _default_frame[0]()
+    _default_frame[:] = [frame]
 
 
 def current() -> Frame:
     """Returns the current frame."""
     stack = _stack.get()
     if not stack:
-        return default_frame()
+        return _default_frame[0]
     frame = stack[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
         # An inner function asks for what JAX does not know of, and would remember the answer.

@@ -1,15 +1,14 @@
 """Build: a program compiled for the variables that its traces have met so far.
 
 The variables that a trace reads or writes become inputs and (donated) outputs of one `jax.jit`,
-which is the cache for shapes, trees and shardings. A trace that meets more of them raises
-`UnknownVariables`, and the next build threads these too.
+which is the cache for shapes, trees and shardings. A signature is traced before `jit` sees it, and
+offered to it. One that meets more variables makes the next build, which threads these too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +18,6 @@ import jax
 from distjax.collectives.throttle import make_token
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
-from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import SteppedArrays, StoredArray
@@ -27,7 +25,7 @@ from distjax.variables.variable import Variable
 
 
 class UnknownVariables(Exception):
-    """A trace met variables that its build does not thread, or does not write."""
+    """A trace inside of `jit` met variables that its build does not thread, or does not write."""
 
     def __init__(self, discovered: Discovered):
         super().__init__()
@@ -35,7 +33,7 @@ class UnknownVariables(Exception):
 
 
 class NotCompiled(Exception):
-    """A call met a new signature while it held the lock: to be compiled without it first."""
+    """A call met what is to be traced first, outside of `jit` and without the lock."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,6 +49,8 @@ class Build:
       read_arrays: the arrays of `reads`.
       lock: held while arrays of these variables are collected, donated and replaced.
       spans_devices: whether the program runs on several devices, as far as a trace tells.
+      offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
+        it may be made inside of `jit`.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Build:
     read_arrays: tuple[StoredArray, ...]
     lock: AbstractContextManager[Any]
     spans_devices: bool
+    offered: dict[int, Discovered | None]
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -71,12 +72,24 @@ class Build:
         """Returns the program lowered for these arguments; no lock is held meanwhile.
 
         Raises:
-          UnknownVariables: the signature touches more variables.
+          NotCompiled: they have to be traced first.
         """
         for variable in self.variables:
             if variable.storage is None:  # deleted is no matter here: another thread may step it
                 variable.stored.require()
-        return self.jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
+        try:
+            return self.jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
+        finally:
+            self.offered.pop(threading.get_ident(), None)
+
+    def covers(self, found: Discovered) -> bool:
+        """Returns whether the variables of a trace are threaded, and those written written."""
+        # A variable that is threaded, but only read so far, has no output to be written to.
+        return (
+            {*self.variables} >= {*found.reads, *found.created}
+            and {*self.writes} >= {*found.writes}
+            and (self.spans_devices or not found.spans_devices)
+        )
 
     def _collect_written(self) -> Sequence[Any]:
         return [variable.stored.read() for variable in self.writes]
@@ -86,45 +99,30 @@ class Build:
         return [stored.read() for stored in self.read_arrays]
 
 
-def make_build(
-    step: Step, discovered: Discovered, former: Build | None, watch: RetraceWatch
-) -> Build:
-    """Returns the build that threads the variables of one more trace.
+def make_build(step: Step, discovered: Discovered, former: Build | None) -> Build:
+    """Returns the build that threads the variables of one more trace, and is offered that trace.
 
     Args:
       step: what is compiled.
-      discovered: the trace; the first call of its signature is compiled from it.
+      discovered: the trace.
       former: the build before, or None.
-      watch: is told of each signature after the first.
     """
     known = (former.writes, former.reads) if former is not None else ((), ())
     writes = dict.fromkeys((*known[0], *discovered.writes))
     reads = dict.fromkeys(v for v in (*known[1], *discovered.reads) if v not in writes)
-    spans_devices = discovered.spans_devices or (former is not None and former.spans_devices)
-    stepped, threaded = SteppedArrays(), dict.fromkeys((*writes, *reads))
-    traced = [discovered]
-
-    def covers(found: Discovered) -> bool:
-        # A variable that is threaded, but only read so far, has no output to be written to.
-        return (
-            threaded.keys() >= {*found.reads, *found.created}
-            and writes.keys() >= set(found.writes)
-            and (spans_devices or not found.spans_devices)
-        )
+    threaded = (*writes, *reads)
+    offered: dict[int, Discovered | None] = {threading.get_ident(): discovered}
 
     def body(
         written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        if stepped.runner == threading.get_ident():
+        thread = threading.get_ident()
+        if thread not in offered:
             raise NotCompiled
-        return trace_signature(written, read, args, kwargs)
-
-    def trace_signature(written: Any, read: Any, args: Any, kwargs: Any) -> Any:
-        found = traced.pop() if traced else None
+        found = offered.pop(thread)
         if found is None or not found.fits(args, kwargs):
-            watch.record(args, kwargs)
             found = discover(step, args, kwargs, CreationLog())
-        if not covers(found):
+        if not build.covers(found):
             raise UnknownVariables(found)
         values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
@@ -136,25 +134,18 @@ def make_build(
 
     body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
     donated = (0, *(3 + number for number in step.donate_argnums))
-    return Build(
+    build = Build(
         name=step.name,
         jitted=jax.jit(body, donate_argnums=donated),
         writes=tuple(writes),
         reads=tuple(reads),
-        stepped=stepped,
+        stepped=SteppedArrays(),
         read_arrays=tuple(v.stored for v in reads),
         lock=_make_lock(threaded),
-        spans_devices=spans_devices,
+        spans_devices=discovered.spans_devices or (former is not None and former.spans_devices),
+        offered=offered,
     )
-
-
-def is_of_trace(error: Exception) -> bool:
-    """Returns whether an error was raised while a signature was traced, by the user's code."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(
-        frame.f_code.co_name == "trace_signature" and frame.f_code.co_filename == __file__
-        for frame in frames
-    )
+    return build
 
 
 def _make_lock(variables: Iterable[Variable]) -> AbstractContextManager[Any]:

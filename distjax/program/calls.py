@@ -30,16 +30,12 @@ from distjax.variables.donation import copy_aliased
 #: Makes the user's results final; called once more where a signal raises in it.
 Finish = Callable[[Any], Any]
 
-#: As the runner of a program: its call may trace and compile under the lock.
-_MAY_TRACE = -1
-
 
 def start(
     build: Build,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     finish: Finish | None = None,
-    may_trace: bool = False,
 ) -> tuple[Any, OutputSpec]:
     """Starts the compiled program once.
 
@@ -48,17 +44,15 @@ def start(
       args: positional arguments; Python objects among them are static nodes.
       kwargs: keyword arguments.
       finish: what makes the results final.
-      may_trace: whether a signature may be compiled under the lock.
 
     Returns:
       The user's results, and how they are made of arrays.
 
     Raises:
       NotCompiled: the signature is new; nothing has happened.
-      UnknownVariables: a new signature touches more variables; nothing has happened.
     """
     if not build.writes:
-        return _start_reader(build, args, kwargs, finish, may_trace)
+        return _start_reader(build, args, kwargs, finish)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
     stepped, cell = build.stepped, build.stepped.cell
@@ -66,7 +60,7 @@ def start(
     with build.lock:
         if not stepped.is_whole:
             stepped.take([variable.stored for variable in build.writes])
-        stepped.runner = _MAY_TRACE if may_trace else threading.get_ident()
+        stepped.is_starting = True
         try:
             stepped.num_starts += 1
             if stepped.aliased:
@@ -77,17 +71,36 @@ def start(
                 returned = cell[0]
                 cell[0] = returned[0]
                 (spec,) = returned[1]
-                result = spec.unpack(returned)
+                if spec.is_plain:
+                    result = spec.treedef.unflatten(returned[2:-1])
+                else:
+                    result = spec.unpack(returned)
                 if finish is not None:
                     result = finish(result)
             except BaseException:
                 _conclude(build, returned, finish)
                 raise
         finally:
-            stepped.runner = None
+            stepped.is_starting = False
     if returned[-1] is not None:
         throttle(returned[-1])
     return result, spec
+
+
+def trace_and_start(
+    build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
+) -> tuple[Any, OutputSpec]:
+    """Starts the program; a new signature is traced and compiled inside of `jit`, under the lock.
+
+    Raises:
+      UnknownVariables: the signature touches more variables; nothing has happened.
+    """
+    thread = threading.get_ident()
+    build.offered.setdefault(thread, None)
+    try:
+        return start(build, args, kwargs, finish)
+    finally:
+        build.offered.pop(thread, None)
 
 
 def _start_reader(
@@ -95,7 +108,6 @@ def _start_reader(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     finish: Finish | None,
-    may_trace: bool,
 ) -> tuple[Any, OutputSpec]:
     """Starts a program that writes no variable."""
     cell: list[Any] = []
@@ -103,12 +115,8 @@ def _start_reader(
         if build.reads:
             require_outside_traces(build)
             with build.lock:  # else another program may donate what is read
-                build.stepped.runner = _MAY_TRACE if may_trace else threading.get_ident()
-                try:
-                    operands = [], build.collect_read(), kwargs, *args
-                    cell[:] = itertools.starmap(build.jitted, (operands,))
-                finally:
-                    build.stepped.runner = None
+                operands = [], build.collect_read(), kwargs, *args
+                cell[:] = itertools.starmap(build.jitted, (operands,))
         else:
             cell[:] = itertools.starmap(build.jitted, (([], [], kwargs, *args),))
         returned = cell[0]

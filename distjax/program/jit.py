@@ -16,13 +16,13 @@ from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
+from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import ObjectKeywords, emit_call
+from distjax.objects.stateful_args import ObjectKeywords, StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.error_notes import explain_devices
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import (
     Static,
     as_static,
@@ -42,19 +42,22 @@ class CompiledFunction:
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
-        self._programs: dict[Any, StatefulProgram] = {}
-        self._off_mesh: set[StatefulProgram] = set()
+        self._programs: dict[Any, Program] = {}
+        self._off_mesh: set[Program] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
-        if frames.current().state is not None:
-            args, kwargs = without_expectations(_unmark(args), kwargs, frames.current().state.meant)
+        frame = frames.current()
+        if frame.state is not None:
+            args, kwargs = without_expectations(_unmark(args), kwargs, frame.state.meant)
             return self._fn(*args, **kwargs)
         try:
-            program, marked = self._program(), self.mark_arguments(args, kwargs)
+            program = self._program(frame)
+            if self._static:
+                args, kwargs = self.mark_arguments(args, kwargs)
             if jax_compat.has_user_mesh():
-                return self._under_user_mesh(program, program, *marked)
-            return program(*marked)
+                return self._under_user_mesh(program, program, args, kwargs)
+            return program(args, kwargs)
         except Exception as error:
             keep_user_lines(error)
             explained = explain_devices(error, repr(self))
@@ -67,13 +70,13 @@ class CompiledFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
-        program, marked = self._program(), self.mark_arguments(args, kwargs)
+        program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
         if jax_compat.has_user_mesh():
             return self._under_user_mesh(program, program.lower, *marked)
         return program.lower(*marked)
 
     def _under_user_mesh(
-        self, program: StatefulProgram, call: Callable[..., Any], args: Any, kwargs: Any
+        self, program: Program, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls with the mesh that the user has set, or without, as the function needs it.
 
@@ -104,19 +107,14 @@ class CompiledFunction:
         is_argument = bridge is not None and bridge.is_stateful(instance)
         return functools.partial(self, instance if is_argument else Static(instance))
 
-    def _program(self) -> StatefulProgram:
-        frame = frames.current()
+    def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
-        if key not in self._programs:
-            strategy = frame.strategy if frame.has_strategy else None
-            self._programs[key] = StatefulProgram(
-                Program(JitStep(self._fn, frame, self._donate_argnums)),
-                lambda: self._fn,
-                lambda: strategy,
-                self._donate_argnums,
-                fresh_functions.record(self._fn, frame.strategy),
-            )
-        return self._programs[key]
+        program = self._programs.get(key)
+        if program is None:
+            step = JitStep(self._fn, frame, self._donate_argnums)
+            program = Program(step, fresh_functions.record(self._fn, frame.strategy))
+            self._programs[key] = program
+        return program
 
     def mark_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -159,6 +157,8 @@ class JitStep:
       donate_argnums: the positional arguments whose buffers are donated.
     """
 
+    ignores_user_mesh = False  # its code may name the mesh
+
     def __init__(self, fn: Callable[..., Any], frame: Frame, donate_argnums: tuple[int, ...]):
         self._fn, self._frame = fn, frame
         self.name, self.argument_names = function_name(fn), positional_names(fn)
@@ -173,13 +173,20 @@ class JitStep:
         args, kwargs = _unmark((args, kwargs))
         own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
         args, own = without_expectations(args, own, state.meant)
-        is_plain = own is kwargs or not isinstance(kwargs, ObjectKeywords)
-        kwargs = own if is_plain else dataclasses.replace(kwargs, kwargs=own)
-        return emit_call(self._fn, args, kwargs)
+        if isinstance(kwargs, ObjectKeywords):
+            return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
+        return emit_call(self._fn, args, own)
 
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
         return _off_their_devices(tree)
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured."""
+        strategy = self._frame.strategy if self._frame.has_strategy else None
+        return extract_objects(self._fn, args, kwargs, strategy, self.donate_argnums, held)
 
 
 def jit(

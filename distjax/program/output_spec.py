@@ -7,10 +7,7 @@ ours inside `jit`. A compiled program returns ``(written, {spec: None}, *arrays,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
@@ -24,9 +21,11 @@ class OutputSpec:
       partitioned: the user's tree of results.
       wrappers: per array the topology of its PerReplica, or None.
       recreated: the names of variables made before that constructors were handed.
+      treedef: the tree of results of which every leaf is an array or PerReplica, else None.
+      is_plain: whether all results are bare arrays.
     """
 
-    __slots__ = ("_treedef", "_wraps", "partitioned", "recreated", "wrappers")
+    __slots__ = ("is_plain", "partitioned", "recreated", "treedef", "wrappers")
 
     def __init__(
         self,
@@ -36,20 +35,17 @@ class OutputSpec:
     ):
         self.partitioned, self.wrappers = partitioned, wrappers
         self.recreated = recreated
-        self._wraps = any(wrapper is not None for wrapper in wrappers)
-        # Where every leaf is an array, no Python object has to be put between them.
-        self._treedef = partitioned.treedef if partitioned.is_of_arrays else None
+        self.treedef = partitioned.treedef if partitioned.is_of_arrays else None
+        self.is_plain = self.treedef is not None and all(wrap is None for wrap in wrappers)
 
     def unpack(self, returned: tuple[Any, ...]) -> Any:
         """Returns the user's results, of what the compiled program returned."""
-        arrays: Sequence[Any] = returned[2:-1]
-        if self._wraps:
-            arrays = [
-                array if topology is None else PerReplica(array, topology)
-                for array, topology in zip(arrays, self.wrappers, strict=True)
-            ]
-        if self._treedef is not None:
-            return jax.tree_util.tree_unflatten(self._treedef, arrays)
+        arrays = [
+            array if topology is None else PerReplica(array, topology)
+            for array, topology in zip(returned[2:-1], self.wrappers, strict=True)
+        ]
+        if self.treedef is not None:
+            return self.treedef.unflatten(arrays)
         return self.partitioned.combine(arrays)
 
 

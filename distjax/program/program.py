@@ -16,19 +16,21 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import ContextError, message
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful import StateFound
 from distjax.program.build import (
     Build,
     NotCompiled,
     UnknownVariables,
-    is_of_trace,
     make_build,
 )
-from distjax.program.calls import Finish, require_outside_traces, start
+from distjax.program.calls import Finish, require_outside_traces, start, trace_and_start
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
+from distjax.replica.feedback import Feedback
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.donation import copy_handles
@@ -40,22 +42,103 @@ Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 class Program:
     """A step as one compiled program.
 
+    Whether calls bring objects with state is found at the first two; a later one that does is
+    found when it is traced, so that a call without objects pays nothing.
+
     Args:
       step: what is compiled.
+      on_second_call: is called once, at the second call.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, on_second_call: Callable[[], None] = lambda: None):
         self._step = step
+        self._on_second_call = on_second_call
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
+        self._num_calls = 0
+        self._feedback: Feedback | None = None
+        self._is_plain = False  # a build, and nothing to do before it is started
+        self._has_no_objects = False
+        self._meets_user_mesh = False
         self._marks_objects = False
         self._recreated: tuple[str, ...] = ()
         self._watch = RetraceWatch(step.name, step.argument_names)
 
     # -- calling --------------------------------------------------------------
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the program and returns the user's results."""
+        build = self._build
+        if build is None or not self._is_plain:
+            return self._call_with_care(args, kwargs)
+        if self._step.donate_argnums:
+            args = self._prepare_donated(args)
+        try:
+            result, spec = start(build, args, kwargs)
+        except Exception as error:
+            return self._call_with_care(args, kwargs, error)
+        if spec.recreated:
+            self._note_recreated(spec)
+        return result
+
+    def _call_with_care(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
+    ) -> Any:
+        """Runs the program where a call is more than the start of a build.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          error: what an attempt to start the build ended in, if there was one.
+        """
+        if self._step.ignores_user_mesh and jax_compat.has_user_mesh():
+            self._meets_user_mesh, self._is_plain = True, False
+            return jax_compat.ignores_user_mesh(self._call_with_care)(args, kwargs)
+        if self._has_no_objects:
+            try:
+                return self._run(args, kwargs, error=error)
+            except StateFound:
+                self._has_no_objects = self._is_plain = False
+        return self._run_first_calls(args, kwargs)
+
+    def _run_first_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call that may bring objects; the second is compared with the first's results."""
+        former, self._feedback = self._feedback, None
+        if former is not None:
+            former.compare(args, kwargs)
+        if self._num_calls:
+            return self._with_objects(args, kwargs, self._run)
+        feedback = Feedback(self._step.name, self._step.argument_names, args, kwargs)
+        result = self._with_objects(args, kwargs, self._run)
+        feedback.remember(result)
+        self._feedback = feedback
+        return result
+
+    def _with_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Returns what `run` does of the arguments; its objects are claimed meanwhile."""
+        held = HeldClaims()
+        try:
+            stateful = self._step.take_objects(args, kwargs, held)
+            self._num_calls += 1
+            if self._num_calls == 2:
+                self._on_second_call()
+            self._has_no_objects = self._num_calls > 1 and stateful is None
+            return run(args, kwargs) if stateful is None else stateful.call(run)
+        finally:
+            try:
+                held.release()
+            except BaseException:  # a signal raised in it
+                held.release()
+                raise
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        finish: Finish | None = None,
+        error: Exception | None = None,
     ) -> Any:
         """Runs the program and returns the user's results, or what `finish` makes of them.
 
@@ -69,14 +152,22 @@ class Program:
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
         try:
+            if error is not None:
+                raise error
             if build is None:
                 raise NotCompiled
             result, spec = start(build, args, kwargs, finish)
-        except Exception as error:
-            result, spec = self._start_anew(error, args, kwargs, finish)
+        except Exception as refused:
+            result, spec = self._start_anew(refused, args, kwargs, finish)
         if spec.recreated:
-            self._recreated = spec.recreated
+            self._note_recreated(spec)
+        self._is_plain = self._has_no_objects and not (
+            self._marks_objects or self._recreated or self._meets_user_mesh
+        )
         return result
+
+    def _note_recreated(self, spec: OutputSpec) -> None:
+        self._recreated, self._is_plain = spec.recreated, False
 
     def _start_anew(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
@@ -109,11 +200,11 @@ class Program:
         """
         build = self._compile(args, kwargs)
         if not build.writes:
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
         try:
             return call_uninterrupted(lambda: start(build, args, kwargs, finish))
         except NotCompiled:  # JAX is configured for this thread alone, or compiles nothing at all
-            return start(build, args, kwargs, finish, may_trace=True)
+            return trace_and_start(build, args, kwargs, finish)
 
     def _retry_args(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]
@@ -157,45 +248,64 @@ class Program:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
         marked = mark_static((args, kwargs), self._step.argument_names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
-            self._marks_objects = True
+            self._marks_objects, self._is_plain = True, False
         return marked
 
     # -- building -------------------------------------------------------------
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the `jax.stages.Lowered` of the program for these arguments."""
+        return self._with_objects(args, kwargs, self._lower)
+
+    def _lower(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    ) -> jax.stages.Lowered:
         args, kwargs = self._mark_objects(args, kwargs)
         with self._tracing:
-            build, is_placed = self._build or self._first_build(args, kwargs), False
-            while True:
-                try:
-                    return build.lower(args, kwargs)
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except ValueError as error:
-                    if is_placed or not jax_compat.is_device_mismatch(error):
-                        raise
-                    (args, kwargs), is_placed = self._step.place((args, kwargs)), True
+            try:
+                return self._lower_traced(args, kwargs)
+            except ValueError as error:
+                if not jax_compat.is_device_mismatch(error):
+                    raise
+                args, kwargs = self._step.place((args, kwargs))
+                return self._lower_traced(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Returns a build that has compiled this signature."""
+        """Returns a build that has compiled this signature, or whose call compiles it."""
         with self._tracing:
-            build = self._build or self._first_build(args, kwargs)
-            while build.variables:  # without them the call itself compiles: it holds no lock
+            build = self._build
+            if build is None or not build.variables:
+                build = self._trace(args, kwargs)
+            while build.variables:  # without them the call compiles: it holds no lock
                 require_outside_traces(build)
                 try:
                     build.lower(args, kwargs).compile()
                     break
-                except UnknownVariables as unknown:
-                    build = self._rebuild(unknown.discovered, args, kwargs)
-                except Exception as error:
-                    if is_of_trace(error):
-                        raise
+                except NotCompiled:
+                    pass
+                except Exception:
                     break  # a class among the arguments takes arrays only: the call compiles
+                build = self._trace(args, kwargs)
             return build
 
-    def _first_build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        return self._rebuild(discover(self._step, args, kwargs, CreationLog()), args, kwargs)
+    def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        build = self._build or self._trace(args, kwargs)
+        while True:
+            try:
+                return build.lower(args, kwargs)
+            except NotCompiled:
+                build = self._trace(args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
+        """Traces the step; returns a build that threads its variables and is offered the trace."""
+        build = self._build
+        if build is not None:
+            self._watch.record(args, kwargs)
+        discovered = discover(self._step, args, kwargs, CreationLog())
+        if build is None or not build.covers(discovered):
+            return self._rebuild(discovered, args, kwargs)
+        build.offered[threading.get_ident()] = discovered
+        return build
 
     def _rebuild(
         self, discovered: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,7 +316,7 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
-        self._build = make_build(self._step, discovered, self._build, self._watch)
+        self._build = make_build(self._step, discovered, self._build)
         return self._build
 
     # -- donated arguments ----------------------------------------------------
@@ -216,8 +326,11 @@ class Program:
         build = self._build
         if build is not None and build.spans_devices:
             self._require_undeleted(args)  # JAX 0.10 ends the process where it meets one
-        donated = self._step.donate_argnums
-        return tuple(copy_handles(a) if i in donated else a for i, a in enumerate(args))
+        copied = list(args)
+        for number in self._step.donate_argnums:
+            if number < len(args):
+                copied[number] = copy_handles(args[number])
+        return tuple(copied)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
         """Raises a RuntimeError if an argument to donate has been donated before.

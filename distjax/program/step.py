@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from distjax.context.frames import Frame
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful_args import StatefulArgs
 from distjax.variables.state import TraceState
 
 
@@ -27,6 +29,11 @@ class Step(Protocol):
         """The positional arguments whose buffers are donated."""
         ...
 
+    @property
+    def ignores_user_mesh(self) -> bool:
+        """Whether it runs without the mesh that the user has set (`jax.set_mesh`)."""
+        ...
+
     def frame(self, state: TraceState) -> Frame:
         """Returns the frame that the function runs in, with variables in `state`."""
         ...
@@ -37,4 +44,16 @@ class Step(Protocol):
 
     def place(self, tree: Any) -> Any:
         """Returns arguments with arrays from elsewhere moved to the program's devices."""
+        ...
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          held: takes the claims of the objects; None where the call has them.
+        """
         ...

@@ -275,5 +275,6 @@ class DefaultStrategy(Strategy):
 
 
 DEFAULT_STRATEGY = DefaultStrategy()
-_frame = Frame(DEFAULT_STRATEGY, DefaultReplicaContext(DEFAULT_STRATEGY), allows_both=True)
-frames.set_default_frame(lambda: _frame)
+frames.set_default_frame(
+    Frame(DEFAULT_STRATEGY, DefaultReplicaContext(DEFAULT_STRATEGY), allows_both=True)
+)

@@ -17,9 +17,10 @@ from distjax.collectives.reductions import combine_components
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
+from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
-from distjax.program.replica_runner import ReplicaRunner, place_arguments
+from distjax.program.run_step import make_run_program, place_arguments
 from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
@@ -44,11 +45,18 @@ class StrategyExtended:
       strategy: the Strategy that this is the inside of.
       variables: the strategy's living variables; it keeps none of them alive.
       variable_lock: held while arrays of these variables move or are donated.
+      require_static_shapes: whether all batches need one shape; no: a new one is compiled anew.
+      between_graph: whether each process runs a program of its own.
+      should_init: whether this process initialises variables.
+      should_checkpoint: whether this process writes checkpoints.
+      should_save_summary: whether this process writes summaries.
 
     Source: tf.distribute.StrategyExtended (TF 1.13, 1.15).
     """
 
     is_default = False
+    require_static_shapes = between_graph = False
+    should_init = should_checkpoint = should_save_summary = True
     strategy: Any
 
     def __init__(
@@ -65,7 +73,7 @@ class StrategyExtended:
         if topology is not None:
             self.communication.require_equal_hosts(topology.num_replicas)
         self.wraps = wraps
-        self._runner = ReplicaRunner(self)
+        self._run_programs = FunctionCache()
         self.variable_lock = threading.RLock()
         self.step_programs = FunctionCache()
         self._containers = ContainerRegistry()
@@ -108,42 +116,21 @@ class StrategyExtended:
         """The devices that hold variables."""
         return self.topology.devices
 
-    # -- what the strategy says of itself --------------------------------------
-
-    @property
-    def require_static_shapes(self) -> bool:
-        """Whether all batches need one shape; no: a new shape is compiled anew."""
-        return False
-
-    @property
-    def between_graph(self) -> bool:
-        """Whether each process runs a program of its own."""
-        return False
-
-    @property
-    def should_init(self) -> bool:
-        """Whether this process initialises variables."""
-        return True
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints."""
-        return True
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this process writes summaries."""
-        return True
-
     # -- replicas -------------------------------------------------------------
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs ``fn`` on every replica: see `Strategy.run`."""
-        args, kwargs = require_call(fn, args, kwargs, "run")
-        frames.require_enterable(self.strategy, "run")
-        return self._runner.run(fn, args, kwargs)
+        if type(args) is not tuple or kwargs is not None or not callable(fn):
+            args, kwargs = require_call(fn, args, kwargs, "run")
+        frame = frames.current()
+        if not frame.allows_both:
+            frames.require_enterable(self.strategy, "run")
+        if frame.state is not None:
+            return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
+        program = self._run_programs.get(fn, lambda resolve: make_run_program(self, resolve))
+        return program(args, kwargs or {})
 
     def place_arguments(self, tree: Any) -> Any:
         """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""

@@ -202,6 +202,7 @@ class LoopStep:
 
     argument_names = ("layout", "elements", "initial_loop_values")
     donate_argnums = ()
+    ignores_user_mesh = True
 
     def __init__(self, extended: Any, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
@@ -219,6 +220,9 @@ class LoopStep:
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
+
+    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+        """Returns None: objects with state are the user's step's."""
 
 
 def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:

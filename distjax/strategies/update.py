@@ -209,6 +209,7 @@ class UpdateStep:
     """
 
     argument_names = donate_argnums = ()
+    ignores_user_mesh = True
 
     def __init__(self, extended: Any, variable: Variable | None, fn: Callable[..., Any]):
         self._extended, self._variable, self._fn = extended, variable, fn
@@ -225,6 +226,9 @@ class UpdateStep:
     def place(self, tree: Any) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
+
+    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+        """Returns None: objects with state are the user's step's."""
 
 
 class _ComponentState(TraceState):

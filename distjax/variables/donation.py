@@ -4,12 +4,13 @@ Reads copy nothing: what a user gets is another handle on the stored buffers, re
 reference. Before a program donates a buffer that somebody still holds, it copies it on the device.
 
 Neither side waits for the other where nothing runs. A read registers its handle *before* it looks
-whether the program that writes the variable is being started; the program says that it is *before*
-it looks at what is registered. So one of the two sees the other.
+whether the program that writes the variable is being started, or was meanwhile; the program says
+that it is *before* it looks at what is registered. So one of the two sees the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from typing import TypeVar
@@ -31,23 +32,18 @@ def hand_out(stored: StoredArray) -> jax.Array:
     Raises:
       ContextError, RuntimeError: as `StoredArray.require`.
     """
-    while True:
-        place = stored.place
-        if _is_starting(place):  # the array is about to be donated
-            with stored.lock:
-                return _register(stored)
-        try:
+    place, version = stored.place, stored.version
+    if not _is_starting(place):
+        with contextlib.suppress(RuntimeError):  # donated meanwhile, or deleted: the lock tells
             handle = _register(stored)
-        except RuntimeError:
-            if stored.place is place and not _is_starting(place):
-                raise  # it was not donated by a program meanwhile
-            continue
-        if stored.place is place and not _is_starting(place):
-            return handle
+            if stored.place is place and stored.version == version and not _is_starting(place):
+                return handle
+    with stored.lock:  # what a program takes, it has taken
+        return _register(stored)
 
 
 def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
-    return place is not None and place[0].runner is not None
+    return place is not None and place[0].is_starting
 
 
 def _register(stored: StoredArray) -> jax.Array:

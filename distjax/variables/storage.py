@@ -31,17 +31,17 @@ class SteppedArrays:
       cell: one element, the list of arrays; for a moment at the end of a call all that the
         compiled program returned, a tuple that begins with the list.
       is_whole: whether the list has the array of every variable that the program writes.
-      runner: the identity of the thread that is starting the program; None: none is.
+      is_starting: whether a thread is starting the program.
       aliased: those of the list that were handed out since the program was last started.
       num_starts: how often the program was started.
     """
 
-    __slots__ = ("aliased", "cell", "is_whole", "num_starts", "runner")
+    __slots__ = ("aliased", "cell", "is_starting", "is_whole", "num_starts")
 
     def __init__(self) -> None:
         self.cell: list[Any] = [[]]
         self.is_whole = False
-        self.runner: int | None = None
+        self.is_starting = False
         self.aliased: list[StoredArray] = []
         self.num_starts = 0
 

@@ -13,9 +13,9 @@ from tests.data.prefetching import (
     no_thread_is_left,  # noqa: F401  (a fixture)
     started,
 )
-from tests.interrupting import Interrupt, interrupted
+from tests.interrupts import Interrupt, in_packages, interrupted
 
-OURS = "distjax.data"
+OURS = in_packages("distjax.data")
 COUNT = 200
 
 
@@ -59,11 +59,12 @@ def test_an_interrupt_at_any_line_loses_and_repeats_nothing(calls, is_started, p
             for call in calls:
                 given += first_numbers(call(iterator))
         turn = len(calls) - 1
-        line, error, result = interrupted(lambda: calls[turn](iterator), n, OURS)  # noqa: B023
-        if error is None:
-            given += first_numbers(result)
+        outcome = interrupted(lambda: calls[turn](iterator), n, OURS)  # noqa: B023
+        line = outcome.line
+        if outcome.error is None:
+            given += first_numbers(outcome.result)
         else:
-            assert isinstance(error, Interrupt), line
+            assert isinstance(outcome.error, Interrupt), line
             assert resume(iterator.get_state()) == len(given), line
         for call in [*calls, *reversed(calls)]:
             given += first_numbers(call(iterator))
@@ -88,7 +89,7 @@ def test_after_an_interrupt_the_rest_comes_up_to_the_end():
             for element in iterator:
                 given += first_numbers(element)
 
-        line, *_ = interrupted(read_all, n, OURS)
+        line = interrupted(read_all, n, OURS).line
         read_all()
         assert given == [0, 1, 2], line
         assert next(iterator, None) is None

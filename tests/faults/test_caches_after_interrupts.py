@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import distjax as dj
-from tests.faults.interrupts import campaign, in_packages
+from tests.interrupts import campaign, in_packages
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 _IN_CACHES = in_packages("jax._src.util")

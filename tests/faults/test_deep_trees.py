@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from tests.faults.own_threads import in_own_thread
+from tests.own_threads import in_own_thread
 
 DEPTH = 900
 

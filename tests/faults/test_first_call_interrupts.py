@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import distjax as dj
-from tests.faults.interrupts import campaign, in_packages
+from tests.interrupts import campaign, in_packages
 
 BOTH, OURS = in_packages("jax", "distjax"), in_packages("distjax")
 STRIDE = 9  # 1 for a campaign: each line costs a call that traces and compiles

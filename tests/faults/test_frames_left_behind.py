@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.faults.interrupts import campaign, in_codes, in_packages, interrupted
-from tests.faults.own_threads import in_own_thread
+from tests.interrupts import campaign, in_codes, in_packages, interrupted
+from tests.own_threads import in_own_thread
 
 OURS = in_packages("distjax")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.faults.interrupts import campaign, in_packages
+from tests.interrupts import campaign, in_packages
 
 OURS = in_packages("distjax")
 LENGTH, HELD_AT = 6, 3

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.faults.interrupts import campaign, in_packages
+from tests.interrupts import campaign, in_packages
 
 #: Where orbax, in the thread that restores, turns whatever is raised into an Exception.
 READING = in_packages("orbax.checkpoint._src.serialization")

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from tests.faults.interrupts import Interrupt, campaign, in_codes, in_packages, interrupted
-from tests.faults.own_threads import in_own_thread
+from tests.interrupts import Interrupt, campaign, in_codes, in_packages, interrupted
+from tests.own_threads import in_own_thread
 
 LOCK = threading.Lock()
 

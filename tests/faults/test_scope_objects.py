@@ -10,7 +10,7 @@ import pytest
 import distjax as dj
 from distjax.errors import ContextError
 from tests.faults.four_parts import is_explained
-from tests.faults.own_threads import in_own_thread, on_own_thread
+from tests.own_threads import in_own_thread, on_own_thread
 
 
 @on_own_thread

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.faults.own_threads import on_own_thread
+from tests.own_threads import on_own_thread
 
 
 @pytest.fixture

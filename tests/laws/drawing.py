@@ -118,18 +118,3 @@ def runnable(items: Sequence[Any], is_default: bool) -> list[Any]:
         else item
         for item in items
     ]
-
-
-def without_failed_creations(items: Sequence[Any]) -> list[Any]:
-    """Returns the items without calls that raise after they made a variable.
-
-    What such a call leaves is held by a test of its own.
-    """
-    made, result = False, []
-    for item in items:
-        if isinstance(item, Call):
-            if item.mode == "raise_later" and not made:
-                item = dataclasses.replace(item, mode="raise")
-            made = made or item.mode == "later"
-        result.append(item)
-    return result

@@ -120,7 +120,7 @@ def test_a_collected_function_is_forgotten(pair, collect_garbage):
     def fn(x):
         return x + 1
 
-    cache = pair.extended._runner._programs
+    cache = pair.extended._run_programs
     before = len(cache)
     pair.run(fn, args=(jnp.float32(1),))
     assert len(cache) == before + 1

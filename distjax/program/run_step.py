@@ -1,4 +1,4 @@
-"""Running replica functions: compiled outside of traces, emitted inside."""
+"""RunStep: a replica function, as the step of a program."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
-from distjax.context import frames
 from distjax.context.frames import Frame
-from distjax.objects.stateful_args import emit_run, run_here
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
-from distjax.program.function_cache import FunctionCache
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.program.stateful_program import StatefulProgram
 from distjax.replica.arguments import function_name, positional_names
 from distjax.variables.state import TraceState
 
@@ -30,6 +28,7 @@ class RunStep:
     """
 
     donate_argnums = ()
+    ignores_user_mesh = True
 
     def __init__(self, extended: Any, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
@@ -48,6 +47,12 @@ class RunStep:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return place_arguments(self._extended.topology, tree)
 
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured."""
+        return extract_objects(self._resolve(), args, kwargs, self._extended.strategy, (), held)
+
 
 def place_arguments(topology: Topology, tree: Any) -> Any:
     """Returns the arguments of `run` with arrays from elsewhere on the strategy's devices."""
@@ -62,27 +67,12 @@ def place_arguments(topology: Topology, tree: Any) -> Any:
     return jax.tree.map(place, tree, is_leaf=is_per_replica)
 
 
-class ReplicaRunner:
-    """Runs functions on the replicas of one strategy."""
+def make_run_program(extended: Any, resolve: Callable[[], Any]) -> Program:
+    """Returns the program of a replica function.
 
-    def __init__(self, extended: Any):
-        self._extended = extended
-        self._programs = FunctionCache()
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the results of ``fn`` on every replica, in the global view."""
-        state = frames.current().state
-        if state is not None:
-            return run_here(self._extended.strategy, fn, args, kwargs, state)
-        program = self._programs.get(fn, self._make_program)
-        if jax_compat.has_user_mesh():
-            return jax_compat.ignores_user_mesh(program)(args, kwargs)
-        return program(args, kwargs)
-
-    def _make_program(self, resolve: Callable[[], Any]) -> StatefulProgram:
-        strategy = self._extended.strategy
-        on_second_call = fresh_functions.record(resolve(), strategy)
-        step = RunStep(self._extended, resolve)
-        return StatefulProgram(
-            Program(step), resolve, lambda: self._extended.strategy, on_second_call=on_second_call
-        )
+    Args:
+      extended: of the strategy whose replicas run it.
+      resolve: returns the function; a program keeps none alive.
+    """
+    on_second_call = fresh_functions.record(resolve(), extended.strategy)
+    return Program(RunStep(extended, resolve), on_second_call)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Set
 from types import CodeType, FrameType
 from typing import Any
 
-from tests.faults.own_threads import in_own_thread
+from tests.own_threads import in_own_thread
 
 #: Says of a frame whether its lines count.
 Frames = Callable[[FrameType], bool]

@@ -1,0 +1,78 @@
+"""A warm call of a program is short: what it passes of distjax, counted."""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import distjax as dj
+from distjax.collectives.throttle import is_throttled
+from distjax.variables import donation
+
+PACKAGE = str(Path(dj.__file__).parent)
+
+
+def passed(call):
+    """Returns the files of distjax whose functions one call of `call` runs, with repetitions."""
+    found = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.append(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.fixture
+def total(pair):
+    with pair.scope():
+        return dj.Variable(jnp.zeros(3), aggregation=dj.VariableAggregation.SUM)
+
+
+def step_of(total):
+    def step(x):
+        total.assign_add(x)
+        return dj.get_replica_context().all_reduce("sum", x)
+
+    return step
+
+
+@pytest.mark.parametrize("results", ["mirrored", "per_replica"])
+def test_run(pair, total, results):
+    step = step_of(total)
+    x = jnp.ones(3)
+    if results == "per_replica":
+        step = lambda x: total.assign_add(x) + dj.get_replica_context().replica_id_in_sync_group
+    call = lambda: pair.run(step, args=(x,))
+    for _ in range(3):
+        call()
+    files = passed(call)
+    throttled = is_throttled()  # an old JAX on CPU devices: one more function
+    assert len(files) <= 11
+    assert len(set(files)) <= 6 + throttled + 2 * (results == "per_replica")
+
+
+def test_jit_with_donated_state(pair, total, monkeypatch):
+    # What is donated is searched for arrays of variables that somebody, an earlier test too, holds.
+    monkeypatch.setattr(donation, "_handed_out", {})
+    fn = step_of(total)
+
+    @dj.jit
+    def step(x):
+        return pair.run(fn, args=(x,))
+
+    advance = dj.jit(lambda state, x: (state + x, x * 2), donate_argnums=0)
+    state, x = jnp.zeros(3), jnp.ones(3)
+    for _ in range(3):
+        step(x)
+        state, _ = advance(state, x)
+    for call in (lambda: step(x), lambda: advance(state, x)):
+        files = passed(call)
+        assert len(files) <= 11
+        assert len(set(files)) <= 6 + is_throttled()

@@ -9,7 +9,6 @@ from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
-from distjax.collectives.ops import ReduceOp
 from distjax.context.expectation import expect
 from distjax.context.scoping import (
     get_replica_context,
@@ -26,6 +25,7 @@ from distjax.data.options import InputOptions
 from distjax.diagnostics.check_step import check
 from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.visualizing import visualize
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.locality import Locality
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import REPLICA_AXIS
@@ -42,7 +42,6 @@ from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext, locality
 from distjax.strategies.virtual import VirtualStrategy
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
 from distjax.variables.variable import Variable
 
 __version__ = "0.1.0"

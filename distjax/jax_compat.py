@@ -20,6 +20,8 @@ import numpy as np
 from jax import core
 from jax.interpreters import ad, batching
 
+from distjax.typing import ArrayLike, DTypeLike, PyTree
+
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:2])
 
 #: Before JAX 0.12 a CPU process with several devices hangs when about 30
@@ -27,6 +29,8 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
 
 Primitive = jec.Primitive
+Jaxpr = jec.Jaxpr
+JaxprEqn = jec.JaxprEqn
 Literal = jec.Literal
 Var = jec.Var
 Tracer = core.Tracer
@@ -104,7 +108,7 @@ def trace_jaxpr(
     """
     lease = _TraceName()
 
-    def named(*args: Any) -> Any:
+    def named(*args: PyTree) -> Any:
         lease.trace = current_trace()
         return fn(*args)
 
@@ -129,7 +133,7 @@ class _TraceName:
     """
 
     _free: ClassVar[list[str]] = []
-    _under_way: ClassVar[list[_TraceName]] = []
+    under_way: ClassVar[list[_TraceName]] = []
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self) -> None:
@@ -139,11 +143,11 @@ class _TraceName:
             self.name = f"_distjax_trace_{next(self._numbers)}"
         self.trace: core.Trace | None = None
         self.is_reusable = True
-        self._under_way.append(self)
+        self.under_way.append(self)
 
     def end(self) -> None:
         """Gives the name back."""
-        self._under_way.remove(self)
+        self.under_way.remove(self)
         self.trace = None
         if self.is_reusable:
             self._free.append(self.name)
@@ -155,7 +159,7 @@ def forget_inner_traces(trace: core.Trace) -> None:
     JAX may keep the trace of that inner function: no later trace must find it.
     """
     is_inside = False
-    for lease in tuple(_TraceName._under_way):  # outermost first
+    for lease in tuple(_TraceName.under_way):  # outermost first
         is_inside = is_inside or lease.trace is trace
         lease.is_reusable = lease.is_reusable and not is_inside
 
@@ -166,7 +170,7 @@ def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:
     return [v.aval for v in jaxpr.outvars]
 
 
-def aval_of(value: Any) -> ShapedArray:
+def aval_of(value: ArrayLike) -> ShapedArray:
     """Returns shape, dtype and weak type of an array or Python number."""
     aval = jax.typeof(value)
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -175,12 +179,13 @@ def aval_of(value: Any) -> ShapedArray:
 # -- jaxprs -------------------------------------------------------------------
 
 
-def open_jaxpr(closed: Any) -> tuple[jec.Jaxpr, list[Any]]:
+def open_jaxpr(closed: jec.Jaxpr | jec.ClosedJaxpr) -> tuple[jec.Jaxpr, list[Any]]:
     """Returns (jaxpr, consts) of a jaxpr that may or may not be closed.
 
     From JAX 0.12 on there is one class for both.
     """
-    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", None) or ())
+    jaxpr: Any = getattr(closed, "jaxpr", closed)
+    return jaxpr, list(getattr(closed, "consts", None) or ())
 
 
 def new_jaxpr(
@@ -220,7 +225,7 @@ def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
     return new_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)
 
 
-def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
+def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
     """Yields the jaxprs that an equation holds in its parameters."""
     # A `call_hi_primitive` has them in an object (`custom_root` is one from JAX 0.12 on).
     hidden = getattr(eqn.params.get("_prim"), "params", {})
@@ -229,7 +234,7 @@ def sub_jaxprs(eqn: Any) -> Iterator[jec.Jaxpr]:
         yield open_jaxpr(sub)[0]
 
 
-def solver_call(eqn: Any) -> tuple[jec.Jaxpr, list[int]] | None:
+def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
     """Returns the jaxpr that a `custom_linear_solve` or `custom_root` runs, and on which operands.
 
     None for other equations. Its other jaxprs are for derivatives, whose rules JAX has
@@ -256,7 +261,7 @@ def spans_devices(jaxpr: jec.Jaxpr) -> bool:
     return False
 
 
-def scan_sizes(eqn: Any) -> tuple[int, int]:
+def scan_sizes(eqn: jec.JaxprEqn) -> tuple[int, int]:
     """Returns (number of constants, number of carries) of a `scan` equation."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -265,7 +270,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: jec.JaxprEqn) -> str:
     """Returns "file:line (function)" of the user's line behind an equation."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
@@ -276,7 +281,7 @@ def source_line(eqn: Any) -> str:
 
 def user_stacklevel() -> int:
     """Returns the `stacklevel` for a warning of our caller that points at the user's line."""
-    frame, level = sys._getframe(1), 1
+    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
@@ -302,12 +307,12 @@ def is_library_file(name: str) -> bool:
 # -- arrays -------------------------------------------------------------------
 
 
-def is_key_dtype(dtype: Any) -> bool:
+def is_key_dtype(dtype: DTypeLike | None) -> bool:
     """Returns whether `dtype` is that of typed PRNG keys."""
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
-def key_impl(dtype: Any) -> str:
+def key_impl(dtype: DTypeLike) -> str:
     """Returns the name of the implementation of PRNG keys, which JAX tells of arrays only."""
     return str(jax.random.key_impl(jax.lax.empty((), dtype)))
 
@@ -373,19 +378,19 @@ def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def off_explicit_meshes(tree: Any) -> Any:
+def off_explicit_meshes(tree: PyTree) -> Any:
     """Returns `tree`, its arrays of Explicit meshes as arrays that JAX puts where they are used."""
     off_mesh = lambda leaf: as_uncommitted(leaf) if _is_explicit(leaf) else leaf
     is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns of one as a leaf
     return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
 
 
-def has_explicit_mesh(tree: Any) -> bool:
+def has_explicit_mesh(tree: PyTree) -> bool:
     """Returns whether an array of `tree` lives on a mesh with Explicit axes."""
     return any(map(_is_explicit, jax.tree.leaves(tree)))
 
 
-def _is_explicit(leaf: Any) -> bool:
+def _is_explicit(leaf: object) -> bool:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return False
     axis_types = getattr(getattr(leaf.sharding, "mesh", None), "axis_types", ())

@@ -12,6 +12,8 @@ FLOORS = {
     "integers": -3,
     "tables": -3,
     "uninterrupted": -3,
+    "modes": -4,
+    "typing": -3,
     "jax_compat": -2,
     "tracebacks": -1,
     "placement": 0,

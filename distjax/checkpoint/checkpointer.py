@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from distjax.checkpoint.trees import as_tree
 from distjax.context import frames
 from distjax.errors import CheckpointError, describe_value, message
 from distjax.integers import is_int
+from distjax.typing import PyTree
 
 
 class Checkpointer:
@@ -54,7 +56,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Any,
+        directory: str | os.PathLike[str],
         *,
         max_to_keep: int | None = None,
         best_metric: str | None = None,
@@ -71,7 +73,7 @@ class Checkpointer:
 
     # -- saving ---------------------------------------------------------------
 
-    def save(self, step: int, tree: Any, *, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, tree: PyTree, *, metrics: Mapping[str, Any] | None = None) -> None:
         """Saves the values that `tree` has now; they are written in the background.
 
         Training may go on at once. A save that is still under way is awaited first.
@@ -131,14 +133,14 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- restoring ------------------------------------------------------------
 
     def restore(
         self,
-        tree: Any,
+        tree: PyTree,
         step: int | None = None,
         *,
         partial: bool = False,
@@ -264,11 +266,11 @@ class Checkpointer:
         )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
 
 
-def _require_step(step: Any) -> int:
+def _require_step(step: object) -> int:
     if is_int(step) and step >= 0:
         return int(step)
     raise ValueError(
@@ -281,7 +283,7 @@ def _require_step(step: Any) -> int:
     )
 
 
-def _require_options(max_to_keep: Any, best_mode: Any) -> None:
+def _require_options(max_to_keep: object, best_mode: object) -> None:
     is_count = is_int(max_to_keep) and max_to_keep >= 1
     if (max_to_keep is None or is_count) and best_mode in ("max", "min"):
         return

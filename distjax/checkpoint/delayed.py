@@ -7,6 +7,7 @@ from typing import Any
 from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.trees import as_tree
 from distjax.errors import CheckpointError, message
+from distjax.typing import PyTree
 
 
 class DelayedRestore:
@@ -42,7 +43,7 @@ class DelayedRestore:
         """The keys that no tree has taken yet, as the tree calls them."""
         return tuple(self._left)
 
-    def restore(self, tree: Any) -> Any:
+    def restore(self, tree: PyTree) -> Any:
         """Returns `tree` with the saved values of those of its keys that had none yet.
 
         Other keys of `tree` are left alone.

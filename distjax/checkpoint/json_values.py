@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from distjax.typing import PyTree
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> Any:
     """Returns `value` as JSON.
 
     Raises:
@@ -33,7 +35,7 @@ def encode(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no form in JSON")
 
 
-def decode(saved: Any) -> Any:
+def decode(saved: PyTree) -> Any:
     """Returns the value that `encode` was given."""
     if not isinstance(saved, dict):
         return saved

@@ -18,6 +18,7 @@ from distjax.checkpoint.state_objects import is_stateful
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.typing import PyTree
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
 
@@ -28,14 +29,17 @@ class Leaf(abc.ABC):
     Attributes:
       key: the path to it, joined by "/".
       value: what stands there.
-      spec: what it holds.
       lives: how it is described in the checkpoint's JSON.
     """
 
     key: str
     value: Any
-    spec: Spec
     lives: str
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> Spec:
+        """What it holds."""
 
     @abc.abstractmethod
     def snapshot(self) -> Any:
@@ -46,11 +50,11 @@ class Leaf(abc.ABC):
         """Returns where the saved array is read to; None: host memory."""
 
     @abc.abstractmethod
-    def restore(self, saved: Any) -> Any:
+    def restore(self, saved: PyTree) -> Any:
         """Returns the leaf with a saved array or JSON in it: in place, or a new one."""
 
 
-def make_leaf(key: str, value: Any) -> Leaf:
+def make_leaf(key: str, value: PyTree) -> Leaf:
     """Returns the leaf that `value` is.
 
     Raises:
@@ -78,7 +82,7 @@ def make_leaf(key: str, value: Any) -> Leaf:
     )
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return True
     if not isinstance(value, (np.ndarray, np.generic)):
@@ -99,7 +103,7 @@ class VariableLeaf(Leaf):
         return Spec("array", v.shape, dtype_name(v.dtype))
 
     @property
-    def lives(self) -> str:
+    def lives(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         v = self.value
         return f"{v.layout.kind} variable, {v.synchronization.name} {v.aggregation.name}"
 
@@ -127,7 +131,7 @@ class VariableLeaf(Leaf):
         is_value = v.layout.unencoded(v.shape) == v.layout and not is_host_memory(v.sharding)
         return v.sharding if is_value and not self.spec.is_key else None
 
-    def restore(self, saved: Any) -> Variable:
+    def restore(self, saved: PyTree) -> Variable:
         self.value.assign(_array(self.spec, saved))
         return self.value
 
@@ -173,7 +177,7 @@ class ArrayLeaf(Leaf):
             return self.value.sharding if self.value.committed else None
         return getattr(self.value, "sharding", None)
 
-    def restore(self, saved: Any) -> Any:
+    def restore(self, saved: PyTree) -> Any:
         array, place = _array(self.spec, saved), self._place()
         if isinstance(self.value, np.generic):
             return np.asarray(array)[()]
@@ -202,7 +206,7 @@ class PerReplicaLeaf(Leaf):
         topology = self.value.topology
         return topology.per_replica if topology.is_placed and not self.spec.is_key else None
 
-    def restore(self, saved: Any) -> PerReplica:
+    def restore(self, saved: PyTree) -> PerReplica:
         topology = self.value.topology
         stacked = _array(self.spec, saved)
         if topology.is_placed:
@@ -228,7 +232,7 @@ class NumberLeaf(Leaf):
     def sharding(self) -> None:
         return None
 
-    def restore(self, saved: Any) -> Any:
+    def restore(self, saved: PyTree) -> Any:
         value = saved.item() if hasattr(saved, "item") else json_values.decode(saved)
         return type(self.value)(value)
 
@@ -240,7 +244,10 @@ class StateLeaf(Leaf):
     key: str
     value: Any
     lives = "iterator"
-    spec = Spec("state")
+
+    @property
+    def spec(self) -> Spec:
+        return Spec("state")
 
     def snapshot(self) -> Any:
         try:
@@ -259,7 +266,7 @@ class StateLeaf(Leaf):
     def sharding(self) -> None:
         return None
 
-    def restore(self, saved: Any) -> Any:
+    def restore(self, saved: PyTree) -> Any:
         self.value.set_state(json_values.decode(saved))
         return self.value
 
@@ -271,7 +278,7 @@ class StateLeaf(Leaf):
 _WRITTEN_AS_BYTES = (jnp.dtype(jnp.uint2), jnp.dtype(jnp.uint4))
 
 
-def _as_writable(value: Any) -> Any:
+def _as_writable(value: PyTree) -> Any:
     """Returns the array that orbax is to write, PRNG keys as their data.
 
     It needs no copy here: orbax copies numpy arrays, and arrays on an accelerator,
@@ -287,7 +294,7 @@ def _as_writable(value: Any) -> Any:
     return jax.random.key_data(value) if jax_compat.is_key_dtype(value.dtype) else value
 
 
-def _array(spec: Spec, saved: Any) -> Any:
+def _array(spec: Spec, saved: PyTree) -> Any:
     """Returns the array for `spec` of what was saved (None: an empty array)."""
     if saved is None:
         saved = np.zeros(spec.stored_shape, np.uint32 if spec.is_key else spec.dtype)

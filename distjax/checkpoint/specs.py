@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.typing import DTypeLike, PyTree
 from distjax.variables.conversion import dtype_rank
 
 #: Python numbers by how much they can hold; text converts to nothing else.
@@ -72,13 +73,13 @@ class Spec:
         return Spec(saved["form"], tuple(saved["shape"]), saved["dtype"], saved["num_replicas"])
 
 
-def array_spec(value: Any, num_replicas: int | None = None) -> Spec:
+def array_spec(value: PyTree, num_replicas: int | None = None) -> Spec:
     """Returns the spec of an array; [R, ...] where `num_replicas` is given."""
     shape = tuple(value.shape) if num_replicas is None else tuple(value.shape[1:])
     return Spec("array", shape, dtype_name(value.dtype), num_replicas)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DTypeLike) -> str:
     """Returns the name of a dtype, with the implementation for PRNG keys."""
     if jax_compat.is_key_dtype(dtype):
         return f"key<{jax_compat.key_impl(dtype)}>"

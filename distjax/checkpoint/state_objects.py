@@ -11,6 +11,7 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.default import DefaultExtended
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 #: Objects whose attributes are no part of a user's state.
@@ -20,24 +21,24 @@ _CLOSED = (
 )
 
 
-def is_nnx(value: Any) -> bool:
+def is_nnx(value: object) -> bool:
     """Returns whether `value` is a Flax NNX object or a state of one."""
     nnx = sys.modules.get("flax.nnx")  # not imported yet: nothing can be of it
     return nnx is not None and isinstance(value, (nnx.Pytree, nnx.State))
 
 
-def is_stateful(value: Any) -> bool:
+def is_stateful(value: object) -> bool:
     """Returns whether `value` has a state of its own, as an iterator over data has."""
     methods = (getattr(type(value), name, None) for name in ("get_state", "set_state"))
     return all(callable(method) for method in methods)
 
 
-def keeps_variables(value: Any) -> bool:
+def keeps_variables(value: object) -> bool:
     """Returns whether `value` says which variables it keeps."""
     return callable(getattr(type(value), "kept_variables", None))
 
 
-def is_node(value: Any) -> bool:
+def is_node(value: object) -> bool:
     """Returns whether `value` is looked at by distjax rather than flattened by JAX."""
     return (
         isinstance(value, Variable)
@@ -48,7 +49,7 @@ def is_node(value: Any) -> bool:
     )
 
 
-def inside_of(value: Any) -> dict[str, Any] | None:
+def inside_of(value: PyTree) -> dict[str, Any] | None:
     """Returns by path what `value` keeps; None: it is no object to look into.
 
     That is the variables, NNX objects and iterators in ``value.kept_variables()``,
@@ -62,7 +63,7 @@ def inside_of(value: Any) -> dict[str, Any] | None:
     return dict(_find_objects("", value, set())) or None
 
 
-def _find_objects(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -73,7 +74,7 @@ def _find_objects(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
         yield from _find_objects(f"{name}/{key}" if name else key, child, seen)
 
 
-def _children(value: Any) -> list[tuple[str, Any]]:
+def _children(value: PyTree) -> list[tuple[str, Any]]:
     if hasattr(value, "_asdict"):  # a namedtuple, as optax states are
         value = value._asdict()
     if isinstance(value, Mapping):

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +48,11 @@ class Storage:
     """
 
     def __init__(
-        self, directory: Any, max_to_keep: int | None, best_metric: str | None, best_mode: str
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        best_metric: str | None,
+        best_mode: str,
     ):
         _require_checkpoint_directory(directory)
         self.directory = os.path.abspath(os.fspath(directory))
@@ -144,7 +148,7 @@ class Storage:
             self._calls.close()
 
     @contextlib.contextmanager
-    def _guard_write(self, step: int) -> Iterator[None]:
+    def _guard_write(self, step: int) -> Generator[None]:
         """Turns what goes wrong into a CheckpointError, and starts afresh after it."""
         try:
             yield
@@ -209,7 +213,7 @@ class Storage:
             return self._look(read)
 
     @contextlib.contextmanager
-    def _guard_read(self, step: int) -> Iterator[None]:
+    def _guard_read(self, step: int) -> Generator[None]:
         try:
             yield
         except Exception as error:
@@ -234,7 +238,7 @@ class Storage:
         return self._calls.call(_with_settings(call))
 
     @contextlib.contextmanager
-    def _open_manager(self) -> Iterator[ocp.CheckpointManager]:
+    def _open_manager(self) -> Generator[ocp.CheckpointManager]:
         if self._writer is not None:
             _retry_look(self._writer.reload)
             yield self._writer
@@ -304,7 +308,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _require_checkpoint_directory(directory: Any) -> None:
+def _require_checkpoint_directory(directory: object) -> None:
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(
             message(

@@ -15,6 +15,7 @@ from distjax.checkpoint.leaves import Leaf, VariableLeaf, make_leaf
 from distjax.checkpoint.state_objects import inside_of, is_nnx, is_node
 from distjax.context import frames
 from distjax.errors import CheckpointError, ContextError, message
+from distjax.typing import PyTree
 
 #: Makes a tree again of what stands at each key now.
 _Rebuild = Callable[[Mapping[str, Any]], Any]
@@ -36,7 +37,7 @@ class Tree:
     rebuilt: _Rebuild
 
 
-def as_tree(value: Any, method: str) -> Tree:
+def as_tree(value: PyTree, method: str) -> Tree:
     """Returns the leaves of any pytree, of the Flax NNX objects and distjax objects in it.
 
     Keys are paths joined by "/": ``{"model": [w]}`` has ``model/0``. A variable
@@ -72,14 +73,14 @@ def as_tree(value: Any, method: str) -> Tree:
     return Tree({leaf.key: leaf for leaf in leaves}, rebuilt)
 
 
-def _visit(prefix: str, value: Any, leaves: list[Leaf]) -> Callable[[Mapping[str, Any]], Any]:
+def _visit(prefix: str, value: PyTree, leaves: list[Leaf]) -> Callable[[Mapping[str, Any]], Any]:
     """Appends the leaves of `value`; returns what makes it again of values by key."""
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)
     parts = [_visit_node(_join_path(prefix, path), node, leaves) for path, node in paths]
     return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
 
 
-def _visit_node(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
+def _visit_node(key: str, node: PyTree, leaves: list[Leaf]) -> _Rebuild:
     if is_nnx(node):
         return _visit_nnx(key, node, leaves)
     inside = inside_of(node)
@@ -91,7 +92,7 @@ def _visit_node(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
     return lambda values: values[leaf.key]
 
 
-def _visit_nnx(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
+def _visit_nnx(key: str, node: PyTree, leaves: list[Leaf]) -> _Rebuild:
     """Visits the state of a module, optimizer, metric or Rngs, which is updated in place."""
     nnx = sys.modules["flax.nnx"]
     state = node if isinstance(node, nnx.State) else nnx.state(node)
@@ -107,7 +108,7 @@ def _visit_nnx(key: str, node: Any, leaves: list[Leaf]) -> _Rebuild:
     return rebuilt
 
 
-def _join_path(prefix: str, path: Any) -> str:
+def _join_path(prefix: str, path: tuple[Any, ...]) -> str:
     own = jax.tree_util.keystr(path, simple=True, separator="/")
     return "/".join(part for part in (prefix, own) if part)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
 
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
@@ -94,7 +93,7 @@ class CommunicationOptions:
 DEFAULT_OPTIONS = CommunicationOptions()
 
 
-def as_communication_options(options: Any) -> CommunicationOptions:
+def as_communication_options(options: object) -> CommunicationOptions:
     """Returns `options`, or the default ones for None; raises a TypeError for anything else."""
     if options is None or isinstance(options, CommunicationOptions):
         return options or DEFAULT_OPTIONS
@@ -108,7 +107,7 @@ def as_communication_options(options: Any) -> CommunicationOptions:
     )
 
 
-def _text(name: str, expected: str, value: Any) -> str:
+def _text(name: str, expected: str, value: object) -> str:
     return message(
         f"CommunicationOptions: {name} needs {expected}",
         got=describe_value(value),

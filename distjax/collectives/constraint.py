@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +10,7 @@ from distjax.collectives.mapping import map_replicas
 from distjax.placement.topology import Topology
 
 
-def constrain_to_replicas(value: Any, topology: Topology, *, varying: bool) -> jax.Array:
+def constrain_to_replicas(value: jax.Array, topology: Topology, *, varying: bool) -> jax.Array:
     """Returns a global value that lives on the replicas.
 
     Args:

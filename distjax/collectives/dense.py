@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import jax
 
 from distjax.errors import describe_value, message
+from distjax.typing import PyTree
 
 
 def is_sparse(value: object) -> bool:
@@ -16,7 +16,7 @@ def is_sparse(value: object) -> bool:
     return sparse is not None and isinstance(value, sparse.JAXSparse)
 
 
-def require_dense(tree: Any, method: str) -> None:
+def require_dense(tree: PyTree, method: str) -> None:
     """Raises a NotImplementedError if a leaf of `tree` is a sparse array.
 
     To JAX it is a tree of data and indices: reduced one by one they would mean

@@ -10,18 +10,19 @@ import jax
 
 from distjax import jax_compat
 from distjax.collectives.throttle import make_token, throttle
+from distjax.typing import PyTree
 
 
 @functools.lru_cache(maxsize=1024)
 def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
-    def program(arrays: Any) -> tuple[Any, Any]:
+    def program(arrays: PyTree) -> tuple[Any, Any]:
         return fn(arrays, *static), make_token()
 
     return jax.jit(program)
 
 
 @jax_compat.ignores_user_mesh
-def call_compiled(fn: Callable[..., Any], arrays: Any, *static: Any) -> Any:
+def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> Any:
     """Returns ``fn(arrays, *static)``, compiled once per function and static values.
 
     In a trace the call becomes part of it.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from distjax.errors import describe_value, message
 
 
-def require_gather_axis(ndim: int, axis: Any, method: str) -> None:
+def require_gather_axis(ndim: int, axis: object, method: str) -> None:
     """Raises a ValueError unless a value of `ndim` axes has the axis `axis`."""
     if isinstance(axis, int) and 0 <= axis < ndim:
         return

@@ -40,7 +40,7 @@ def map_replicas(
     if topology.mesh is None:
         return _map_on_one_device(topology, fn, args, args_varying, outs_varying)
 
-    def on_blocks(*blocks: Any) -> list[Any]:
+    def on_blocks(*blocks: jax.Array) -> list[Any]:
         local = [
             lax.squeeze(b, (0,)) if t else b for b, t in zip(blocks, args_varying, strict=True)
         ]

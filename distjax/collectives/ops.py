@@ -1,8 +1,7 @@
-"""ReduceOp, and reductions in the replica view."""
+"""Reductions in the replica view."""
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import jax
@@ -11,19 +10,11 @@ from jax import lax
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
+from distjax.modes import ReduceOp
+from distjax.typing import ArrayLike, DTypeLike, ReduceOpLike
 
 
-class ReduceOp(enum.Enum):
-    """How values of replicas combine: their sum or their mean.
-
-    Source: tf.distribute.ReduceOp.
-    """
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-
-
-def as_reduce_op(op: Any, where: str = "op") -> ReduceOp:
+def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
     """Returns the ReduceOp that `op` stands for.
 
     Args:
@@ -49,14 +40,14 @@ def as_reduce_op(op: Any, where: str = "op") -> ReduceOp:
     )
 
 
-def mean_dtype(dtype: Any) -> Any:
+def mean_dtype(dtype: DTypeLike) -> Any:
     """Returns the dtype of a mean: true division, integers give the default float."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(dtype)
     return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
 
 
-def require_sums(dtype: Any, method: str) -> None:
+def require_sums(dtype: DTypeLike, method: str) -> None:
     """Raises a TypeError for PRNG keys."""
     if not jax_compat.is_key_dtype(dtype):
         return
@@ -71,7 +62,7 @@ def require_sums(dtype: Any, method: str) -> None:
     )
 
 
-def all_reduce(op: ReduceOp, x: Any, axis_name: str, num_replicas: int) -> Any:
+def all_reduce(op: ReduceOp, x: ArrayLike, axis_name: str, num_replicas: int) -> Any:
     """Returns the sum or mean of `x` over the replica axis, on every replica.
 
     Its derivative is the same all-reduce of the cotangents.
@@ -83,7 +74,7 @@ def all_reduce(op: ReduceOp, x: Any, axis_name: str, num_replicas: int) -> Any:
     return lax.psum(x.astype(mean_dtype(x.dtype)), axis_name) / num_replicas
 
 
-def from_first_replica(x: Any, axis_name: str) -> jax.Array:
+def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:
     """Returns replica 0's `x` on every replica."""
     x = jnp.asarray(x)
     if jax_compat.is_key_dtype(x.dtype):
@@ -95,7 +86,7 @@ def from_first_replica(x: Any, axis_name: str) -> jax.Array:
     return lax.psum(kept, axis_name).astype(x.dtype)
 
 
-def all_gather(x: Any, axis: int, axis_name: str) -> jax.Array:
+def all_gather(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Returns the replicas' `x`, concatenated along `axis`, on every replica."""
     if x.shape[axis] == 0 and not jax_compat.is_key_dtype(x.dtype):
         return jnp.zeros_like(x)  # nothing to gather, and JAX cannot lower it (0.10 to 0.12)

@@ -16,8 +16,8 @@ from jax import lax
 from distjax.collectives import ops
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.mapping import map_replicas
-from distjax.collectives.ops import ReduceOp
 from distjax.collectives.packing import sum_over_replicas
+from distjax.modes import ReduceOp
 from distjax.placement.topology import Topology
 
 
@@ -47,7 +47,7 @@ def reduce_arrays(
     splits = splits or (None,) * len(varying)
     scattered = [d and s is not None for d, s in zip(varying, splits, strict=True)]
 
-    def on_replica(*local: Any) -> list[Any]:
+    def on_replica(*local: jax.Array) -> list[Any]:
         inner = [_as_summand(op, _within(op, x, axes)) for x in local]
         whole = [x for x, d, s in zip(inner, varying, scattered, strict=True) if d and not s]
         summed = iter(sum_over_replicas(whole, topology, options))
@@ -100,7 +100,7 @@ def reduce_masked(
       axes: axes of the value to reduce over as well.
     """
 
-    def on_replica(value: Any, mask: Any) -> list[Any]:
+    def on_replica(value: jax.Array, mask: jax.Array) -> list[Any]:
         mask = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
         mask = jnp.broadcast_to(mask, value.shape)
         kept = _as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)))
@@ -121,7 +121,7 @@ def gather_arrays(
 ) -> list[jax.Array]:
     """Returns the replicas' values of each array end to end along `axis`."""
 
-    def on_replica(*local: Any) -> list[Any]:
+    def on_replica(*local: jax.Array) -> list[Any]:
         return [
             ops.all_gather(x, axis, topology.axis_name)
             if d
@@ -133,10 +133,10 @@ def gather_arrays(
     return map_replicas(topology, on_replica, arrays, varying, [False] * len(arrays))
 
 
-def combine_components(stored: Any, topology: Topology, rule: str) -> jax.Array:
+def combine_components(stored: jax.Array, topology: Topology, rule: str) -> jax.Array:
     """Returns the components [R, ...] of a variable as one value: sum, mean or first."""
 
-    def on_replica(x: Any) -> list[Any]:
+    def on_replica(x: jax.Array) -> list[Any]:
         if rule == "FIRST":
             return [ops.from_first_replica(x, topology.axis_name)]
         return [ops.all_reduce(ReduceOp[rule], x, topology.axis_name, topology.num_replicas)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ def is_throttled() -> bool:
     )
 
 
-def make_token() -> Any:
+def make_token() -> jax.Array | None:
     """Returns an extra output for a program: ready when the program is done.
 
     None where nothing is throttled. It is never donated.
@@ -41,7 +40,7 @@ def make_token() -> Any:
     return jnp.zeros((), jnp.int8) if is_throttled() else None
 
 
-def throttle(token: Any) -> None:
+def throttle(token: jax.Array | None) -> None:
     """Records a started program; waits for all when too many are in flight."""
     if token is None or isinstance(token, jax_compat.Tracer):
         return

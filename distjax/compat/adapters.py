@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from distjax.strategies.strategy import Strategy
+from distjax.typing import DatasetLike, PyTree
 
 
 class Adapter:
@@ -14,7 +17,7 @@ class Adapter:
       wrapped: the object, or an adapter of it.
     """
 
-    def __init__(self, wrapped: Any):
+    def __init__(self, wrapped: PyTree):
         self.wrapped = wrapped.wrapped if isinstance(wrapped, Adapter) else wrapped
 
     def __getattr__(self, name: str) -> Any:
@@ -32,7 +35,7 @@ class Adapter:
         return f"{type(self).__name__}({self.wrapped!r})"
 
 
-def adapt_or_none(adapter: Callable[[Any], Any], wrapped: Any) -> Any:
+def adapt_or_none(adapter: Callable[[Any], Any], wrapped: object) -> Any:
     """Returns an adapter of `wrapped`, None for None."""
     return None if wrapped is None else adapter(wrapped)
 
@@ -41,7 +44,7 @@ def with_adapter(adapter: Callable[[Any], Any], fn: Callable[..., Any]) -> Calla
     """Returns a merge function that hands ``fn`` an adapter of its strategy."""
 
     @functools.wraps(fn)
-    def merge_fn(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+    def merge_fn(strategy: Strategy, *args: PyTree, **kwargs: PyTree) -> Any:
         return fn(adapter(strategy), *args, **kwargs)
 
     return merge_fn
@@ -54,7 +57,7 @@ class BareIterator:
       iterator: any iterator.
     """
 
-    def __init__(self, iterator: Any):
+    def __init__(self, iterator: Iterator[PyTree]):
         self._iterator = iterator
 
     def __iter__(self) -> BareIterator:
@@ -68,7 +71,7 @@ class BareIterator:
         return next(self._iterator)
 
 
-def iterator_of(dataset: Any) -> Any:
+def iterator_of(dataset: DatasetLike) -> Any:
     """Returns ``iter(dataset)``, with a `get_next`."""
     iterator = iter(dataset)
     return iterator if hasattr(iterator, "get_next") else BareIterator(iterator)

@@ -21,18 +21,20 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
 from distjax.context import frames, scoping
+from distjax.context.contracts import Destinations
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica as PerDevice
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import DatasetLike, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -64,66 +66,81 @@ class DistributionStrategy(Adapter):
         return getattr(extended, name) if hasattr(extended, name) else super().__getattr__(name)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[DistributionStrategy]:
+    def scope(self) -> Generator[DistributionStrategy]:
         """`Strategy.scope`."""
         with self.wrapped.scope():
             yield self
 
-    def distribute_dataset(self, dataset: Any) -> PerDeviceDataset:
+    def distribute_dataset(self, dataset: DatasetLike) -> PerDeviceDataset:
         """`Strategy.distribute_dataset`, of a dataset or a function that makes one."""
         made = dataset() if callable(dataset) else dataset
         return PerDeviceDataset(self.wrapped.distribute_dataset(made))
 
-    def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_for_each_tower(self, fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
         """`extended.call_for_each_replica`; `run_concurrently` has no effect."""
         kwargs.pop("run_concurrently", None)
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
     def run_steps_on_dataset(
-        self, fn: Any, iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[PyTree],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, PyTree] | None = None,
     ) -> Any:
         """`extended.run_steps_on_iterator`."""
         return self.extended.run_steps_on_iterator(
             fn, _iterator(iterator), iterations, initial_loop_values
         )
 
-    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+    def broadcast(self, tensor: PyTree, destinations: Destinations = None) -> Any:
         """`extended.broadcast_to`."""
         return self.extended.broadcast_to(tensor, destinations)
 
-    def reduce(self, aggregation: Any, value: Any, destinations: Any = None) -> Any:
+    def reduce(
+        self, aggregation: ReduceOpLike, value: PyTree, destinations: Destinations = None
+    ) -> Any:
         """`extended.reduce_to`, by default to where the value is."""
         where = value if destinations is None else destinations
         return self.extended.reduce_to(aggregation, value, where)
 
-    def batch_reduce(self, aggregation: Any, value_destination_pairs: Any) -> list[Any]:
+    def batch_reduce(
+        self,
+        aggregation: ReduceOpLike,
+        value_destination_pairs: Sequence[tuple[PyTree, Destinations]],
+    ) -> list[Any]:
         """`extended.batch_reduce_to`."""
         return self.extended.batch_reduce_to(aggregation, value_destination_pairs)
 
-    def update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def update(self, var: Variable, fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
         """`extended.update`; `grouped` is its `group`."""
         group = kwargs.pop("grouped", True)
         return self.extended.update(var, fn, args, kwargs, group)
 
     def update_non_slot(
-        self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+        self, colocate_with: Destinations, fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree
     ) -> Any:
         """`extended.update_non_slot`; `grouped` is its `group`."""
         group = kwargs.pop("grouped", True)
         return self.extended.update_non_slot(colocate_with, fn, args, kwargs, group)
 
-    def unwrap(self, value: Any) -> list[Any]:
+    def unwrap(self, value: PyTree) -> list[Any]:
         """`Strategy.local_results`, as a list."""
         return list(self.wrapped.local_results(value))
 
-    def fetch(self, val: Any, destination: Any = None, fn: Any = lambda x: x) -> Any:
+    def fetch(
+        self,
+        val: PyTree,
+        destination: Destinations = None,
+        fn: Callable[[PyTree], PyTree] = lambda x: x,
+    ) -> Any:
         """Returns `fn` of a value of any locality, on the host; a list for a PerDevice."""
         frames.require_cross_replica(self.wrapped, "fetch")
         if isinstance(val, PerDevice):
             return jax.device_get([fn(x) for x in self.unwrap(val)])
         return jax.device_get(fn(self.read_var(val) if isinstance(val, Variable) else val))
 
-    def group(self, value: Any, name: str | None = None) -> Any:
+    def group(self, value: PyTree, name: str | None = None) -> Any:
         """Returns once `value` has been computed (there is no graph to add to)."""
         return jax.block_until_ready(self.unwrap(value))
 
@@ -172,7 +189,7 @@ class PerDeviceDataset(Adapter):
         return iter(self.wrapped)
 
 
-def _iterator(value: Any) -> Any:
+def _iterator(value: PyTree) -> Any:
     return value.iterator if isinstance(value, PerDeviceDataset) else value
 
 
@@ -183,7 +200,7 @@ class TowerContext(Adapter):
       context: a distjax replica context.
     """
 
-    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def merge_call(self, merge_fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
         """`ReplicaContext.merge_call`; `merge_fn` is handed a DistributionStrategy."""
         return self.wrapped.merge_call(with_adapter(DistributionStrategy, merge_fn), args, kwargs)
 
@@ -213,12 +230,12 @@ class TowerContext(Adapter):
         return self.wrapped.devices[0]
 
 
-def MirroredStrategy(devices: Any = None) -> DistributionStrategy:
+def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> DistributionStrategy:
     """`dj.MirroredStrategy`."""
     return DistributionStrategy(_Mirrored(devices))
 
 
-def OneDeviceStrategy(device: Any = None) -> DistributionStrategy:
+def OneDeviceStrategy(device: jax.Device | str | None = None) -> DistributionStrategy:
     """`dj.OneDeviceStrategy`."""
     return DistributionStrategy(_OneDevice(device))
 

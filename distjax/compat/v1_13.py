@@ -18,21 +18,22 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from distjax.collectives.ops import ReduceOp
 from distjax.compat import v1_12
 from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
 from distjax.context import scoping
+from distjax.context.contracts import Destinations
 from distjax.context.scoping import has_strategy, in_cross_replica_context
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -58,7 +59,11 @@ class StrategyExtended(Adapter):
     """A `StrategyExtended` with the names of 1.13; most are distjax's own."""
 
     def experimental_run_steps_on_iterator(
-        self, fn: Any, iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[PyTree],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, PyTree] | None = None,
     ) -> Any:
         """`run_steps_on_iterator`."""
         return self.wrapped.run_steps_on_iterator(fn, iterator, iterations, initial_loop_values)
@@ -92,16 +97,16 @@ class Strategy(Adapter):
         return StrategyExtended(self.wrapped.extended)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> Generator[Strategy]:
         """`dj.Strategy.scope`."""
         with self.wrapped.scope():
             yield self
 
-    def make_dataset_iterator(self, dataset: Any) -> Any:
+    def make_dataset_iterator(self, dataset: DatasetLike) -> Any:
         """``iter(distribute_dataset(dataset))``, whose `get_next` gives an element."""
         return iterator_of(self.wrapped.distribute_dataset(dataset))
 
-    def distribute_dataset(self, dataset: Any) -> v1_12.PerDeviceDataset:
+    def distribute_dataset(self, dataset: DatasetLike) -> v1_12.PerDeviceDataset:
         """`dj.Strategy.distribute_dataset`, which makes one-shot iterators (deprecated)."""
         return v1_12.PerDeviceDataset(self.wrapped.distribute_dataset(dataset))
 
@@ -110,25 +115,27 @@ class Strategy(Adapter):
         return iterator_of(self.wrapped.distribute_datasets_from_function(input_fn))
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+        self, fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
     ) -> Any:
         """`extended.call_for_each_replica`, as the example of TF 1.13 calls it."""
         return self.wrapped.extended.call_for_each_replica(fn, args, kwargs)
 
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: Iterator[PyTree] | None = None
+    ) -> Any:
         """`dj.Strategy.run`, on the iterator's next element if there is one."""
         args = () if input_iterator is None else (next(input_iterator),)
         return self.wrapped.run(fn, args)
 
-    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+    def broadcast(self, tensor: PyTree, destinations: Destinations = None) -> Any:
         """`extended.broadcast_to`."""
         return self.wrapped.extended.broadcast_to(tensor, destinations)
 
-    def unwrap(self, value: Any) -> list[Any]:
+    def unwrap(self, value: PyTree) -> list[Any]:
         """`dj.Strategy.local_results`, as a list."""
         return list(self.wrapped.local_results(value))
 
-    def group(self, value: Any, name: str | None = None) -> Any:
+    def group(self, value: PyTree, name: str | None = None) -> Any:
         """Returns once `value` has been computed (there is no graph to add to)."""
         return jax.block_until_ready(self.unwrap(value))
 
@@ -144,7 +151,9 @@ class Strategy(Adapter):
 class ReplicaContext(Adapter):
     """A replica context whose strategy has the names of 1.13."""
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
+    ) -> Any:
         """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.13 Strategy."""
         return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
 
@@ -154,12 +163,12 @@ class ReplicaContext(Adapter):
         return Strategy(self.wrapped.strategy)
 
 
-def MirroredStrategy(devices: Any = None) -> Strategy:
+def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:
     """`dj.MirroredStrategy`."""
     return Strategy(_Mirrored(devices))
 
 
-def OneDeviceStrategy(device: Any = None) -> Strategy:
+def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
     """`dj.OneDeviceStrategy`."""
     return Strategy(_OneDevice(device))
 

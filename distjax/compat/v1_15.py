@@ -15,21 +15,23 @@ Example:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from distjax.collectives.ops import ReduceOp
+import jax
+
 from distjax.compat import v1_13
 from distjax.compat.adapters import Adapter, adapt_or_none, with_adapter
 from distjax.compat.v1_13 import StrategyExtended
 from distjax.context import scoping
 from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.data.input_context import InputContext
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -66,30 +68,32 @@ class Strategy(Adapter):
         return StrategyExtended(self.wrapped.extended)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> Generator[Strategy]:
         """`dj.Strategy.scope`."""
         with self.wrapped.scope():
             yield self
 
     def experimental_run_v2(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+        self, fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
     ) -> Any:
         """`dj.Strategy.run`."""
         return self.wrapped.run(fn, args, kwargs)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
         """`dj.Strategy.local_results`."""
         return self.wrapped.local_results(value)
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
+    def unwrap(self, value: PyTree) -> tuple[Any, ...]:
         """`dj.Strategy.local_results`, under its deprecated name."""
         return self.wrapped.local_results(value)
 
-    def experimental_distribute_dataset(self, dataset: Any) -> Any:
+    def experimental_distribute_dataset(self, dataset: DatasetLike) -> Any:
         """`dj.Strategy.distribute_dataset`."""
         return self.wrapped.distribute_dataset(dataset)
 
-    def experimental_distribute_datasets_from_function(self, dataset_fn: Any) -> Any:
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., DatasetLike]
+    ) -> Any:
         """`dj.Strategy.distribute_datasets_from_function`."""
         return self.wrapped.distribute_datasets_from_function(dataset_fn)
 
@@ -101,7 +105,9 @@ class Strategy(Adapter):
 class ReplicaContext(Adapter):
     """A replica context whose strategy has the names of 1.15."""
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
+    ) -> Any:
         """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.15 Strategy."""
         return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
 
@@ -111,12 +117,12 @@ class ReplicaContext(Adapter):
         return Strategy(self.wrapped.strategy)
 
 
-def MirroredStrategy(devices: Any = None) -> Strategy:
+def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:
     """`dj.MirroredStrategy`."""
     return Strategy(_Mirrored(devices))
 
 
-def OneDeviceStrategy(device: Any = None) -> Strategy:
+def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
     """`dj.OneDeviceStrategy`."""
     return Strategy(_OneDevice(device))
 
@@ -131,6 +137,6 @@ def get_strategy() -> Strategy:
     return Strategy(scoping.get_strategy())
 
 
-def experimental_set_strategy(strategy: Any) -> None:
+def experimental_set_strategy(strategy: Strategy | None) -> None:
     """`dj.set_strategy`."""
     scoping.set_strategy(strategy.wrapped if isinstance(strategy, Adapter) else strategy)

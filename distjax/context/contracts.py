@@ -1,19 +1,35 @@
 """What a strategy is to the code that asks the context for it.
 
-Protocols, since that code lies below the strategies. There are three of `ExtendedLike`:
-`StrategyExtended`, the inside of the default strategy, and that of the reference
-interpreter. Values and trees of values are the user's, and so `Any`.
+Protocols, since that code lies below the strategies: what a floor asks of a strategy beyond
+these is declared there (`strategies.contracts` has the whole inside of one).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
+from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.typing import (
+    ArrayLike,
+    AxisLike,
+    DTypeLike,
+    KeywordArgs,
+    PositionalArgs,
+    PyTree,
+    ReduceOpLike,
+    VariableModes,
+)
+
+#: The devices that a value is needed on: those of a variable, an array or a PerReplica; named
+#: devices; None: all workers.
+Destinations: TypeAlias = (
+    "VariableLike | ArrayLike | PerReplica | jax.Device | str | Sequence[jax.Device | str] | None"
+)
 
 
 class StrategyLike(Protocol):
@@ -27,9 +43,15 @@ class StrategyLike(Protocol):
     @property
     def num_replicas_in_sync(self) -> int: ...
     def run(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any: ...
-    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any: ...
+        self, fn: Callable[..., PyTree], args: PositionalArgs = (), kwargs: KeywordArgs = None
+    ) -> PyTree: ...
+    def reduce(
+        self,
+        op: ReduceOpLike,
+        value: PyTree,
+        axis: AxisLike = None,
+        mask: PyTree = None,
+    ) -> PyTree: ...
 
 
 class VariableLike(Protocol):
@@ -46,81 +68,31 @@ class ExtendedLike(Protocol):
 
     is_default: bool
     wraps: bool
-    strategy: Any
+    variable_lock: threading.RLock
 
-    def bind(self, strategy: Any) -> None:
-        """Says of which strategy this is the inside."""
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy that this is the inside of."""
         ...
-
-    # -- where things are -----------------------------------------------------
 
     @property
     def topology(self) -> Topology: ...
     @property
     def num_replicas(self) -> int: ...
     @property
+    def axis_name(self) -> str: ...
+    @property
     def public_axis_name(self) -> str | None: ...
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]: ...
-    @property
-    def parameter_devices(self) -> tuple[jax.Device, ...]: ...
-
-    # -- what the strategy says of itself -------------------------------------
-
-    @property
-    def require_static_shapes(self) -> bool: ...
-    @property
-    def between_graph(self) -> bool: ...
-    @property
-    def should_init(self) -> bool: ...
-    @property
-    def should_checkpoint(self) -> bool: ...
-    @property
-    def should_save_summary(self) -> bool: ...
-
-    # -- replicas and what they hold ------------------------------------------
-
-    def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any: ...
-    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any: ...
-    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any: ...
-    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]: ...
-    def broadcast_to(self, value: Any, destinations: Any = None) -> Any: ...
-    def gather(self, value: Any, axis: int) -> Any: ...
-    def local_results(self, value: Any) -> tuple[Any, ...]: ...
-
-    # -- input ----------------------------------------------------------------
-
-    def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any: ...
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any: ...
-    def distribute_datasets_from_function(
-        self, fn: Callable[[Any], Any], options: Any = None
-    ) -> Any: ...
-
-    # -- variables ------------------------------------------------------------
-
+    def place_arguments(self, tree: PyTree) -> PyTree: ...
+    def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> PyTree: ...
     def create_variable(
-        self, initial_value: Any, *, trainable: bool | None, name: str, dtype: Any, modes: Any
-    ) -> Any: ...
-    def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-        group: bool = True,
+        initial_value: PyTree,
+        *,
+        trainable: bool | None,
+        name: str,
+        dtype: DTypeLike | None,
+        modes: VariableModes,
     ) -> Any: ...
-    def update_non_slot(
-        self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-        group: bool = True,
-    ) -> Any: ...
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any: ...
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]: ...
-    def read_var(self, v: Any) -> jax.Array: ...
-    def value_container(self, value: Any) -> Any: ...
-    def variable_created_in_scope(self, v: Any) -> bool: ...

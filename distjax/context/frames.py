@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -124,7 +124,7 @@ def take_out(frame: Frame) -> bool:
 
 
 @contextlib.contextmanager
-def with_frame(frame: Frame) -> Iterator[Frame]:
+def with_frame(frame: Frame) -> Generator[Frame]:
     """Puts `frame` on the stack for a call.
 
     What was entered in the call ends with it, if only to be safe from generators that it
@@ -153,7 +153,7 @@ def _leave(frame: Frame) -> None:
 
 
 @contextlib.contextmanager
-def with_block(frame: Frame) -> Iterator[Frame]:
+def with_block(frame: Frame) -> Generator[Frame]:
     """Puts `frame` on the stack for a block of the user's, which a generator may suspend."""
     try:
         try:
@@ -166,7 +166,7 @@ def with_block(frame: Frame) -> Iterator[Frame]:
 
 
 @contextlib.contextmanager
-def with_stack(frames: tuple[Frame, ...]) -> Iterator[None]:
+def with_stack(frames: tuple[Frame, ...]) -> Generator[None]:
     """Gives the calling thread the stack `frames` for a block (for our threads)."""
     tokens: list[Token[tuple[Frame, ...]]] = []
     try:
@@ -204,7 +204,7 @@ def is_dry_run() -> bool:
 
 
 @contextlib.contextmanager
-def without_observer() -> Iterator[None]:
+def without_observer() -> Generator[None]:
     """Tells nobody of a block: a trace for shapes proves nothing that counts."""
     if observer() is None:
         yield

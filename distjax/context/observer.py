@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from distjax import jax_compat
+from distjax.placement.topology import Topology
+
 #: A path in the user's tree, and whether the value there may differ per replica (T).
 Proof = tuple[str, bool]
+
+
+class ProvesLocality(Protocol):
+    """The analysis of a segment: see `distjax.replica.analysis.Analysis`."""
+
+    def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None: ...
+    def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool: ...
 
 
 class Observer(Protocol):
@@ -29,7 +39,7 @@ class Observer(Protocol):
 
     def on_run(
         self,
-        topology: Any,
+        topology: Topology,
         name: str,
         args: Sequence[Proof],
         results: Sequence[Proof],
@@ -38,11 +48,13 @@ class Observer(Protocol):
         """A replica function was traced and its values were proved; `why`: of its results."""
         ...
 
-    def on_segment(self, jaxpr: Any, varying: Sequence[bool], analysis: Any) -> None:
+    def on_segment(
+        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+    ) -> None:
         """Code of several replicas, without a merge, is emitted; `varying`: its inputs."""
         ...
 
-    def on_merge(self, eqn: Any) -> AbstractContextManager[Any]:
+    def on_merge(self, eqn: jax_compat.JaxprEqn) -> AbstractContextManager[Any]:
         """A merge is about to be emitted; it is, inside the context returned."""
         ...
 

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 
@@ -17,7 +18,7 @@ class Scope(contextlib.ContextDecorator):
     frame of its own on the stack of its thread.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: StrategyLike):
         self._strategy = strategy
         self._entered: list[Frame] = []
 
@@ -53,7 +54,7 @@ class Scope(contextlib.ContextDecorator):
             frames.take_out(frame)
 
 
-def _order_text(strategy: Any, innermost: Frame | None) -> str:
+def _order_text(strategy: StrategyLike, innermost: Frame | None) -> str:
     return message(
         f"scopes need to be left in the order opposite to entering, here the scope of {strategy!r}",
         got="a scope that was left before, or entered in another thread"
@@ -64,7 +65,7 @@ def _order_text(strategy: Any, innermost: Frame | None) -> str:
     )
 
 
-def _scope_frame(strategy: Any) -> Frame:
+def _scope_frame(strategy: StrategyLike) -> Frame:
     now = frames.current()
     if strategy.extended.is_default:
         _require_nothing_to_nest(now)
@@ -110,7 +111,7 @@ def in_cross_replica_context() -> bool:
     return not frames.in_replica_context()
 
 
-def set_strategy(strategy: Any) -> None:
+def set_strategy(strategy: StrategyLike | None) -> None:
     """Makes `strategy` active from here on, in place of the one set before.
 
     Args:
@@ -137,7 +138,7 @@ def set_strategy(strategy: Any) -> None:
         frames.push(Frame(strategy, from_set_strategy=True))
 
 
-def require_strategy(strategy: Any, method: str) -> None:
+def require_strategy(strategy: object, method: str) -> None:
     """Raises a TypeError for anything but a strategy of distjax, or None."""
     extended = getattr(strategy, "extended", None)
     if strategy is None or getattr(extended, "strategy", None) is strategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[
     x64, device = config.jax_enable_x64, config.jax_default_device
 
     @contextlib.contextmanager
-    def enter_settings() -> Iterator[None]:
+    def enter_settings() -> Generator[None]:
         with frames.with_stack(stack), jax.enable_x64(x64), jax.default_device(device):
             yield
 

@@ -16,6 +16,7 @@ from distjax.data.stream import HostStream
 from distjax.errors import describe_value, message
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_callable
+from distjax.typing import DatasetLike
 
 
 class DistributedDataset:
@@ -34,9 +35,11 @@ class DistributedDataset:
     Source: tf.distribute.DistributedDataset.
     """
 
-    def __init__(self, dataset: Any, splitter: Splitter, layout: InputLayout, prefetch: int):
-        splitter.require_splittable(dataset)
-        self._dataset = dataset
+    def __init__(
+        self, dataset: DatasetLike, splitter: Splitter, layout: InputLayout, prefetch: int
+    ):
+        self._dataset: Any = dataset  # it need not have a length, nor items
+        splitter.require_splittable(self._dataset)
         self._splitter = splitter
         self._layout = layout
         self._prefetch = prefetch
@@ -56,7 +59,9 @@ class DistributedDataset:
         return f"DistributedDataset({kind}, {self._splitter}, prefetch={self._prefetch})"
 
 
-def distribute_dataset(topology: Topology | None, dataset: Any, options: Any) -> DistributedDataset:
+def distribute_dataset(
+    topology: Topology | None, dataset: DatasetLike, options: object
+) -> DistributedDataset:
     """Returns global batches, split over the replicas of `topology`.
 
     See `Strategy.distribute_dataset`. Without a topology: one replica, wherever JAX
@@ -71,7 +76,7 @@ def distribute_dataset(topology: Topology | None, dataset: Any, options: Any) ->
 
 
 def distribute_datasets_from_function(
-    topology: Topology | None, fn: Callable[[InputContext], Iterable[Any]], options: Any
+    topology: Topology | None, fn: Callable[[InputContext], Iterable[Any]], options: object
 ) -> DistributedDataset:
     """Returns the elements of ``fn(InputContext)``, consecutive ones to consecutive replicas.
 
@@ -87,7 +92,7 @@ def distribute_datasets_from_function(
     return DistributedDataset(dataset, splitter, layout, options.prefetch)
 
 
-def _require_iterable(dataset: Any, expected: str) -> None:
+def _require_iterable(dataset: object, expected: str) -> None:
     is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
     if is_iterable and not isinstance(dataset, (Mapping, str, bytes)):
         return

@@ -10,6 +10,7 @@ import numpy as np
 
 from distjax.errors import BatchError, describe_value, message
 from distjax.placement.per_replica import is_per_replica
+from distjax.typing import PyTree
 
 
 class HostTree(NamedTuple):
@@ -39,7 +40,7 @@ class HostTree(NamedTuple):
         return HostTree(self.treedef, [leaf.copy() for leaf in self.leaves])
 
 
-def read_element(element: Any, name: str) -> HostTree:
+def read_element(element: PyTree, name: str) -> HostTree:
     """Returns an element of the user's dataset as numpy arrays, in the user's memory.
 
     Whoever keeps it copies it before the next one is read: a source may fill the same
@@ -66,7 +67,7 @@ def read_element(element: Any, name: str) -> HostTree:
     return HostTree(treedef, arrays)
 
 
-def _as_numpy(leaf: Any, treedef: Any, index: int, name: str) -> np.ndarray:
+def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: str) -> np.ndarray:
     cause = None
     try:
         array = np.asarray(leaf)
@@ -114,7 +115,7 @@ def require_leading_size(tree: HostTree, name: str) -> int:
     )
 
 
-def leaf_path(treedef: Any, index: int) -> str:
+def leaf_path(treedef: jax.tree_util.PyTreeDef, index: int) -> str:
     """Returns the user's name of a leaf, e.g. "['x'][0]"."""
     numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]

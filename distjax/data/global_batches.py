@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from distjax.data.elements import HostTree, pad_rows, read_element, require_leading_size
 from distjax.data.options import DROP, ERROR, PAD
-from distjax.data.splitting import Position, Splitter, as_batch, find_length, find_sizes
+from distjax.data.splitting import (
+    Position,
+    Splitter,
+    as_batch,
+    find_length,
+    find_sizes,
+)
 from distjax.errors import BatchError, message
+from distjax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,7 @@ class GlobalBatches(Splitter):
             )
         )
 
-    def require_splittable(self, dataset: Any) -> None:
+    def require_splittable(self, dataset: Sequence[PyTree]) -> None:
         if self.partial == ERROR:
             sizes = find_sizes(dataset) or []
             for i, size in enumerate(sizes):
@@ -84,7 +91,7 @@ class GlobalBatches(Splitter):
                     index = i if is_all or i == 0 else len(dataset) - 1
                     self._refuse(f"batch {index} of {len(dataset)}", size, sizes[0])
 
-    def count(self, dataset: Any) -> int:
+    def count(self, dataset: Sequence[PyTree]) -> int:
         length = len(dataset)
         if self.partial != DROP or not length or find_length(dataset) is None:
             return length

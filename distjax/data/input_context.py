@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from distjax.errors import BatchError, describe_value, message
 from distjax.integers import is_int
@@ -57,7 +56,7 @@ class InputContext:
         )
 
 
-def _require_count(global_batch_size: Any) -> None:
+def _require_count(global_batch_size: object) -> None:
     if is_int(global_batch_size) and global_batch_size >= 0:
         return
     raise BatchError(

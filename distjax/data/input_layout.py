@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from distjax.data.elements import HostTree
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies memory of the host that does not begin at a multiple
 
@@ -72,7 +73,7 @@ class InputLayout:
             return None if self.topology is None else self.topology.mirrored
         return NamedSharding(self.topology.mesh, PartitionSpec(None, self.topology.axis_name))
 
-    def as_element(self, arrays: Any) -> Any:
+    def as_element(self, arrays: PyTree) -> Any:
         """Returns arrays [R, B, ...] as PerReplica; arrays [B, ...] of one replica as they are."""
         topology = self.topology
         if topology is None or topology.num_replicas == 1:

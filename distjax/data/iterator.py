@@ -18,6 +18,7 @@ from distjax.data.prefetch import Direct, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
+from distjax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Steps:
     arrays: Any
     layout: InputLayout
 
-    def as_element(self, arrays: Any) -> Any:
+    def as_element(self, arrays: PyTree) -> Any:
         """Returns one step's slices [R, B, ...] of `arrays` as an element."""
         return self.layout.as_element(arrays)
 
@@ -53,7 +54,7 @@ class _Chunk:
 class _Running:
     pipeline: Pipeline
     steps: int | None  # the size of its chunks; None: single elements
-    stop_when_dropped: weakref.finalize
+    stop_when_dropped: weakref.finalize[..., Any]
 
 
 class DistributedIterator:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from distjax.errors import BatchError, message
+from distjax.jax_compat import ShapedArray
+from distjax.typing import ArrayLike
 
 
-def require_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> None:
+def require_mask(
+    mask: jax.Array | ShapedArray, shape: tuple[int, ...], where: str, fix: str
+) -> None:
     """Raises a BatchError unless `mask` is bool, with any leading part of `shape`.
 
     Args:
@@ -31,7 +33,7 @@ def require_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> Non
     )
 
 
-def broadcast_mask(mask: Any, shape: tuple[int, ...], where: str, fix: str) -> jax.Array:
+def broadcast_mask(mask: ArrayLike, shape: tuple[int, ...], where: str, fix: str) -> jax.Array:
     """Returns a bool mask of any leading part of `shape` as one of `shape`.
 
     Args, Raises: as `require_mask`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
@@ -58,7 +57,7 @@ class InputOptions:
                     fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
                 )
             )
-        if not isinstance(self.copy, bool):
+        if type(self.copy) is not bool:
             raise ValueError(
                 message(
                     "InputOptions(copy=...) needs True or False",
@@ -69,7 +68,7 @@ class InputOptions:
             )
 
 
-def as_input_options(options: Any, method: str) -> InputOptions:
+def as_input_options(options: object, method: str) -> InputOptions:
     """Returns `options`, or the default ones for None."""
     if options is None:
         return InputOptions()

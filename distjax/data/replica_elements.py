@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from distjax.data.elements import HostTree, leaf_path, pad_rows, read_element
 from distjax.data.options import DROP, ERROR, PAD
-from distjax.data.splitting import Position, Splitter, as_batch, find_length, find_sizes
+from distjax.data.splitting import (
+    Position,
+    Splitter,
+    as_batch,
+    find_length,
+    find_sizes,
+)
 from distjax.errors import BatchError, message
+from distjax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +107,13 @@ class ReplicaElements(Splitter):
                     )
                 )
 
-    def require_splittable(self, dataset: Any) -> None:
+    def require_splittable(self, dataset: Sequence[PyTree]) -> None:
         length = find_length(dataset)
         if self.partial == ERROR and length:
             present = length % self.num_replicas or self.num_replicas
             self._require_complete(present, f"of {length} elements")
 
-    def count(self, dataset: Any) -> int:
+    def count(self, dataset: Sequence[PyTree]) -> int:
         length, r = len(dataset), self.num_replicas
         if self.partial != DROP:
             return -(-length // r)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from distjax.data.batch import Batch
 from distjax.data.elements import HostTree, read_element
 from distjax.errors import BatchError
+from distjax.typing import PyTree
 
 
 class Position(NamedTuple):
@@ -43,11 +44,11 @@ class Splitter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def require_splittable(self, dataset: Any) -> None:
+    def require_splittable(self, dataset: Sequence[PyTree]) -> None:
         """Raises a BatchError where a sized dataset tells that it cannot be split."""
 
     @abc.abstractmethod
-    def count(self, dataset: Any) -> int:
+    def count(self, dataset: Sequence[PyTree]) -> int:
         """Returns the number of elements for a dataset with a length.
 
         Raises:
@@ -62,7 +63,7 @@ def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
     return HostTree(treedef, leaves)
 
 
-def find_length(dataset: Any) -> int | None:
+def find_length(dataset: Sequence[PyTree]) -> int | None:
     """Returns the length of `dataset`; None if it has none, or is endless."""
     with contextlib.suppress(TypeError):
         length = len(dataset)
@@ -70,7 +71,7 @@ def find_length(dataset: Any) -> int | None:
     return None
 
 
-def find_sizes(dataset: Any) -> list[int] | None:
+def find_sizes(dataset: Sequence[PyTree]) -> list[int] | None:
     """Returns leading dimensions that `dataset` tells before it is iterated.
 
     All of them for a list or tuple; of the first and the last element where there
@@ -92,7 +93,7 @@ def find_sizes(dataset: Any) -> list[int] | None:
     return None if None in sizes else sizes
 
 
-def _leading_size(element: Any) -> int | None:
+def _leading_size(element: PyTree) -> int | None:
     leaves = jax.tree.leaves(element)
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         sizes = {tuple(leaf.shape)[:1] for leaf in leaves}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from distjax.data.block import Allocate, Block, HostElement
 from distjax.data.splitting import Position, Splitter
 from distjax.errors import describe_value, message
+from distjax.typing import DatasetLike
 
 
 class End:
@@ -58,7 +59,7 @@ class HostStream:
       splitter: makes elements of the dataset's.
     """
 
-    def __init__(self, dataset: Any, splitter: Splitter):
+    def __init__(self, dataset: DatasetLike, splitter: Splitter):
         self._dataset = dataset
         self._splitter = splitter
         self._open()
@@ -186,7 +187,7 @@ class _Reader:
       read: what was read of it and is not used up.
     """
 
-    def __init__(self, source: Any, read: list[Any]):
+    def __init__(self, source: Iterator[Any], read: list[Any]):
         self._source, self._read = source, read
         self._index = 0
 
@@ -205,13 +206,13 @@ class _Reader:
         return self._read[self._index - 1]
 
 
-def _keeps_state(source: Any) -> bool:
+def _keeps_state(source: object) -> bool:
     return callable(getattr(source, "get_state", None)) and callable(
         getattr(source, "set_state", None)
     )
 
 
-def _require_state(state: Any) -> Mapping[str, Any]:
+def _require_state(state: object) -> Mapping[str, Any]:
     if isinstance(state, Mapping) and all(
         isinstance(state.get(key), int) and state[key] >= 0 for key in ("delivered", "consumed")
     ):
@@ -226,7 +227,7 @@ def _require_state(state: Any) -> Mapping[str, Any]:
     )
 
 
-def _one_shot_text(dataset: Any) -> str:
+def _one_shot_text(dataset: object) -> str:
     return message(
         "set_state needs a dataset that can be iterated again, or whose iterator has "
         "get_state and set_state",

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distjax import jax_compat
+from distjax.context.observer import ProvesLocality
 from distjax.jax_compat import Literal
 
 _REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
 
 
-def equal_reductions(jaxpr: Any, varying: Sequence[bool], analysis: Any) -> Iterator[Any]:
+def equal_reductions(
+    jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+) -> Iterator[Any]:
     """Yields the equations of replica code that reduce an equal value, at any depth.
 
     The transpose of a reduction is left out: nobody wrote it.
@@ -38,7 +41,9 @@ def equal_reductions(jaxpr: Any, varying: Sequence[bool], analysis: Any) -> Iter
             yield from equal_reductions(inner, inner_ins, analysis)
 
 
-def _inner(eqn: Any, ins: list[bool], outs: list[bool]) -> Iterator[tuple[Any, list[bool]]]:
+def _inner(
+    eqn: jax_compat.JaxprEqn, ins: list[bool], outs: list[bool]
+) -> Iterator[tuple[Any, list[bool]]]:
     """Yields the jaxprs that an equation runs, with what is proved of their inputs."""
     name = eqn.primitive.name
     if name == "scan":

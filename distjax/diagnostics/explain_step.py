@@ -27,13 +27,15 @@ from distjax.replica.arguments import (
     require_callable,
     user_path,
 )
+from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
 _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
 
 
 def explain(
-    fn: Callable[..., Any], /, *args: Any, strategy: Any = None, **kwargs: Any
+    fn: Callable[..., Any], /, *args: PyTree, strategy: Strategy | None = None, **kwargs: PyTree
 ) -> Explanation:
     """Returns what a step communicates, costs and proves; runs and changes nothing.
 
@@ -133,25 +135,27 @@ def _require_outside_traces(method: str) -> None:
     )
 
 
-def _with_object(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Returns a method compiled by `dj.jit` as its function, the object as first argument."""
     if isinstance(fn, functools.partial) and isinstance(fn.func, CompiledFunction):
         return fn.func, (*fn.args, *args)
     return fn, args
 
 
-def _in_replicas(fn: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+def _in_replicas(fn: Callable[..., Any], strategy: Strategy | None) -> Callable[..., Any]:
     if strategy is None:
         return fn
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> Any:
         return strategy.run(fn, args, kwargs)
 
     return run
 
 
-def _add_hint(error: Exception, fn: Any, strategy: Any, notes: Notes, method: str) -> None:
+def _add_hint(
+    error: Exception, fn: Callable[..., Any], strategy: Strategy | None, notes: Notes, method: str
+) -> None:
     is_cross_replica = not frames.in_replica_context()
     if strategy is None and is_cross_replica and not notes.runs:
         name = function_name(fn)
@@ -164,7 +168,9 @@ def _add_hint(error: Exception, fn: Any, strategy: Any, notes: Notes, method: st
 # -- what was found -----------------------------------------------------------
 
 
-def _arguments(fn: Any, args: Sequence[Any], kwargs: Any) -> dict[str, str]:
+def _arguments(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, PyTree]
+) -> dict[str, str]:
     if isinstance(fn, CompiledFunction):
         args, kwargs = fn.mark_arguments(tuple(args), kwargs)
     partitioned = PartitionedTree(

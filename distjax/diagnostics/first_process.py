@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 
+from distjax.typing import PyTree
+
 
 def is_first_process() -> bool:
     """Returns whether this process writes summaries and shows progress."""
     return jax.process_index() == 0
 
 
-def progress(iterable: Iterable[Any], **options: Any) -> Iterable[Any]:
+def progress(iterable: Iterable[Any], **options: PyTree) -> Iterable[Any]:
     """Returns `iterable` with a progress bar on the first process.
 
     The bar is tqdm's; without tqdm, and on other processes, it is `iterable` itself.

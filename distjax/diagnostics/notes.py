@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
 
 from distjax import jax_compat
 from distjax.context.findings import Finding
-from distjax.context.observer import Proof
+from distjax.context.observer import Proof, ProvesLocality
 from distjax.diagnostics import sources
 from distjax.diagnostics.equal_reductions import equal_reductions
+from distjax.placement.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Notes:
 
     def on_run(
         self,
-        topology: Any,
+        topology: Topology,
         name: str,
         args: Sequence[Proof],
         results: Sequence[Proof],
@@ -90,13 +91,15 @@ class Notes:
         reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
         self.runs[RunProof(name, count, line, _letters(args), _letters(results), reasons)] = None
 
-    def on_segment(self, jaxpr: Any, varying: Sequence[bool], analysis: Any) -> None:
+    def on_segment(
+        self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
+    ) -> None:
         """Notes reductions of equal values in replica code."""
         for eqn in equal_reductions(jaxpr, varying, analysis):
             self._note_reduction(eqn.primitive.name, jax_compat.source_line(eqn))
 
     @contextlib.contextmanager
-    def on_merge(self, eqn: Any) -> Iterator[None]:
+    def on_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
         """Marks the operations of a merge, so that its line can be found again."""
         index = len(self.merge_lines)
         self.merge_lines.append(jax_compat.source_line(eqn))

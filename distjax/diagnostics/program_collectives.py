@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from distjax.diagnostics import hlo, sources
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.sources import SourceFrame
@@ -52,12 +54,12 @@ _FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
 _NAME = re.compile(r'"([^"]*)"\((?!")')
 
 
-def list_lowered(lowered: Any, merge_lines: Sequence[str]) -> list[Collective]:
+def list_lowered(lowered: jax.stages.Lowered, merge_lines: Sequence[str]) -> list[Collective]:
     """Returns the collectives of a `jax.stages.Lowered`, in the order of its text."""
-    module = lowered.compiler_ir("stablehlo").operation
+    module: Any = lowered.compiler_ir("stablehlo")
     callers = {
         str(op.attributes["callee"]).removeprefix("@"): str(op.location)
-        for op, _ in _operations(module, ())
+        for op, _ in _operations(module.operation, ())
         if op.name == "func.call"
     }
     return [
@@ -66,7 +68,7 @@ def list_lowered(lowered: Any, merge_lines: Sequence[str]) -> list[Collective]:
             sum(_tensor_bytes(str(result.type)) for result in op.results),
             _line_of_lowered((str(op.location), *around), callers, merge_lines),
         )
-        for op, around in _operations(module, ())
+        for op, around in _operations(module.operation, ())
         if op.name in _LOWERED_KINDS
     ]
 

@@ -65,7 +65,7 @@ def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[s
 
 def calling_frames() -> Iterator[SourceFrame]:
     """Yields the call stack of the caller, innermost first."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
         yield SourceFrame(code.co_qualname, code.co_filename, frame.f_lineno)

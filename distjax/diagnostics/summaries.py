@@ -23,6 +23,7 @@ from distjax.diagnostics.first_process import is_first_process
 from distjax.diagnostics.sinks import FORMATS, Sink
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 
@@ -62,7 +63,7 @@ class SummaryWriter:
         makers = [FORMATS[name] for name in formats] if is_first_process() else []
         self._sinks: list[Sink] = [make(Path(directory)) for make in makers]
 
-    def write(self, step: Any, values: Mapping[str, Any]) -> None:
+    def write(self, step: int | jax.Array, values: Mapping[str, Any]) -> None:
         """Writes a scalar for each name.
 
         Args:
@@ -103,7 +104,9 @@ class SummaryWriter:
     ) -> None:
         self.close()
 
-    def _write_now(self, replica: Any, step: Any, values: Mapping[str, Any]) -> None:
+    def _write_now(
+        self, replica: int | jax.Array, step: int | jax.Array, values: Mapping[str, Any]
+    ) -> None:
         if int(replica) != 0:
             return
         numbers = {name: float(value) for name, value in values.items()}
@@ -112,7 +115,7 @@ class SummaryWriter:
                 sink.add(int(step), numbers, time.time())
 
 
-def _scalar(name: str, value: Any) -> Any:
+def _scalar(name: str, value: PyTree) -> Any:
     value = value.value if isinstance(value, Variable) else value
     if isinstance(value, PerReplica):
         raise LocalityError(

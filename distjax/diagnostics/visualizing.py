@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -14,12 +13,13 @@ from distjax.diagnostics.picture import Block, Picture
 from distjax.errors import ContextError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 Span = tuple[int, int]
 
 
-def visualize(x: Any) -> Picture:
+def visualize(x: PyTree) -> Picture:
     """Returns a picture of the devices that hold the parts of a value.
 
     Print it, or make it the last line of a notebook's cell. Down runs the replica axis
@@ -55,7 +55,7 @@ def visualize(x: Any) -> Picture:
     return Picture(caption, _blocks(array.shape, array.sharding))
 
 
-def _array_of(x: Any) -> jax.Array:
+def _array_of(x: PyTree) -> jax.Array:
     array = x.storage if isinstance(x, Variable) else x
     array = x.stacked if isinstance(x, PerReplica) else array
     is_traced = isinstance(x, Variable) and frames.current().state is not None
@@ -81,7 +81,7 @@ def _array_of(x: Any) -> jax.Array:
     return array
 
 
-def _caption(x: Any, array: jax.Array) -> str:
+def _caption(x: object, array: jax.Array) -> str:
     if isinstance(x, PerReplica):
         return f"PerReplica {x.dtype}{list(x.shape)} on {x.num_replicas} replicas"
     if isinstance(x, Variable):

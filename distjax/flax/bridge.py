@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from distjax import jax_compat
+from distjax.context.contracts import StrategyLike
 from distjax.flax import trace_level
 from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
@@ -17,9 +18,11 @@ from distjax.flax.plans import Objects, take_apart, write_entries
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
 from distjax.objects.claims import HeldClaims
+from distjax.replica.replica_context import ReplicaContext
+from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
 
-_JIT = type(nnx.jit(lambda: None))
+_JIT: Any = type(nnx.jit(lambda: None))
 
 R = TypeVar("R")
 
@@ -44,7 +47,10 @@ class NNXObjectLeaves:
         return [as_argument(x, layout, topology) for x, layout in pairs]
 
     def put_together(
-        self, leaves: Sequence[Any], context: Any, body: Callable[[TracedNNXObjects], R]
+        self,
+        leaves: Sequence[Any],
+        context: ReplicaContext | None,
+        body: Callable[[TracedNNXObjects], R],
     ) -> R:
         """Returns `body()`, called while the objects hold values of a trace."""
         # An inner function that refers to an object would hand a later trace this one's values.
@@ -63,7 +69,7 @@ class NNXObjectLeaves:
                 raise
 
     def combine_writes(
-        self, outcome: Outcome, finals: Mapping[int, Any], strategy: Any
+        self, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike | None
     ) -> dict[int, Any]:
         """Returns what is stored of what was written, by the rule of each in replicas."""
         if strategy is not None:
@@ -104,7 +110,7 @@ class NNXObjectLeaves:
         return values
 
 
-def _read_raw(variable: Any) -> Any:
+def _read_raw(variable: PyTree) -> Any:
     return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
@@ -115,12 +121,12 @@ class NNXBridge:
         """Returns whether `value` is a module, an optimizer, a metric, Rngs or a variable."""
         return isinstance(value, (nnx.Pytree, nnx.Variable))
 
-    def unwrap(self, fn: Any) -> Any:
+    def unwrap(self, fn: PyTree) -> Any:
         """Returns the function inside `nnx.jit`: it becomes part of a larger program."""
         return fn.fun if type(fn) is _JIT and fn.in_shardings is None else fn
 
     def take_apart(
-        self, objects: Sequence[Any], strategy: Any, held: HeldClaims | None
+        self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
     ) -> NNXObjectLeaves:
         """Returns objects taken apart, placed for `strategy` first."""
         return NNXObjectLeaves(take_apart(objects, strategy, held))
@@ -129,7 +135,7 @@ class NNXBridge:
         """Returns what to say of Flax's refusal to change what distjax did not find, or None."""
         return trace_level.explain(error)
 
-    def describe(self, strategy: Any) -> list[VariableDescription]:
+    def describe(self, strategy: StrategyLike) -> list[VariableDescription]:
         """Returns a description of each variable of the objects placed for `strategy`."""
         return describe_placed(strategy)
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.errors import describe_value, message
 from distjax.flax.layouts import layout_of, place_array
 from distjax.flax.plans import place_objects, raw_value
+from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 
 T = TypeVar("T")
@@ -63,7 +65,7 @@ class Found:
     layouts: Sequence[Layout | None] = ()
 
 
-def initialiser(fn: Callable[[], Any], strategy: Any) -> tuple[Any, Found]:
+def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Found]:
     """Returns the compiled function that makes all arrays of ``fn()``, and what it found."""
     found = Found()
 
@@ -114,17 +116,17 @@ def place(module: T) -> T:
     return module
 
 
-def _objects(tree: Any) -> list[Any]:
+def _objects(tree: PyTree) -> list[Any]:
     is_object = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))
     return [x for x in jax.tree.leaves(tree, is_leaf=is_object) if is_object(x)]
 
 
-def _to_stored(value: Any, layout: Layout | None) -> jax.Array:
+def _to_stored(value: PyTree, layout: Layout | None) -> jax.Array:
     value = jnp.asarray(value)
     return value if layout is None else layout.to_stored(value)
 
 
-def _no_objects_text(name: str, value: Any) -> str:
+def _no_objects_text(name: str, value: object) -> str:
     return message(
         f"{name} needs NNX objects: a module, an optimizer, or a tree of such",
         got=describe_value(value),

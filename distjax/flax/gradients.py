@@ -11,17 +11,21 @@ import optax
 from flax import nnx
 
 from distjax.collectives.mapping import map_replicas
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context import frames
 from distjax.flax.layouts import gradient_form
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.global_value import from_user_value, stack_replicas
+from distjax.strategies.contracts import ExtendedContract
+from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.layouts.local_form import LocalForm
 
 
 def value_and_grad(
-    fn: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False
+    fn: Callable[..., Any], *, wrt: nnx.filterlib.Filter = nnx.Param, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns `nnx.value_and_grad` of ``fn`` that leaves split parameters split.
 
@@ -50,10 +54,10 @@ def value_and_grad(
     """
 
     @functools.wraps(fn)
-    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
         split = _find_split_parameters(model, wrt)
 
-        def on_shards(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def on_shards(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
             own = [(v, split[path]) for path, v in _variables(model) if path in split]
             shards = [v.get_raw_value() for v, _ in own]
             for (variable, parameter), shard in zip(own, shards, strict=True):
@@ -86,7 +90,7 @@ class _SplitParameter(NamedTuple):
     state: Any
 
 
-def _find_split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
+def _find_split_parameters(model: PyTree, wrt: nnx.filterlib.Filter) -> dict[Any, _SplitParameter]:
     """Returns the split parameters of `model` that match the filter, by path."""
     state, matches = frames.current().state, nnx.filterlib.to_predicate(wrt)
     found: dict[Any, _SplitParameter] = {}
@@ -100,13 +104,15 @@ def _find_split_parameters(model: Any, wrt: Any) -> dict[Any, _SplitParameter]:
     return found
 
 
-def _variables(module: Any) -> list[tuple[Any, Any]]:
+def _variables(module: PyTree) -> list[tuple[Any, Any]]:
     _, flat = nnx.graph.flatten(module, graph=True)
     pairs = zip(flat.paths, flat.leaves, strict=True)
     return [(path, v) for path, v in pairs if isinstance(v, nnx.Variable)]
 
 
-def apply_gradients(optimizer: Any, model: Any, grads: Any, op: Any = "mean") -> None:
+def apply_gradients(
+    optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
+) -> None:
     """Reduces gradients over the replicas and updates `model` by `optimizer`, once.
 
     What `optimizer.update(model, all_reduce(op, grads))` does, in the global view:
@@ -158,7 +164,14 @@ class _Update:
         """How the replicas' gradients combine."""
         return self._op
 
-    def __init__(self, optimizer: Any, model: Any, grads: Any, state: Any, op: ReduceOp):
+    def __init__(
+        self,
+        optimizer: nnx.Optimizer[Any],
+        model: PyTree,
+        grads: PyTree,
+        state: PyTree,
+        op: ReduceOp,
+    ):
         self._optimizer, self._model, self._op = optimizer, model, op
         params = nnx.as_pure(nnx.state(model, optimizer.wrt, graph=optimizer.graph))
         grads = nnx.as_pure(nnx.state(grads, optimizer.wrt, graph=optimizer.graph))
@@ -174,7 +187,9 @@ class _Update:
         self._forms = [None if h is None else h[1] for h in held]
         self.arguments = (values, jax.tree.leaves(grads))
 
-    def __call__(self, strategy: Any, values: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, strategy: Strategy, values: Sequence[Any], grads: Sequence[Any]
+    ) -> list[Any]:
         """Updates global values; returns shards where shards were given."""
         extended = strategy.extended
         whole = [
@@ -194,7 +209,7 @@ class _Update:
         new = [*jax.tree.leaves(params), *jax.tree.leaves(slots)]
         return [_return_as_given(x, y, extended) for x, y in zip(new, self._forms, strict=True)]
 
-    def write(self, new: Sequence[Any], state: Any) -> None:
+    def write(self, new: Sequence[Any], state: PyTree) -> None:
         """Writes what the merge returned to the variables of the model and the optimizer."""
         values = [
             x if form is None else state.whole(x, form)
@@ -207,14 +222,14 @@ class _Update:
         optimizer.step[...] += 1
 
 
-def _return_as_given(value: Any, form: LocalForm | None, extended: Any) -> Any:
+def _return_as_given(value: PyTree, form: LocalForm | None, extended: ExtendedContract) -> Any:
     if form is None:
         return value
     return PerReplica(form.to_replicas(form.spread(value)), extended.topology)
 
 
 def _reduce_gradients(
-    extended: Any,
+    extended: ExtendedContract,
     op: ReduceOp,
     grads: Sequence[Any],
     params: Sequence[Any],

@@ -16,6 +16,7 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.objects.claims import Claim, HeldClaims, claims_of, known_claims
+from distjax.typing import PyTree
 
 
 class FlatGraph:
@@ -143,7 +144,7 @@ class _GraphFingerprint:
             and [*map(hash, self._hashed)] == self._hashes
         )
 
-    def _attributes(self, node: Any) -> tuple[weakref.ref[Any], list[str], list[int], list[str]]:
+    def _attributes(self, node: PyTree) -> tuple[weakref.ref[Any], list[str], list[int], list[str]]:
         """Returns the module, the names and ids of its attributes, the names of its trees."""
         own = vars(node)
         trees = [k for k, x in own.items() if not (self._is_part(x) or self._is_static(x))]
@@ -155,10 +156,10 @@ class _GraphFingerprint:
         parts, structure = jax.tree.flatten(trees, is_leaf=self._is_part)
         return structure, parts
 
-    def _is_part(self, value: Any) -> bool:
+    def _is_part(self, value: object) -> bool:
         return type(value) in self._types
 
-    def _is_static(self, value: Any) -> bool:
+    def _is_static(self, value: object) -> bool:
         """Returns whether `value` holds no parts and does not become another tree in place."""
         if self._is_part(value):
             return False

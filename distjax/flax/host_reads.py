@@ -12,17 +12,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from flax import nnx
+
+from distjax.typing import PyTree
 
 _HOOKS = "on_get_value"  # Flax's name in the metadata: a function, or a tuple of them
 
 
-def on_devices(variable: Any, value: Any) -> Any:
+def on_devices(variable: nnx.Variable[Any], value: PyTree) -> Any:
     """Returns what was read of a variable, host arrays as copies on their devices."""
     del variable
     return jax.tree.map(_on_devices, value)
 
 
-def _on_devices(x: Any) -> Any:
+def _on_devices(x: PyTree) -> Any:
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space is jax.memory.Space.Host:
         return jax.device_put(x, jax.memory.Space.Device)
     return x
@@ -36,12 +39,12 @@ def add_hooks(variables: Iterable[Any]) -> bool:
     return bool(bare)
 
 
-def has_hook(variable: Any) -> bool:
+def has_hook(variable: nnx.Variable[Any]) -> bool:
     """Returns whether a variable has the hook."""
     return on_devices in _hooks(variable)
 
 
-def metadata_without(variable: Any) -> dict[str, Any]:
+def metadata_without(variable: nnx.Variable[Any]) -> dict[str, Any]:
     """Returns the metadata of a variable without the hook."""
     metadata = variable.get_metadata()
     if has_hook(variable):
@@ -51,6 +54,6 @@ def metadata_without(variable: Any) -> dict[str, Any]:
     return metadata
 
 
-def _hooks(variable: Any) -> tuple[Any, ...]:
+def _hooks(variable: nnx.Variable[Any]) -> tuple[Any, ...]:
     hooks = variable.get_metadata().get(_HOOKS, ())
     return hooks if isinstance(hooks, tuple) else (hooks,)

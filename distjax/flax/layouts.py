@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from distjax.context.contracts import StrategyLike
 from distjax.flax import rules
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.output_layout import AlreadyPlaced
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
+from distjax.typing import DTypeLike, PyTree
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.local_form import LocalForm
 from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.variable_placement import VariablePlacement
 
 
-def layout_of(strategy: Any, variable: Any, shape: Any, dtype: Any) -> Layout:
+def layout_of(
+    strategy: StrategyLike,
+    variable: nnx.Variable[Any] | jax.Array,
+    shape: Sequence[int],
+    dtype: DTypeLike,
+) -> Layout:
     """Returns where an array of a variable lives under `strategy`.
 
     Parameters live where the strategy puts variables, optimizer state where it puts
     variables colocated with others, everything else on each replica.
     Others than distjax read these arrays too, so they are stored as they are.
     """
-    extended, shape = strategy.extended, tuple(shape)
-    if rules.is_parameter(variable) or not extended.placement.synchronizes:
-        return extended.placement.layout(shape, dtype).unencoded(shape)
+    shape, extended = tuple(shape), strategy.extended
+    placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
+    if rules.is_parameter(variable) or not placement.synchronizes:
+        return placement.layout(shape, dtype).unencoded(shape)
     if rules.is_slot_state(variable):
-        beside = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
-        return extended.placement.layout(shape, dtype, beside).unencoded(shape)
+        beside = _Parameter(shape, dtype, placement.layout(shape, dtype))
+        return placement.layout(shape, dtype, beside).unencoded(shape)
     return MirroredLayout(extended.topology)
 
 
@@ -43,14 +55,14 @@ class _Parameter:
     layout: Layout
 
 
-def gradient_form(extended: Any, parameter: Any) -> LocalForm:
+def gradient_form(extended: ExtendedContract, parameter: jax.Array) -> LocalForm:
     """Returns what a replica holds of a gradient that is reduced to a parameter."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
     return reduction_layout(extended, target).local_form
 
 
-def place_array(value: Any, layout: Layout | None) -> Any:
+def place_array(value: PyTree, layout: Layout | None) -> Any:
     """Returns an array moved to where it lives, outside of traces; itself if it is there."""
     if layout is None or layout.sharding is None or isinstance(value, PerReplica):
         return value
@@ -59,14 +71,14 @@ def place_array(value: Any, layout: Layout | None) -> Any:
     return jax.device_put(jnp.asarray(value), layout.sharding)
 
 
-def as_value(stored: Any, layout: Layout | None) -> Any:
+def as_value(stored: PyTree, layout: Layout | None) -> Any:
     """Returns the global value of a stored array, in a trace."""
     if layout is None or isinstance(stored, PerReplica):
         return stored
     return layout.from_stored(stored, stored.shape)
 
 
-def as_argument(stored: Any, layout: Layout | None, topology: Topology) -> Any:
+def as_argument(stored: PyTree, layout: Layout | None, topology: Topology) -> Any:
     """Returns a stored array as what `run` takes: a split one as the replicas' shards."""
     value = as_value(stored, layout)
     if layout is None or isinstance(value, PerReplica) or not layout.local_form.is_split:
@@ -74,7 +86,7 @@ def as_argument(stored: Any, layout: Layout | None, topology: Topology) -> Any:
     return PerReplica(layout.local_form.to_replicas(value), topology)
 
 
-def as_stored_output(value: Any, layout: Layout | None) -> Any:
+def as_stored_output(value: PyTree, layout: Layout | None) -> Any:
     """Returns a global value as it is stored, in a trace."""
     if isinstance(value, PerReplica):
         return value

@@ -11,9 +11,10 @@ from flax import nnx
 from distjax.context import frames
 from distjax.flax.gradients import apply_gradients
 from distjax.flax.plans import raw_value
+from distjax.typing import PyTree, ReduceOpLike
 
 
-class ScaleState(nnx.Variable):
+class ScaleState(nnx.Variable[Any]):
     """State of a loss scale: equal on every replica."""
 
 
@@ -54,7 +55,9 @@ class LossScale(nnx.Pytree):
         """Returns `loss` times the scale: what to differentiate."""
         return loss * self.scale[...].astype(loss.dtype)
 
-    def apply_gradients(self, optimizer: Any, model: Any, grads: Any, op: Any = "mean") -> Any:
+    def apply_gradients(
+        self, optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
+    ) -> Any:
         """Updates `model` unless a gradient overflowed; returns whether it did.
 
         Args:
@@ -87,7 +90,7 @@ class LossScale(nnx.Pytree):
         self.good_steps[...] = jnp.where(grows, 0, steps)
 
 
-def _all_finite(grads: Any) -> jax.Array:
+def _all_finite(grads: PyTree) -> jax.Array:
     """Returns whether all gradients of all replicas are finite; equal on every replica."""
     leaves = jax.tree.leaves(grads)
     bad = sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in leaves)
@@ -95,7 +98,7 @@ def _all_finite(grads: Any) -> jax.Array:
     return jnp.asarray(bad if context is None else context.all_reduce("sum", bad)) == 0
 
 
-def _select(finite: jax.Array, new: Any, old: Any) -> Any:
+def _select(finite: jax.Array, new: PyTree, old: PyTree) -> Any:
     """Returns `new` or `old`; of split values the shards are selected."""
     state = frames.current().state
     held = None if state is None else state.shard_of(new)

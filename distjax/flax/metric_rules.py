@@ -7,6 +7,7 @@ combined, so that each replica's change counts once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -75,7 +76,7 @@ def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
       ...         return self.value[...]
       >>> dj.flax.register_metric(Largest, lambda parts: {"value": parts["value"].max(0)})
     """
-    if not (isinstance(metric, type) and issubclass(metric, nnx.metrics.Metric)):
+    if not (inspect.isclass(metric) and issubclass(metric, nnx.metrics.Metric)):
         raise ValueError(
             message(
                 "register_metric needs a subclass of nnx.metrics.Metric",
@@ -97,7 +98,7 @@ def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
     _COMBINES[metric] = combine
 
 
-def combine_of(metric: Any) -> str | CombineParts | None:
+def combine_of(metric: nnx.Metric) -> str | CombineParts | None:
     """Returns the combination of a metric's parts; None where none is registered."""
     return _COMBINES.get(type(metric))
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from distjax.context.contracts import StrategyLike
 from distjax.flax import rules, strategy_of
 from distjax.flax.layouts import layout_of
 from distjax.flax.plans import raw_value
@@ -19,7 +20,7 @@ from distjax.variables.variable_description import VariableDescription, describe
 _AGGREGATIONS = {rules.MEAN: "MEAN", rules.METRIC: "SUM"}
 
 
-def describe_placed(strategy: Any) -> list[VariableDescription]:
+def describe_placed(strategy: StrategyLike) -> list[VariableDescription]:
     """Returns a description of each variable, named by its longest path in an object."""
     found: dict[int, tuple[tuple[Any, ...], Any]] = {}
     for node in strategy_of.objects_placed_for(strategy):
@@ -38,7 +39,9 @@ def describe_placed(strategy: Any) -> list[VariableDescription]:
     ]
 
 
-def _describe_leaf(name: str, variable: Any, leaf: Any, strategy: Any) -> VariableDescription:
+def _describe_leaf(
+    name: str, variable: nnx.Variable[Any], leaf: jax.Array | PerReplica, strategy: StrategyLike
+) -> VariableDescription:
     rule = rules.rule_of(variable)
     if isinstance(leaf, PerReplica):
         layout: Layout = StackedLayout(leaf.topology)

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from distjax import jax_compat
+from distjax.context.contracts import StrategyLike
 from distjax.errors import UnsupportedError, message
 from distjax.flax import (
     graph_cache,
@@ -27,6 +28,7 @@ from distjax.flax.layouts import layout_of, place_array
 from distjax.objects.claims import HeldClaims
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 
 BARE = "array"  #: the kind of an array that is an attribute itself, in no variable
@@ -71,7 +73,7 @@ class Plan:
     metrics: tuple[tuple[type, Any], ...]
     strategy: Any
 
-    def is_for(self, strategy: Any) -> bool:
+    def is_for(self, strategy: StrategyLike | None) -> bool:
         """Returns whether the objects live under `strategy` (None: under none)."""
         if strategy is None or self.strategy is None:
             return strategy is self.strategy
@@ -113,7 +115,9 @@ class Objects:
     leaves: list[Any]
 
 
-def take_apart(objects: Sequence[Any], strategy: Any, held: HeldClaims | None) -> Objects:
+def take_apart(
+    objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
+) -> Objects:
     """Returns the arrays of objects and the plan of them, placed for `strategy`.
 
     Args:
@@ -149,7 +153,7 @@ def take_apart(objects: Sequence[Any], strategy: Any, held: HeldClaims | None) -
     return Objects(objects, plan, graph, stored)
 
 
-def place_objects(objects: Sequence[Any], strategy: Any) -> None:
+def place_objects(objects: Sequence[Any], strategy: StrategyLike) -> None:
     """Moves the arrays of objects to where `strategy` keeps them."""
     held = HeldClaims()
     try:
@@ -165,7 +169,7 @@ def _require_in_trace(variables: Sequence[Any]) -> None:
             raise trace_level.not_found(variable)
 
 
-def raw_value(variable: Any) -> Any:
+def raw_value(variable: PyTree) -> Any:
     """Returns the value that a variable holds, untouched by its hooks.
 
     Raises:
@@ -220,7 +224,11 @@ _NO_STRATEGY = _NoStrategy()
 
 
 def _plan(
-    objects: Sequence[Any], strategy: Any, graph: FlatGraph, leaves: Sequence[Any], structure: Any
+    objects: Sequence[Any],
+    strategy: StrategyLike | None,
+    graph: FlatGraph,
+    leaves: Sequence[Any],
+    structure: jax.tree_util.PyTreeDef,
 ) -> Plan:
     """Returns the plan of flattened objects; equal graphs, shapes and rules have one plan."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
@@ -241,7 +249,11 @@ def _plan(
 
 
 def _make_plan(
-    objects: Sequence[Any], strategy: Any, graph: FlatGraph, leaves: Sequence[Any], structure: Any
+    objects: Sequence[Any],
+    strategy: StrategyLike | None,
+    graph: FlatGraph,
+    leaves: Sequence[Any],
+    structure: jax.tree_util.PyTreeDef,
 ) -> Plan:
     metrics = metric_rules.metrics_in(objects)
     members = {id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()}
@@ -260,11 +272,11 @@ def _make_plan(
 
 
 def make_entry(
-    strategy: Any,
-    variable: Any,
+    strategy: StrategyLike | None,
+    variable: nnx.Variable[Any] | jax.Array,
     path: str,
     leaves: Sequence[Any],
-    treedef: Any,
+    treedef: jax.tree_util.PyTreeDef,
     metric: tuple[int, str] | None = None,
 ) -> Entry:
     """Returns what is static of one variable."""

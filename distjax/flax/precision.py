@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.flax.plans import raw_value
+from distjax.typing import DTypeLike, PyTree
 
 T = TypeVar("T")
 
 
-def cast(tree: T, dtype: Any) -> T:
+def cast(tree: T, dtype: DTypeLike) -> T:
     """Returns `tree` with its floating arrays in `dtype`, to compute with.
 
     A module becomes a view of it: its parameters are cast copies, every other
@@ -39,11 +40,11 @@ def cast(tree: T, dtype: Any) -> T:
     return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=_is_object)
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
-def _cast(value: Any, dtype: Any) -> Any:
+def _cast(value: PyTree, dtype: DTypeLike) -> Any:
     if not _is_object(value):
         return value.astype(dtype) if _is_floating(value) else value
     graphdef, flat = nnx.graph.flatten(value, graph=True)
@@ -54,5 +55,5 @@ def _cast(value: Any, dtype: Any) -> Any:
     return nnx.graph.unflatten(graphdef, leaves)
 
 
-def _is_floating(value: Any) -> bool:
+def _is_floating(value: PyTree) -> bool:
     return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))

@@ -12,6 +12,7 @@ from jax import lax
 from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.packing import sum_over_replicas
+from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
 from distjax.flax import metric_rules, rules
 from distjax.flax.layouts import as_stored_output
@@ -20,10 +21,12 @@ from distjax.flax.traced_objects import Outcome
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import from_user_value, stack_replicas
+from distjax.typing import PyTree
+from distjax.variables.layouts.layout import Layout
 
 
 def combine_writes(
-    plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: Any
+    plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike
 ) -> dict[int, Any]:
     """Returns what is stored of the values at the end of a step, by number.
 
@@ -39,7 +42,9 @@ def combine_writes(
       LocalityError: replicas wrote different values where the rule needs equal ones.
     """
     topology = strategy.extended.topology
-    places = [(layout, end.entry) for end in outcome.ends for layout in end.entry.layouts]
+    places: list[tuple[Any, Entry]] = [
+        (layout, end.entry) for end in outcome.ends for layout in end.entry.layouts
+    ]
     combined: dict[int, Any] = {}
     sums: dict[int, Any] = {}
     for number, value in finals.items():
@@ -61,7 +66,7 @@ def combine_writes(
     return {i: as_stored_output(value, places[i][0]) for i, value in combined.items()}
 
 
-def _join_shards(value: Any, layout: Any, topology: Topology) -> Any:
+def _join_shards(value: PyTree, layout: Layout, topology: Topology) -> Any:
     return layout.local_form.from_replicas(stack_replicas(from_user_value(value), topology))
 
 
@@ -69,7 +74,7 @@ def _combine_rule(plan: Plan, entry: Entry) -> Any:
     return None if entry.metric is None else plan.metrics[entry.metric[0]][1]
 
 
-def _is_summed(plan: Plan, entry: Entry, value: Any, topology: Topology) -> bool:
+def _is_summed(plan: Plan, entry: Entry, value: object, topology: Topology) -> bool:
     if topology.num_replicas == 1:
         return False
     if entry.rule == rules.MEAN and isinstance(value, PerReplica):
@@ -77,7 +82,7 @@ def _is_summed(plan: Plan, entry: Entry, value: Any, topology: Topology) -> bool
     return entry.rule == rules.METRIC and _combine_rule(plan, entry) == metric_rules.SUM
 
 
-def _by_rule(plan: Plan, entry: Entry, value: Any, topology: Topology) -> Any:
+def _by_rule(plan: Plan, entry: Entry, value: PyTree, topology: Topology) -> Any:
     if entry.rule == rules.PER_REPLICA and topology.num_replicas > 1:
         return PerReplica(stack_replicas(from_user_value(value), topology), topology)
     if not isinstance(value, PerReplica):

@@ -14,9 +14,10 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import is_array
+from distjax.typing import PyTree
 
 
-def from_replicated(tree: Any) -> Any:
+def from_replicated(tree: PyTree) -> Any:
     """Returns a tree of [R, ...] arrays as what `run` takes.
 
     Leaves whose R rows are equal become one mirrored array [...], others (batch
@@ -44,7 +45,7 @@ def from_replicated(tree: Any) -> Any:
     topology = strategy.extended.topology
     wraps = strategy.extended.wraps
 
-    def take_in(path: Any, leaf: Any) -> Any:
+    def take_in(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if not is_array(leaf):
             return leaf
         _require_rows(leaf, jax.tree_util.keystr(path), topology)
@@ -55,7 +56,7 @@ def from_replicated(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(take_in, tree)
 
 
-def to_replicated(tree: Any) -> Any:
+def to_replicated(tree: PyTree) -> Any:
     """Returns a tree of values as [R, ...] arrays, a row per replica.
 
     Args:
@@ -73,7 +74,7 @@ def to_replicated(tree: Any) -> Any:
     """
     topology = frames.current().strategy.extended.topology
 
-    def give_back(leaf: Any) -> Any:
+    def give_back(leaf: PyTree) -> Any:
         if isinstance(leaf, PerReplica):
             return leaf.stacked
         if not is_array(leaf):
@@ -84,7 +85,7 @@ def to_replicated(tree: Any) -> Any:
     return jax.tree.map(give_back, tree, is_leaf=is_per_replica)
 
 
-def _require_rows(leaf: Any, path: str, topology: Topology) -> None:
+def _require_rows(leaf: PyTree, path: str, topology: Topology) -> None:
     if leaf.ndim and leaf.shape[0] == topology.num_replicas:
         return
     raise LocalityError(
@@ -98,7 +99,7 @@ def _require_rows(leaf: Any, path: str, topology: Topology) -> None:
     )
 
 
-def _rows_are_equal(leaf: Any) -> bool:
+def _rows_are_equal(leaf: PyTree) -> bool:
     rows = jax.random.key_data(leaf) if jax_compat.is_key_dtype(leaf.dtype) else leaf
     rows = np.asarray(rows)
     return rows[:1].tobytes() * len(rows) == rows.tobytes()

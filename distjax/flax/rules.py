@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from distjax.errors import describe_value, message
+from distjax.typing import PyTree
 
 MIRRORED = "mirrored"  #: all replicas must write the same value
 MEAN = "mean"  #: the mean of what the replicas wrote
@@ -40,7 +42,7 @@ _CHOICES = (MIRRORED, MEAN, PER_REPLICA, FOLD, COMMON)
 _METADATA = "distjax_rule"
 
 
-def set_rule(target: Any, rule: str, only: Any = ...) -> None:
+def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> None:
     """Says how what replicas write to Flax variables becomes one value.
 
     For a type it holds for all variables of that type from the next trace on; for
@@ -93,7 +95,7 @@ def set_rule(target: Any, rule: str, only: Any = ...) -> None:
             variable.set_metadata(_METADATA, rule)
 
 
-def rule_of(variable: Any) -> str:
+def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:
     """Returns the rule of a variable; of a bare array in a module `NONE`."""
     if not isinstance(variable, nnx.Variable):
         return NONE
@@ -110,11 +112,11 @@ def of_types() -> tuple[tuple[type, str], ...]:
     return tuple(_RULES.items())
 
 
-def is_slot_state(variable: Any) -> bool:
+def is_slot_state(variable: nnx.Variable[Any] | jax.Array) -> bool:
     """Returns whether a variable is optimizer state, which lives beside parameters."""
     return isinstance(variable, nnx.OptState)
 
 
-def is_parameter(variable: Any) -> bool:
+def is_parameter(variable: nnx.Variable[Any] | jax.Array) -> bool:
     """Returns whether a variable is a parameter."""
     return isinstance(variable, nnx.Param)

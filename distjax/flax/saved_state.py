@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from distjax.flax import strategy_of
+from distjax.typing import PyTree
 
 
 class SavedState:
@@ -36,6 +37,6 @@ class SavedState:
         strategy_of.put_back(self._strategies)
 
 
-def hold(variable: nnx.Variable[Any], value: Any, metadata: dict[str, Any]) -> None:
+def hold(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str, Any]) -> None:
     """Makes `variable` one of the trace under way: its value, metadata and mark."""
     variable.__setstate__(type(variable).from_metadata(value, metadata).__getstate__())

@@ -12,11 +12,12 @@ from jax import lax
 from distjax.context import frames
 from distjax.errors import message
 from distjax.flax.plans import raw_value, write_entries
+from distjax.typing import PyTree
 from distjax.variables.layouts.local_form import LocalForm
 
 
 def scan_layers(
-    fn: Callable[[Any, Any], Any], layers: Any, carry: Any, *, checkpoint: bool = True
+    fn: Callable[[Any, Any], Any], layers: PyTree, carry: PyTree, *, checkpoint: bool = True
 ) -> Any:
     """Returns `carry` passed through a stack of equal layers, one after the other.
 
@@ -55,7 +56,7 @@ def scan_layers(
     sources = [_slice_source(value) for value in values]
     changed: list[int] = []
 
-    def body(carry: Any, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def body(carry: PyTree, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
         given = [
             x if form is None else form.gather(x)
             for x, (_, form) in zip(slices, sources, strict=True)
@@ -75,7 +76,7 @@ def scan_layers(
     return carry
 
 
-def _slice_source(value: Any) -> tuple[Any, LocalForm | None]:
+def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
     """Returns what is scanned over, and the form of which a slice is gathered."""
     state = frames.current().state
     held = state.shard_of(value) if state is not None else None
@@ -85,7 +86,7 @@ def _slice_source(value: Any) -> tuple[Any, LocalForm | None]:
     return form.unstack(shard, value.shape) or (value, None)
 
 
-def _require_stack(layers: Any, values: Sequence[Any]) -> None:
+def _require_stack(layers: PyTree, values: Sequence[Any]) -> None:
     lengths = {x.shape[0] if getattr(x, "ndim", 0) else None for x in values}
     if len(lengths) == 1 and None not in lengths:
         return

@@ -86,7 +86,7 @@ def _metadata(objects: Sequence[Any]) -> Iterator[_Attribute]:
 def _static_attributes(objects: Sequence[Any]) -> Iterator[_Attribute]:
     for _, node in nnx.iter_graph(tuple(objects)):
         if isinstance(node, nnx.Pytree):
-            is_data = node._pytree__nodes
+            is_data = node._pytree__nodes  # pyright: ignore[reportPrivateUsage]
             for name, value in vars(node).items():
                 if not is_data.get(name, False) and not name.startswith("_pytree__"):
                     yield _Attribute(type(node).__name__, name, value)

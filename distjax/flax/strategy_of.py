@@ -8,13 +8,15 @@ from typing import Any
 
 from flax import nnx
 
+from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, message
+from distjax.typing import PyTree
 
 # By identity, and weakly: objects may define equality, and die when the user drops them.
 _strategies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
-def strategy_of(node: Any) -> Any:
+def strategy_of(node: PyTree) -> Any:
     """Returns the strategy that `node` was placed for, None if for none that is alive."""
     entry = _strategies.get(id(node))
     return None if entry is None or entry[0]() is not node else entry[1]()
@@ -26,13 +28,13 @@ def common_strategy(objects: Sequence[Any]) -> Any:
     return owners.pop() if len(owners) == 1 else None
 
 
-def objects_placed_for(strategy: Any) -> list[Any]:
+def objects_placed_for(strategy: StrategyLike) -> list[Any]:
     """Returns the living modules that were placed for `strategy`."""
     entries = [(node(), owner()) for node, owner in list(_strategies.values())]
     return [node for node, owner in entries if node is not None and owner is strategy]
 
 
-def assign_strategy(objects: Sequence[Any], strategy: Any) -> None:
+def assign_strategy(objects: Sequence[Any], strategy: StrategyLike) -> None:
     """Records `strategy` as that of all modules in `objects`.
 
     Raises:
@@ -49,14 +51,14 @@ def assign_strategy(objects: Sequence[Any], strategy: Any) -> None:
         _assign(node, strategy)
 
 
-def assign_unassigned(nodes: Sequence[Any], strategy: Any) -> None:
+def assign_unassigned(nodes: Sequence[Any], strategy: StrategyLike) -> None:
     """Records `strategy` as that of those modules in `nodes` that have none."""
     for node in nodes:
         if strategy_of(node) is None:
             _assign(node, strategy)
 
 
-def _assign(node: Any, strategy: Any) -> None:
+def _assign(node: PyTree, strategy: StrategyLike) -> None:
     key = id(node)
     forget = weakref.ref(node, lambda _: _strategies.pop(key, None))
     _strategies[key] = (forget, weakref.ref(strategy))
@@ -76,7 +78,7 @@ def put_back(records: dict[int, Any]) -> None:
             _strategies[key] = record
 
 
-def _text(node: Any, owner: Any, strategy: Any) -> str:
+def _text(node: object, owner: StrategyLike | None, strategy: StrategyLike) -> str:
     return message(
         f"{type(node).__name__} needs to be placed for the strategy that uses it, {strategy!r}",
         got=f"one that was placed for {owner!r}",

@@ -7,14 +7,13 @@ not find keeps its own, and Flax's error does not say what to do.
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH
+from distjax.typing import PyTree
 
 #: The mark of what was made outside of all traces; None where this module was imported in one.
 _OUTSIDE = None if jax_compat.tracing() else tracers.TraceState()
@@ -22,7 +21,7 @@ _OUTSIDE = None if jax_compat.tracing() else tracers.TraceState()
 _NAMES = ("self", "value")
 
 
-def is_outside(node: Any) -> bool:
+def is_outside(node: object) -> bool:
     """Returns whether a module or variable was made outside of traces, and is not in one now."""
     if isinstance(node, nnx.Variable):
         return any(_is_outside(part) for part in node.__getstate__().values())
@@ -30,7 +29,7 @@ def is_outside(node: Any) -> bool:
     return any(_is_outside(state.trace_state) for state in states)
 
 
-def _is_outside(mark: Any) -> bool:
+def _is_outside(mark: object) -> bool:
     return isinstance(mark, tracers.TraceState) and mark == _OUTSIDE
 
 
@@ -48,7 +47,7 @@ def explain(error: Exception) -> TraceLeakError | None:
     return None
 
 
-def not_found(node: Any) -> TraceLeakError:
+def not_found(node: PyTree) -> TraceLeakError:
     """Returns the error for an object that a step uses and distjax did not find."""
     return TraceLeakError(
         message(

@@ -21,6 +21,9 @@ from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.flax.saved_state import SavedState, hold
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import is_array
+from distjax.replica.replica_context import ReplicaContext
+from distjax.typing import ArrayLike, PyTree
+from distjax.variables.layouts.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +78,9 @@ class TracedNNXObjects:
         """Returns what the objects hold."""
         return SavedState([*self._nodes.values()], self._in_variables)
 
-    def enter(self, leaves: Sequence[Any], paths: Sequence[Any], context: Any) -> None:
+    def enter(
+        self, leaves: Sequence[Any], paths: Sequence[Any], context: ReplicaContext | None
+    ) -> None:
         """Gives the objects their values in the trace.
 
         Args:
@@ -131,7 +136,9 @@ class TracedNNXObjects:
     def _flatten(self) -> tuple[Any, Any]:
         return nnx.graph.flatten(tuple(self._objects), ref_outer_index=self._numbers, graph=True)
 
-    def _is_update(self, variable: Any, value: Any, entry: Entry, start: list[Any]) -> bool:
+    def _is_update(
+        self, variable: nnx.Variable[Any] | jax.Array, value: object, entry: Entry, start: list[Any]
+    ) -> bool:
         """Returns whether a new value can be written to the variable as it is."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
         is_same = all(a is b for a, b in zip(leaves, start, strict=False))
@@ -164,7 +171,7 @@ class TracedNNXObjects:
             i for i, (_, combine) in enumerate(self._plan.metrics) if callable(combine)
         } & changed
 
-    def _hand_over(self, value: Any) -> tuple[Any, bool]:
+    def _hand_over(self, value: PyTree) -> tuple[Any, bool]:
         state = frames.current().state
         held = state.shard_of(value) if self._in_replica and state is not None else None
         return (value, False) if held is None else (held[0], True)
@@ -173,7 +180,9 @@ class TracedNNXObjects:
         root = type(self._objects[int(str(path[0]))]).__name__
         return ".".join([root, *map(str, path[1:])])
 
-    def _collect_graph(self, graphdef: Any, flat: Any) -> tuple[Outcome, dict[int, Any]]:
+    def _collect_graph(
+        self, graphdef: nnx.GraphDef[Any], flat: nnx.statelib.FlatState[Any]
+    ) -> tuple[Outcome, dict[int, Any]]:
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
         strategy = None if self._plan.strategy is None else self._plan.strategy()
         ends: list[
@@ -209,7 +218,7 @@ def _layouts(plan: Plan) -> list[tuple[Any, Entry]]:
     return [(layout, entry) for entry in plan.entries for layout in entry.layouts]
 
 
-def _renew_trees(path: Sequence[Any], node: Any, bare: dict[tuple[Any, ...], Any]) -> None:
+def _renew_trees(path: Sequence[Any], node: PyTree, bare: dict[tuple[Any, ...], Any]) -> None:
     """Gives a module trees of its own for the trace: a step may change them in place.
 
     Among them is Flax's mark of the trace that may change the module. Variables and modules in
@@ -228,7 +237,7 @@ def _renew_trees(path: Sequence[Any], node: Any, bare: dict[tuple[Any, ...], Any
             )
 
 
-def _is_renewed(tree: Any) -> bool:
+def _is_renewed(tree: PyTree) -> bool:
     """Returns whether a tree may hold parts or arrays; what else is static stays as it is."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_part)
     if any(x is tree for x in leaves):
@@ -236,11 +245,11 @@ def _is_renewed(tree: Any) -> bool:
     return not leaves or any(_is_part(x) or is_array(x) for x in leaves)
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     return isinstance(value, nnx.Variable) or nnx.graph.is_graph_node(value)
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: object) -> Any:
     """Returns the key of Flax's paths for one of JAX's."""
     return next(getattr(entry, k) for k in ("key", "idx", "name") if hasattr(entry, k))
 
@@ -260,7 +269,9 @@ def _require_held(plan: Plan, held: Sequence[Any], values: Sequence[Any]) -> Non
             )
 
 
-def _view_leaf(leaf: Any, layout: Any, entry: Entry, context: Any) -> Any:
+def _view_leaf(
+    leaf: PyTree, layout: Layout | None, entry: Entry, context: ReplicaContext | None
+) -> Any:
     """Returns a leaf as the function that is traced sees it."""
     if context is None:
         return leaf
@@ -271,12 +282,12 @@ def _view_leaf(leaf: Any, layout: Any, entry: Entry, context: Any) -> Any:
     return leaf
 
 
-def _fold_keys(keys: jax.Array, number: Any) -> jax.Array:
+def _fold_keys(keys: jax.Array, number: ArrayLike) -> jax.Array:
     flat = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
     return flat.reshape(keys.shape)
 
 
-def _empty_other_parts(plan: Plan, objects: Sequence[Any], replica: Any) -> None:
+def _empty_other_parts(plan: Plan, objects: Sequence[Any], replica: ArrayLike | None) -> None:
     """Empties the metrics of all replicas but the first, so that each part counts once."""
     metrics = metric_rules.metrics_in(objects)
     for (metric, own), (_, combine) in zip(metrics, plan.metrics, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
 from distjax.layers.statistics import Statistics, batch_statistics
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import ArrayLike, PyTree
 from distjax.variables.variable import Variable
 
 
@@ -85,7 +86,7 @@ class BatchNormalization:
         """The variables to train, as `normalize` takes their values."""
         return {"gamma": self.gamma, "beta": self.beta}
 
-    def __call__(self, x: Any, *, training: bool, mask: Any = None) -> Any:
+    def __call__(self, x: ArrayLike, *, training: bool, mask: ArrayLike | None = None) -> Any:
         """Returns `x` normalised; in training, updates the moving statistics.
 
         Args:
@@ -107,7 +108,11 @@ class BatchNormalization:
         return y
 
     def normalize(
-        self, x: Any, mask: Any = None, *, parameters: Mapping[str, Any] | None = None
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = None,
+        *,
+        parameters: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Statistics]:
         """Returns `x` normalised by its batch, and the batch's statistics.
 
@@ -134,24 +139,26 @@ class BatchNormalization:
 
     # -- in one context -------------------------------------------------------
 
-    def _through_run(self, fn: Any, *args: Any) -> Any:
+    def _through_run(self, fn: Callable[..., Any], *args: PyTree) -> Any:
         """Calls ``fn`` here, or on every replica if arguments differ per replica."""
         own, frame = self.gamma.strategy, frames.current()
         is_outside = frame.replica_context is None or frame.strategy is not own
         varying = any(is_per_replica(x) for x in jax.tree.leaves(args, is_leaf=is_per_replica))
         return own.run(fn, args) if is_outside and varying else fn(*args)
 
-    def _normalize_here(self, x: Any, mask: Any, parameters: Mapping[str, Any]) -> Any:
+    def _normalize_here(
+        self, x: ArrayLike, mask: ArrayLike | None, parameters: Mapping[str, Any]
+    ) -> Any:
         x = self._check_input(x)
         statistics = batch_statistics(x, mask, synchronized=self.synchronized)
         return self._transform(x, statistics, parameters), statistics
 
-    def _infer(self, x: Any) -> Any:
+    def _infer(self, x: ArrayLike) -> Any:
         statistics = Statistics(self.moving_mean.value, self.moving_variance.value)
         parameters = {key: v.value for key, v in self.parameters.items()}
         return self._transform(self._check_input(x), statistics, parameters)
 
-    def _update_here(self, mean: Any, variance: Any) -> None:
+    def _update_here(self, mean: jax.Array, variance: jax.Array) -> None:
         for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
             moving.assign(self.momentum * moving.value + (1 - self.momentum) * new)
 
@@ -161,7 +168,7 @@ class BatchNormalization:
         scale = parameters["gamma"] * jax.lax.rsqrt(statistics.variance + self.epsilon)
         return ((x - statistics.mean) * scale + parameters["beta"]).astype(x.dtype)
 
-    def _check_input(self, x: Any) -> jax.Array:
+    def _check_input(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim >= 2 and x.shape[-1] == self.num_features:
             return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)

@@ -11,9 +11,10 @@ from distjax.context import frames
 from distjax.context.expectation import expect
 from distjax.errors import ContextError, message
 from distjax.placement.per_replica import is_per_replica
+from distjax.typing import ArrayLike
 
 
-def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) -> Any:
+def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool = False) -> Any:
     """Returns `x` with a fraction of its elements zero and the others scaled up.
 
     ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate): the expectation
@@ -71,16 +72,16 @@ def dropout(key: jax.Array, rate: Any, x: Any, *, synchronized: bool = False) ->
     return apply(key, rate, x)
 
 
-def _with_own_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:
+def _with_own_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     return _with_shared_mask(frames.current().replica_context.fold_in(key), rate, x)
 
 
-def _with_one_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:
+def _with_one_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     with expect("dropout(..., synchronized=True)"):
         return _with_shared_mask(key, rate, x)
 
 
-def _with_shared_mask(key: jax.Array, rate: Any, x: Any) -> jax.Array:
+def _with_shared_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x)).astype(x.dtype)

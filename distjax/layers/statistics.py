@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from distjax.context import frames
 from distjax.data.masks import broadcast_mask
+from distjax.typing import ArrayLike
 
 
 class Statistics(NamedTuple):
@@ -18,7 +19,9 @@ class Statistics(NamedTuple):
     variance: Any
 
 
-def batch_statistics(x: Any, mask: Any = None, *, synchronized: bool = True) -> Statistics:
+def batch_statistics(
+    x: ArrayLike, mask: ArrayLike | None = None, *, synchronized: bool = True
+) -> Statistics:
     """Returns mean and variance of each feature over the global batch.
 
     ``mean = sum(x) / n`` and ``variance = sum((x - mean)^2) / n``, sums and n over

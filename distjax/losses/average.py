@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from distjax.collectives.ops import ReduceOp, as_reduce_op, mean_dtype
+from distjax.collectives.ops import as_reduce_op, mean_dtype
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
+from distjax.modes import ReduceOp
+from distjax.typing import ArrayLike, ReduceOpLike
 
 
-def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "sum") -> jax.Array:
+def average_loss(
+    losses: jax.Array, mask: jax.Array | None = None, op: ReduceOpLike = "sum"
+) -> jax.Array:
     """Returns this replica's share of the mean loss over the global batch.
 
     ``all_reduce(op, average_loss(losses, mask, op)) = sum(mask * losses) / sum(mask)``
@@ -63,7 +65,7 @@ def average_loss(losses: jax.Array, mask: jax.Array | None = None, op: Any = "su
     return share.astype(dtype)
 
 
-def _weights(losses: jax.Array, mask: Any) -> jax.Array:
+def _weights(losses: jax.Array, mask: ArrayLike | None) -> jax.Array:
     if losses.ndim == 0:
         raise BatchError(
             message(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from distjax.errors import BatchError, message
 from distjax.metrics.masking import divide_or_zero, masked_sum
 from distjax.metrics.metric import Metric
+from distjax.typing import ArrayLike
 
 
 class Accuracy(Metric):
@@ -34,7 +35,9 @@ class Accuracy(Metric):
         count = jax.ShapeDtypeStruct((), jnp.int32)
         super().__init__(name, {"correct": count, "count": count})
 
-    def measure(self, logits: Any, labels: Any, mask: Any = None) -> dict[str, Any]:
+    def measure(
+        self, logits: ArrayLike, labels: ArrayLike, mask: ArrayLike | None = None
+    ) -> dict[str, Any]:
         """Returns hits and number of examples.
 
         Args:
@@ -57,6 +60,6 @@ class Accuracy(Metric):
         correct, count = masked_sum(hits, mask, jnp.int32)
         return {"correct": correct, "count": count}
 
-    def compute(self, correct: Any, count: Any) -> jax.Array:
+    def compute(self, correct: jax.Array, count: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns ``correct / count``."""
         return divide_or_zero(correct, count)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from distjax.metrics.masking import divide_or_zero, masked_sum
 from distjax.metrics.metric import Metric
+from distjax.typing import ArrayLike, DTypeLike
 
 
 class Mean(Metric):
@@ -31,17 +32,17 @@ class Mean(Metric):
     Source: tf.keras.metrics.Mean.
     """
 
-    def __init__(self, name: str = "mean", *, dtype: Any = jnp.float32):
+    def __init__(self, name: str = "mean", *, dtype: DTypeLike = jnp.float32):
         self._dtype = jnp.dtype(dtype)
         total = jax.ShapeDtypeStruct((), self._dtype)
         super().__init__(name, {"total": total, "count": jax.ShapeDtypeStruct((), jnp.int32)})
 
-    def measure(self, values: Any, mask: Any = None) -> dict[str, Any]:
+    def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
         """Returns sum and number of `values` [B, ...] where `mask` [B] is True."""
         total, count = masked_sum(values, mask, self._dtype)
         return {"total": total, "count": count}
 
-    def compute(self, total: Any, count: Any) -> jax.Array:
+    def compute(self, total: jax.Array, count: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns ``total / count``."""
         return divide_or_zero(total, count)
 
@@ -56,14 +57,14 @@ class Sum(Metric):
     Source: tf.keras.metrics.Sum.
     """
 
-    def __init__(self, name: str = "sum", *, dtype: Any = jnp.float32):
+    def __init__(self, name: str = "sum", *, dtype: DTypeLike = jnp.float32):
         self._dtype = jnp.dtype(dtype)
         super().__init__(name, {"total": jax.ShapeDtypeStruct((), self._dtype)})
 
-    def measure(self, values: Any, mask: Any = None) -> dict[str, Any]:
+    def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
         """Returns the sum of `values` [B, ...] where `mask` [B] is True."""
         return {"total": masked_sum(values, mask, self._dtype)[0]}
 
-    def compute(self, total: Any) -> Any:
+    def compute(self, total: jax.Array) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the total."""
         return total

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from distjax.data.masks import broadcast_mask
+from distjax.typing import ArrayLike, DTypeLike
 
 
 # Compiled: eagerly its constants would be transfers, which a guard may disallow.
 @functools.partial(jax.jit, static_argnums=2)
-def masked_sum(values: Any, mask: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def masked_sum(
+    values: ArrayLike, mask: ArrayLike | None, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the values that count, and how many these are.
 
     Args:
@@ -41,7 +43,7 @@ def masked_sum(values: Any, mask: Any, dtype: Any) -> tuple[jax.Array, jax.Array
 
 
 @jax.jit
-def divide_or_zero(total: Any, count: Any) -> jax.Array:
+def divide_or_zero(total: ArrayLike, count: ArrayLike) -> jax.Array:
     """Returns ``total / count``, and 0 where `count` is 0."""
     total, count = jnp.asarray(total), jnp.asarray(count)
     if jnp.issubdtype(total.dtype, jnp.inexact):  # what strict promotion leaves to the caller

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
+from distjax.context.frames import Frame
 from distjax.errors import describe_value, message
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.values import is_mirrored
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 
@@ -66,14 +69,14 @@ class Metric(abc.ABC):
         self._strategy = frames.current().strategy
 
     @abc.abstractmethod
-    def measure(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    def measure(self, *args: PyTree, **kwargs: PyTree) -> Mapping[str, Any]:
         """Returns what one replica's batch adds to each total, by name."""
 
     @abc.abstractmethod
-    def compute(self, **totals: Any) -> Any:
+    def compute(self, **totals: jax.Array) -> Any:
         """Returns the metric of the totals over all replicas."""
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Adds a batch to the totals.
 
         Args:
@@ -122,18 +125,17 @@ class Metric(abc.ABC):
 
     # -- adding ---------------------------------------------------------------
 
-    def _add_here(self, *args: Any, **kwargs: Any) -> None:
-        for key, amount in self._measure_totals(*args, **kwargs).items():
+    def _add_here(self, *args: PyTree, **kwargs: PyTree) -> None:
+        for key, amount in self._require_totals(self.measure(*args, **kwargs)).items():
             self.variables[key].assign_add(amount)
 
-    def _add_on_first_replica(self, *args: Any, **kwargs: Any) -> None:
+    def _add_on_first_replica(self, *args: PyTree, **kwargs: PyTree) -> None:
         replica = frames.current().replica_context.replica_id_in_sync_group
-        for key, amount in self._measure_totals(*args, **kwargs).items():
+        for key, amount in self._require_totals(self.measure(*args, **kwargs)).items():
             amount = jnp.asarray(amount)
             self.variables[key].assign_add(jnp.where(replica == 0, amount, jnp.zeros_like(amount)))
 
-    def _measure_totals(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        measured = self.measure(*args, **kwargs)
+    def _require_totals(self, measured: object) -> Mapping[str, Any]:
         if isinstance(measured, Mapping) and set(measured) == set(self.variables):
             return measured
         got = sorted(measured) if isinstance(measured, Mapping) else describe_value(measured)
@@ -146,7 +148,7 @@ class Metric(abc.ABC):
             )
         )
 
-    def _counts_once(self, batch: Any) -> bool:
+    def _counts_once(self, batch: PyTree) -> bool:
         """Returns whether a batch in cross-replica context is one for all replicas."""
         topology = self._strategy.extended.topology
         leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)
@@ -170,5 +172,5 @@ class Metric(abc.ABC):
         return f"{type(self).__name__}({self.name!r}, of {self._strategy!r})"
 
 
-def _is_replica_of(strategy: Any, frame: Any) -> bool:
+def _is_replica_of(strategy: StrategyLike, frame: Frame) -> bool:
     return frame.replica_context is not None and frame.strategy is strategy

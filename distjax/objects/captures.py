@@ -54,7 +54,7 @@ def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[
     return found
 
 
-def _references(value: Any, depth: int) -> Iterator[tuple[Any, int]]:
+def _references(value: object, depth: int) -> Iterator[tuple[Any, int]]:
     """Yields what `value` refers to, with the depth of each."""
     if isinstance(value, (tuple, list, dict)):
         if len(value) <= _MAX_ITEMS:
@@ -98,7 +98,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_of_a_library(value: Any) -> bool:
+def _is_of_a_library(value: object) -> bool:
     module = getattr(value, "__module__", None)
     if not isinstance(module, str):
         module = type(value).__module__

@@ -16,7 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from distjax.context.contracts import StrategyLike
 from distjax.objects.claims import HeldClaims
+from distjax.replica.replica_context import ReplicaContext
 from distjax.variables.variable_description import VariableDescription
 
 R = TypeVar("R")
@@ -32,12 +34,12 @@ class Bridge(Protocol):
         """Returns whether `value` is an object that changes in place."""
         ...
 
-    def unwrap(self, fn: Any) -> Any:
+    def unwrap(self, fn: Callable[..., Any]) -> Any:
         """Returns the function inside a compiling decorator of the library."""
         ...
 
     def take_apart(
-        self, objects: Sequence[Any], strategy: Any, held: HeldClaims | None
+        self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
     ) -> ObjectLeaves:
         """Returns objects taken apart, placed for `strategy` first.
 
@@ -52,7 +54,7 @@ class Bridge(Protocol):
         """Returns what to raise for an error of the library that hides its cause, or None."""
         ...
 
-    def describe(self, strategy: Any) -> list[VariableDescription]:
+    def describe(self, strategy: StrategyLike) -> list[VariableDescription]:
         """Returns a description of each variable of the objects placed for `strategy`."""
         ...
 
@@ -81,7 +83,10 @@ class ObjectLeaves(Protocol):
         ...
 
     def put_together(
-        self, leaves: Sequence[Any], context: Any, body: Callable[[TracedObjects], R]
+        self,
+        leaves: Sequence[Any],
+        context: ReplicaContext | None,
+        body: Callable[[TracedObjects], R],
     ) -> R:
         """Returns `body()`, called while the objects hold values of a trace.
 
@@ -94,7 +99,9 @@ class ObjectLeaves(Protocol):
         """
         ...
 
-    def combine_writes(self, outcome: Any, finals: Mapping[int, Any], strategy: Any) -> Any:
+    def combine_writes(
+        self, outcome: Any, finals: Mapping[int, Any], strategy: StrategyLike | None
+    ) -> Any:
         """Returns what is stored of what was written, by number.
 
         Args:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.objects.captures import find_captures
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import (
@@ -31,7 +32,10 @@ from distjax.objects.stateful import (
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import Static
 from distjax.replica.output_layout import AlreadyPlaced
+from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.run import run_in_trace
+from distjax.typing import PyTree
+from distjax.variables.state import TraceState
 
 # Which objects a program of this thread is called with: a trace of it finds them here, since
 # what is static of a call must not keep them alive.
@@ -75,7 +79,9 @@ def _flatten_keywords(node: ObjectKeywords) -> tuple[Any, Any]:
     return (*values, captured), (node.static, tuple(names))
 
 
-def _unflatten_keywords(aux: tuple[StaticPart, tuple[str, ...]], children: Any) -> ObjectKeywords:
+def _unflatten_keywords(
+    aux: tuple[StaticPart, tuple[str, ...]], children: Iterable[PyTree]
+) -> ObjectKeywords:
     *values, captured = children
     return ObjectKeywords(dict(zip(aux[1], values, strict=True)), captured, aux[0])
 
@@ -116,7 +122,7 @@ class StatefulArgs:
         indices = {id(o): i for i, o in enumerate(objects)}
         placed: set[int] = set()
 
-        def placeholder(value: Any) -> Any:
+        def placeholder(value: PyTree) -> Any:
             if not bridge.is_stateful(value):
                 return value
             index = indices[id(value)]
@@ -152,13 +158,18 @@ class StatefulArgs:
     # -- inside of a program --------------------------------------------------
 
     def emit_run(
-        self, strategy: Any, fn: Callable[..., Any], args: Any, keywords: ObjectKeywords, state: Any
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        keywords: ObjectKeywords,
+        state: TraceState,
     ) -> tuple[Any, Any, Any]:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, True)
 
         # The captured come last, so that errors number the user's arguments as he does.
-        def on_replica(*args: Any, **kwargs: Any) -> Any:
+        def on_replica(*args: PyTree, **kwargs: PyTree) -> Any:
             given = ObjectKeywords(kwargs, args[-1], keywords.static)
             return self._trace(fn, args[:-1], given, frames.current().replica_context)
 
@@ -169,14 +180,16 @@ class StatefulArgs:
         return result, outcome, self._split.combine_writes(outcome, finals, strategy)
 
     def emit_call(
-        self, fn: Callable[..., Any], args: Any, keywords: ObjectKeywords
+        self, fn: Callable[..., Any], args: tuple[PyTree, ...], keywords: ObjectKeywords
     ) -> tuple[Any, Any, Any]:
         """Calls ``fn`` in the global view; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, False)
         result, outcome, finals = self._trace(fn, args, keywords, None)
         return result, outcome, self._split.combine_writes(outcome, finals, None)
 
-    def _with_inputs(self, args: Any, keywords: ObjectKeywords, for_replicas: bool) -> Any:
+    def _with_inputs(
+        self, args: tuple[PyTree, ...], keywords: ObjectKeywords, for_replicas: bool
+    ) -> Any:
         """Returns the arguments with all leaves of the placeholders in them converted together."""
         placeholders = _in_order((args, keywords))
         leaves = [leaf for s in placeholders for leaf in s.leaves]
@@ -185,13 +198,17 @@ class StatefulArgs:
             s.index: Placeholder(s.index, [next(converted) for _ in s.leaves]) for s in placeholders
         }
 
-        def exchange(value: Any) -> Any:
+        def exchange(value: PyTree) -> Any:
             return new[value.index] if is_placeholder(value) and value.leaves else value
 
         return jax.tree.map(exchange, (args, keywords), is_leaf=_is_placeholder_or_value)
 
     def _trace(
-        self, fn: Callable[..., Any], args: Any, keywords: ObjectKeywords, context: Any
+        self,
+        fn: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        keywords: ObjectKeywords,
+        context: ReplicaContext | None,
     ) -> tuple[Any, Any, dict[int, Any]]:
         """Calls ``fn`` while its objects hold the leaves of the placeholders."""
         leaves = [leaf for s in _in_order((args, keywords)) for leaf in s.leaves]
@@ -204,13 +221,13 @@ class StatefulArgs:
 
         return self._split.put_together(leaves, context, body)
 
-    def _take_objects(self, result: Any, traced: TracedObjects) -> Any:
+    def _take_objects(self, result: PyTree, traced: TracedObjects) -> Any:
         """Returns results with placeholders for the objects in them, and for their variables."""
         count = len(self._objects)
         indices = {id(v): count + i for i, v in traced.remaining_members().items()}
         indices.update((id(o), i) for i, o in enumerate(self._objects))
 
-        def placeholder(value: Any) -> Any:
+        def placeholder(value: PyTree) -> Any:
             return Placeholder(indices[id(value)], ()) if id(value) in indices else value
 
         return jax.tree.map(
@@ -222,7 +239,7 @@ def extract_objects(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    strategy: Any,
+    strategy: StrategyLike | None,
     donated: Collection[int],
     held: HeldClaims | None,
 ) -> StatefulArgs | None:
@@ -245,7 +262,7 @@ def extract_objects(
 
 
 def _find_objects(
-    bridge: Bridge, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    bridge: Bridge, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the objects among the arguments, and those that the function refers to."""
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
@@ -256,25 +273,25 @@ def _find_objects(
 
 
 def _leaf_test(bridge: Bridge) -> Callable[[Any], bool]:
-    def is_leaf(value: Any) -> bool:
+    def is_leaf(value: object) -> bool:
         return _is_placeholder_or_value(value) or bridge.is_stateful(value)
 
     return is_leaf
 
 
-def _is_placeholder_or_value(value: Any) -> bool:
+def _is_placeholder_or_value(value: object) -> bool:
     return isinstance(value, (Placeholder, Static)) or is_per_replica(value)
 
 
-def _placeholders(tree: Any) -> list[Placeholder]:
+def _placeholders(tree: PyTree) -> list[Placeholder]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_placeholder) if is_placeholder(x)]
 
 
-def _in_order(tree: Any) -> list[Placeholder]:
+def _in_order(tree: PyTree) -> list[Placeholder]:
     return sorted(_placeholders(tree), key=lambda s: s.index)
 
 
-def _put_objects(tree: Any, objects: Sequence[Any]) -> Any:
+def _put_objects(tree: PyTree, objects: Sequence[Any]) -> Any:
     return jax.tree.map(
         lambda x: objects[x.index] if is_placeholder(x) else x, tree, is_leaf=is_placeholder
     )
@@ -284,7 +301,11 @@ def _put_objects(tree: Any, objects: Sequence[Any]) -> Any:
 
 
 def run_here(
-    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: Any
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: TraceState,
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
@@ -299,7 +320,11 @@ def run_here(
 
 
 def emit_run(
-    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, state: Any
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, PyTree] | ObjectKeywords,
+    state: TraceState,
 ) -> Any:
     """Emits ``fn`` on every replica; objects are arrays among the arguments.
 
@@ -316,7 +341,9 @@ def emit_run(
         raise
 
 
-def emit_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def emit_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords
+) -> Any:
     """Calls ``fn`` in the global view, as `emit_run` does in the replica view."""
     try:
         if isinstance(kwargs, ObjectKeywords):
@@ -328,7 +355,9 @@ def emit_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any
         raise
 
 
-def _require_no_state(fn: Any, args: Any, kwargs: Any) -> None:
+def _require_no_state(
+    fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> None:
     bridge = active_bridge()
     if bridge is not None and any(_find_objects(bridge, fn, args, kwargs)):
         raise StateFound

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.replica import lax
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import ArrayLike
 from distjax.variables.variable import Variable
 
 
@@ -30,7 +32,7 @@ class Accumulation:
     Context: a trace of distjax.
     """
 
-    def __init__(self, extended: Any, variables: Sequence[Variable], num_steps: int):
+    def __init__(self, extended: ExtendedContract, variables: Sequence[Variable], num_steps: int):
         self._extended, self._num_steps, self._variables = extended, num_steps, variables
         self._devices = extended.non_slot_devices(variables)
         self._is_split = [reduction_layout(extended, v).local_form.is_split for v in variables]
@@ -85,7 +87,9 @@ class Accumulation:
         count = jnp.where(is_last, 0, count)
         self._extended.update_non_slot(self._devices, self.counter.assign, args=(count,))
 
-    def _reduce_some(self, values: Sequence[Any], reduce: Any, *, split: bool) -> list[Any]:
+    def _reduce_some(
+        self, values: Sequence[Any], reduce: Callable[..., Any], *, split: bool
+    ) -> list[Any]:
         """Returns `values` with those reduced that are kept split, or those that are not."""
         out = list(values)
         chosen = [i for i, is_split in enumerate(self._is_split) if is_split == split]
@@ -95,5 +99,5 @@ class Accumulation:
         return out
 
 
-def _add(accumulator: Variable, gradient: Any) -> None:
+def _add(accumulator: Variable, gradient: ArrayLike) -> None:
     accumulator.assign_add(jnp.asarray(gradient, accumulator.dtype))

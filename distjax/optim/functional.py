@@ -9,9 +9,10 @@ import optax
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.errors import ContextError, message
+from distjax.typing import PyTree, ReduceOpLike
 
 
-def reduce_gradients(op: Any = "mean") -> optax.GradientTransformation:
+def reduce_gradients(op: ReduceOpLike = "mean") -> optax.GradientTransformation:
     """Returns an optax transformation that reduces gradients over the replicas.
 
     ``update(g) = all_reduce(op, g)``. Put it first in a chain: what follows sees
@@ -40,7 +41,7 @@ def reduce_gradients(op: Any = "mean") -> optax.GradientTransformation:
     """
     op = as_reduce_op(op)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         frame = frames.current()
         if frame.replica_context is None:
             raise ContextError(

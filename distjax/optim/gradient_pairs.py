@@ -9,13 +9,15 @@ import jax
 import numpy as np
 
 from distjax.errors import LocalityError, StrategyMismatchError, describe_value, message
+from distjax.modes import VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.values import is_mirrored
-from distjax.variables.policy import VariableSynchronization
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 
-def require_variables(variables: Any) -> list[Variable]:
+def require_variables(variables: PyTree) -> list[Variable]:
     """Returns the leaves of a tree of variables to optimize, or raises.
 
     Raises:
@@ -116,7 +118,7 @@ def _misplaced_text(variable: Variable, is_twice: bool, known: Sequence[Variable
     )
 
 
-def _require_shape(gradient: Any, variable: Variable) -> None:
+def _require_shape(gradient: PyTree, variable: Variable) -> None:
     if gradient is None:
         got, why = "None", "the loss does not depend on it, or it was filtered out"
     elif not is_per_replica(gradient) and isinstance(gradient, (dict, list, tuple, str)):
@@ -139,7 +141,7 @@ def _require_shape(gradient: Any, variable: Variable) -> None:
 # -- locality -----------------------------------------------------------------
 
 
-def require_local(values: Any) -> None:
+def require_local(values: PyTree) -> None:
     """Raises a LocalityError if a replica function passes a PerReplica."""
     found = [x for x in jax.tree.leaves(values, is_leaf=is_per_replica) if is_per_replica(x)]
     if not found:
@@ -169,7 +171,9 @@ def require_one_value(extra: dict[str, Any]) -> None:
             )
 
 
-def require_placed(extended: Any, grads: Sequence[Any], variables: Sequence[Variable]) -> None:
+def require_placed(
+    extended: ExtendedContract, grads: Sequence[Any], variables: Sequence[Variable]
+) -> None:
     """Raises a ValueError for a gradient to be summed that is not on the replicas."""
     for gradient, variable in zip(grads, variables, strict=True):
         if is_per_replica(gradient) or is_mirrored(extended.topology, gradient):

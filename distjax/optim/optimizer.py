@@ -9,15 +9,19 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
 from distjax.integers import is_int
+from distjax.modes import ReduceOp
 from distjax.optim import gradient_pairs
 from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
 from distjax.optim.variable_update import update_variables
 from distjax.program.jit import jit
+from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
 
 
@@ -61,7 +65,7 @@ class Optimizer:
     def __init__(
         self,
         tx: optax.GradientTransformation,
-        reduce_op: Any = "sum",
+        reduce_op: ReduceOpLike = "sum",
         *,
         accumulate_steps: int = 1,
     ):
@@ -106,7 +110,7 @@ class Optimizer:
         state = self._require_state("a checkpoint")
         return {"state": state.tree, "accumulators": self.accumulators}
 
-    def init(self, variables: Any) -> None:
+    def init(self, variables: PyTree) -> None:
         """Makes the state of the transformation, as variables.
 
         Slots (by optax's account) are made where their variable lives, the rest
@@ -143,7 +147,7 @@ class Optimizer:
 
     # -- one step -------------------------------------------------------------
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any], **extra: Any) -> None:
+    def apply_gradients(self, grads_and_vars: Iterable[Any], **extra: PyTree) -> None:
         """Reduces the gradients over the replicas and updates the variables.
 
         In a replica context: merge_call, reduce to the variables, update: what
@@ -178,7 +182,9 @@ class Optimizer:
         grads = [jnp.asarray(g) for g in grads]
         context.merge_call(self._apply_across, args=(grads, extra))
 
-    def distributed_apply(self, strategy: Any, grads_and_vars: Iterable[Any], **extra: Any) -> None:
+    def distributed_apply(
+        self, strategy: StrategyLike, grads_and_vars: Iterable[Any], **extra: PyTree
+    ) -> None:
         """Updates the variables in cross-replica context.
 
         Args:
@@ -211,7 +217,9 @@ class Optimizer:
             )
         )
 
-    def _apply_across(self, strategy: Any, grads: Sequence[Any], extra: dict[str, Any]) -> None:
+    def _apply_across(
+        self, strategy: StrategyLike, grads: Sequence[Any], extra: dict[str, Any]
+    ) -> None:
         own = self._strategy
         if strategy is not own:
             raise StrategyMismatchError(
@@ -247,13 +255,13 @@ class Optimizer:
         return f"Optimizer({self._op.name}, accumulate_steps={self._accumulate_steps}, of {names})"
 
 
-def _active(strategy: Any) -> Any:
+def _active(strategy: Strategy) -> Any:
     """Returns a context in which `strategy` is active."""
     is_now = frames.current().strategy is strategy
     return contextlib.nullcontext() if is_now else strategy.scope()
 
 
-def _require_transformation(tx: Any) -> None:
+def _require_transformation(tx: object) -> None:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return
     raise TypeError(
@@ -266,7 +274,7 @@ def _require_transformation(tx: Any) -> None:
     )
 
 
-def _require_steps(count: Any) -> None:
+def _require_steps(count: object) -> None:
     if is_int(count) and count >= 1:
         return
     raise ValueError(

@@ -15,6 +15,8 @@ import jax
 import optax
 
 from distjax.replica.arguments import is_array
+from distjax.strategies.contracts import ExtendedContract
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.variable import Variable
 
@@ -38,7 +40,7 @@ class OptimizerState:
         """Returns the optax state of arrays that the current context sees."""
         return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
 
-    def pair_with(self, new: Any) -> dict[Variable, Any]:
+    def pair_with(self, new: PyTree) -> dict[Variable, Any]:
         """Returns for each variable of the state its value in the state `new`."""
         pairs = jax.tree.map(lambda old, value: (old, value), self.tree, new)
         leaves = jax.tree.structure(self.tree).flatten_up_to(pairs)
@@ -48,11 +50,13 @@ class OptimizerState:
 class _Owned:
     """A leaf of an optax state, and whose it is (None: nobody's)."""
 
-    def __init__(self, value: Any, owner: tuple[Variable, int] | None):
+    def __init__(self, value: PyTree, owner: tuple[Variable, int] | None):
         self.value, self.owner = value, owner
 
 
-def make_state(tx: Any, extended: Any, variables: Any) -> OptimizerState:
+def make_state(
+    tx: optax.GradientTransformationExtraArgs, extended: ExtendedContract, variables: PyTree
+) -> OptimizerState:
     """Returns the initial state of `tx` for `variables`, as new variables.
 
     Args:
@@ -88,7 +92,9 @@ def make_state(tx: Any, extended: Any, variables: Any) -> OptimizerState:
     return OptimizerState(tree, slots, non_slots)
 
 
-def _with_owners(tx: Any, state: Any, variables: Any) -> Any:
+def _with_owners(
+    tx: optax.GradientTransformationExtraArgs, state: PyTree, variables: PyTree
+) -> Any:
     """Returns `state` with each leaf an `_Owned`, by optax's own account.
 
     A transformation whose `init` looks inside its parameters, so that optax
@@ -108,11 +114,11 @@ def _with_owners(tx: Any, state: Any, variables: Any) -> Any:
         return _of_nobody(state)
 
 
-def _of_nobody(state: Any) -> Any:
+def _of_nobody(state: PyTree) -> Any:
     return jax.tree.map(lambda x: _Owned(x, None), state)
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 

@@ -10,11 +10,16 @@ import optax
 
 from distjax.optim.slots import OptimizerState
 from distjax.replica.output_layout import place_output
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 
 def update_variables(
-    tx: Any, state: OptimizerState, variables: Any, grads: Sequence[Any], extra: dict[str, Any]
+    tx: optax.GradientTransformationExtraArgs,
+    state: OptimizerState,
+    variables: PyTree,
+    grads: Sequence[Any],
+    extra: dict[str, Any],
 ) -> None:
     """Runs `tx` once on all reduced gradients and writes variables and state.
 

@@ -12,6 +12,19 @@ import numpy as np
 from distjax import jax_compat
 from distjax.errors import LocalityError, message
 from distjax.placement.topology import Topology, unplaced_topology
+from distjax.typing import PyTree
+
+
+def _refuse(self: PerReplica, *_: object) -> NoReturn:
+    raise TypeError(
+        message(
+            "an operator needs one value, not one value per replica",
+            got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
+            why="in cross-replica context nothing says how the values combine",
+            fix="reduce it: strategy.reduce('sum', x); or use it inside "
+            "strategy.run(fn, args=(x,))",
+        )
+    )
 
 
 class PerReplica:
@@ -45,7 +58,7 @@ class PerReplica:
 
     __slots__ = ("stacked", "topology")
 
-    def __init__(self, stacked: Any, topology: Topology):
+    def __init__(self, stacked: PyTree, topology: Topology):
         self.stacked = stacked
         self.topology = topology
 
@@ -113,25 +126,14 @@ class PerReplica:
             f"<th>value</th></tr></thead><tbody>{body}</tbody></table>"
         )
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(
-            message(
-                "an operator needs one value, not one value per replica",
-                got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
-                why="in cross-replica context nothing says how the values combine",
-                fix="reduce it: strategy.reduce('sum', x); or use it inside "
-                "strategy.run(fn, args=(x,))",
-            )
-        )
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        _refuse(self)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse()
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse()
+    def __getitem__(self, key: object) -> NoReturn:
+        _refuse(self)
 
     def __format__(self, spec: str) -> str:
-        return self._refuse() if spec else str(self)
+        return _refuse(self) if spec else str(self)
 
     __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = __complex__ = _refuse
     __contains__ = __setitem__ = _refuse
@@ -140,10 +142,10 @@ class PerReplica:
 
 _OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 for _name in _OPERATORS:
-    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
-    setattr(PerReplica, f"__r{_name}__", PerReplica._refuse)
+    setattr(PerReplica, f"__{_name}__", _refuse)
+    setattr(PerReplica, f"__r{_name}__", _refuse)
 for _name in "neg pos abs invert round lt le gt ge eq ne".split():
-    setattr(PerReplica, f"__{_name}__", PerReplica._refuse)
+    setattr(PerReplica, f"__{_name}__", _refuse)
 
 jax.tree_util.register_pytree_node(
     PerReplica,
@@ -152,7 +154,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _from_host(host: Any, num_replicas: int, key_impl: str | None) -> PerReplica:
+def _from_host(host: PyTree, num_replicas: int, key_impl: str | None) -> PerReplica:
     """Returns a PerReplica that was pickled, or copied."""
     stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
     return PerReplica(stacked, unplaced_topology(num_replicas))
@@ -192,7 +194,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     )
 
 
-def require_local(value: Any, method: str) -> None:
+def require_local(value: object, method: str) -> None:
     """Raises a LocalityError if a replica function passes a PerReplica to `method`."""
     if not isinstance(value, PerReplica):
         return

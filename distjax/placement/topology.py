@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -203,7 +202,7 @@ def _require_axis_name(axis_name: object) -> None:
     )
 
 
-def _as_axes(model_axes: Any) -> dict[str, int]:
+def _as_axes(model_axes: object) -> dict[str, int]:
     axes = model_axes or {}
     if isinstance(axes, Mapping) and all(
         isinstance(name, str) and isinstance(size, (int, np.integer)) for name, size in axes.items()

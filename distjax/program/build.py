@@ -19,6 +19,7 @@ from distjax.collectives.throttle import make_token
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
 from distjax.program.step import Step
+from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import SteppedArrays, StoredArray
 from distjax.variables.variable import Variable
@@ -114,7 +115,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
     offered: dict[int, Discovered | None] = {threading.get_ident(): discovered}
 
     def body(
-        written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: Any
+        written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
     ) -> Any:
         thread = threading.get_ident()
         if thread not in offered:
@@ -166,6 +167,6 @@ class _LocksInOrder:
         for lock in self._locks:
             lock.__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for lock in reversed(self._locks):
             lock.__exit__(None, None, None)

@@ -133,7 +133,7 @@ def _start_reader(
     return result, spec
 
 
-def _conclude(build: Build, returned: Any, finish: Finish | None) -> None:
+def _conclude(build: Build, returned: tuple[Any, ...] | None, finish: Finish | None) -> None:
     """Completes a call in which something was raised: its step happened, or its arrays are lost."""
     cell = build.stepped.cell
     if isinstance(cell[0], tuple):

@@ -18,10 +18,12 @@ from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
 from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
+from distjax.typing import PyTree
 from distjax.variables import access
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.donation import hand_out
 from distjax.variables.state import TraceState, variable_p
+from distjax.variables.variable import Variable
 
 
 class Discovered:
@@ -35,9 +37,9 @@ class Discovered:
 
     def __init__(
         self,
-        jaxpr: Any,
+        jaxpr: jax_compat.Jaxpr,
         consts: list[Any],
-        signature: Any,
+        signature: tuple[Any, ...],
         partitioned: PartitionedTree,
         wrappers: tuple[Any, ...],
         writes: list[Any],
@@ -95,7 +97,7 @@ class Discovered:
         ]
         return arrays, OutputSpec(self._partitioned, self._wrappers, self._log.reused), new
 
-    def _is_state(self, atom: Any) -> bool:
+    def _is_state(self, atom: jax_compat.Var | jax_compat.Literal) -> bool:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
 
     def initialize_created(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,21 +138,21 @@ class Discovered:
         return jax.jit(initial, out_shardings=shardings)(inputs)
 
 
-def _initial(variable: Any, value: Any) -> Any:
+def _initial(variable: Variable, value: jax.Array) -> Any:
     """Returns a copy of `value` as stored (a result of `jit` may be one of its inputs)."""
     if not variable.size:
         return value
     return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
 
 
-def _store_initial(variable: Any, value: Any) -> None:
+def _store_initial(variable: Variable, value: jax.Array) -> None:
     if variable.size:
         variable.stored.swap(value)
     else:  # JAX cannot place empty outputs: those are placed by themselves
         access.initialize(variable, value)
 
 
-def _as_global(variable: Any, stored: Any) -> Any:
+def _as_global(variable: Variable, stored: jax.Array) -> Any:
     return variable.layout.from_stored(stored, variable.shape)
 
 
@@ -168,7 +170,7 @@ def discover(
     leaves, treedef = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
-    def trace(*arrays: Any) -> list[Any]:
+    def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
         with frames.with_frame(step.frame(state)) as entered:
             result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
@@ -181,7 +183,7 @@ def discover(
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
         return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
 
-    def traced(*arrays: Any) -> list[Any]:
+    def traced(*arrays: jax.Array) -> list[Any]:
         try:
             outs = trace(*arrays)
         except BaseException as error:
@@ -212,7 +214,7 @@ def discover(
     return discovered
 
 
-def _topologies(treedef: Any) -> Iterator[Any]:
+def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:
     """Yields the topology of each PerReplica, without building a tree of the user's classes."""
     ahead = [treedef]
     while ahead:
@@ -223,7 +225,7 @@ def _topologies(treedef: Any) -> Iterator[Any]:
         ahead.extend(node.children())
 
 
-def _is_result(value: Any) -> bool:
+def _is_result(value: object) -> bool:
     return is_array(value) or isinstance(value, AlreadyPlaced)
 
 
@@ -244,7 +246,7 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
     )
 
 
-def signature_of(tree: Any) -> tuple[Any, ...]:
+def signature_of(tree: PyTree) -> tuple[Any, ...]:
     """Returns what a trace depends on: the tree, and shape and dtype of each leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     avals = (jax_compat.aval_of(leaf) for leaf in leaves)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
 
 
@@ -22,7 +22,7 @@ def explain_devices(error: Exception, name: str) -> Exception:
     )
 
 
-def add_cause_note(error: Exception, strategy: Any) -> None:
+def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
     """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 
@@ -21,7 +21,7 @@ class FunctionCache:
         self._entries: dict[Any, tuple[Callable[[], Any], Any]] = {}
         self._lock = threading.RLock()
 
-    def get(self, fn: Any, make: Callable[[Callable[[], Any]], Any]) -> Any:
+    def get(self, fn: object, make: Callable[[Callable[[], Any]], Any]) -> Any:
         """Returns the value for ``fn``, made with `make(resolve)` if absent."""
         is_method = type(fn) is types.MethodType
         identity = (id(fn.__self__), id(fn.__func__)) if is_method else id(fn)
@@ -36,8 +36,8 @@ class FunctionCache:
                 self._entries[identity] = entry
             return entry[1]
 
-    def _resolver(self, fn: Any, identity: Any) -> Callable[[], Any]:
-        def forget(_: Any) -> None:
+    def _resolver(self, fn: object, identity: Hashable) -> Callable[[], Any]:
+        def forget(_: object) -> None:
             self._entries.pop(identity, None)
 
         if isinstance(fn, types.MethodType):

@@ -31,6 +31,7 @@ from distjax.replica.arguments import (
     require_callable,
 )
 from distjax.tracebacks import keep_user_lines
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -45,7 +46,7 @@ class CompiledFunction:
         self._programs: dict[Any, Program] = {}
         self._off_mesh: set[Program] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program; inside a trace of distjax the function itself."""
         frame = frames.current()
         if frame.state is not None:
@@ -68,7 +69,7 @@ class CompiledFunction:
     def __repr__(self) -> str:
         return f"dj.jit({function_name(self._fn)})"
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
         program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
         if jax_compat.has_user_mesh():
@@ -76,7 +77,11 @@ class CompiledFunction:
         return program.lower(*marked)
 
     def _under_user_mesh(
-        self, program: Program, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        program: Program,
+        call: Callable[..., Any],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> Any:
         """Calls with the mesh that the user has set, or without, as the function needs it.
 
@@ -99,7 +104,7 @@ class CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
         return CompiledFunction(self._fn, self._donate_argnums, self._static)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
         if instance is None:
             return self
@@ -130,17 +135,17 @@ class CompiledFunction:
         return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
 
 
-def _off_their_devices(tree: Any) -> Any:
+def _off_their_devices(tree: PyTree) -> Any:
     """Returns the arguments with arrays that the program may move to its devices."""
 
-    def uncommitted(leaf: Any) -> Any:
+    def uncommitted(leaf: PyTree) -> Any:
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         return jax_compat.as_uncommitted(leaf) if is_array else leaf
 
     return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)
 
 
-def _unmark(tree: Any) -> Any:
+def _unmark(tree: PyTree) -> Any:
     return jax.tree.map(
         lambda x: x.value if isinstance(x, Static) else x,
         tree,
@@ -177,7 +182,7 @@ class JitStep:
             return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
         return emit_call(self._fn, args, own)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
         return _off_their_devices(tree)
 

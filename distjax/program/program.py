@@ -31,6 +31,7 @@ from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
 from distjax.replica.feedback import Feedback
+from distjax.typing import PyTree
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.donation import copy_handles
@@ -235,16 +236,20 @@ class Program:
                 return cured
         raise error
 
-    def _compile_anew(self, error: Exception, args: Any, kwargs: Any) -> Any:
+    def _compile_anew(
+        self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> Any:
         if not jax_compat.is_broken_cache(error):
             return None
         self._build = None  # the variables' arrays move to the next build
         return args, kwargs
 
-    def _place(self, error: Exception, args: Any, kwargs: Any) -> Any:
+    def _place(self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         return self._step.place((args, kwargs)) if jax_compat.is_device_mismatch(error) else None
 
-    def _mark_objects(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _mark_objects(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
         marked = mark_static((args, kwargs), self._step.argument_names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
@@ -346,7 +351,9 @@ class Program:
                     raise RuntimeError(_deleted_text(self._step.name, name, leaf))
 
 
-def _leave_explicit_meshes(error: Exception, args: Any, kwargs: Any) -> Any:
+def _leave_explicit_meshes(
+    error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> Any:
     if not jax_compat.has_explicit_mesh((args, kwargs)):
         return None
     return jax_compat.off_explicit_meshes(

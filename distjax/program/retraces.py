@@ -13,10 +13,12 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
+from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import Static, function_name, user_path
+from distjax.typing import PyTree
 
 #: The number of compilations of one function at which a warning is given.
 FIRST_WARNING = 8
@@ -71,7 +73,7 @@ class FreshFunctionCounter:
     def __init__(self) -> None:
         self._rows = FunctionCache()
 
-    def record(self, fn: Any, strategy: Any) -> Callable[[], None]:
+    def record(self, fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
         """Records a function that is new; warns at the 8th, 16th, 32nd of a row.
 
         Args:
@@ -110,7 +112,7 @@ class _Streak:
         self._strategy: Callable[[], Any] = lambda: None
         self.clear()
 
-    def add(self, strategy: Any) -> None:
+    def add(self, strategy: StrategyLike) -> None:
         if self._strategy() is not strategy:
             self._strategy = weakref.ref(strategy)
             self.clear()
@@ -124,7 +126,7 @@ class _Streak:
 fresh_functions = FreshFunctionCounter()
 
 
-def _code_of(fn: Any) -> types.CodeType | None:
+def _code_of(fn: Callable[..., Any]) -> types.CodeType | None:
     """Returns the code under partials and decorators; None of a method, which has its object."""
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -141,11 +143,11 @@ def _describe(
     }
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 
-def _describe_leaf(leaf: Any) -> str:
+def _describe_leaf(leaf: PyTree) -> str:
     if isinstance(leaf, Static):
         return repr(leaf.value)
     if is_per_replica(leaf):

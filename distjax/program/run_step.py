@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
+from distjax.context.contracts import ExtendedLike
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
@@ -16,6 +17,7 @@ from distjax.placement.topology import Topology
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import function_name, positional_names
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -30,7 +32,7 @@ class RunStep:
     donate_argnums = ()
     ignores_user_mesh = True
 
-    def __init__(self, extended: Any, resolve: Callable[[], Any]):
+    def __init__(self, extended: ExtendedLike, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
         self.name = function_name(resolve())
         self.argument_names = positional_names(resolve())
@@ -43,7 +45,7 @@ class RunStep:
         """Runs the function on every replica."""
         return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return place_arguments(self._extended.topology, tree)
 
@@ -54,11 +56,11 @@ class RunStep:
         return extract_objects(self._resolve(), args, kwargs, self._extended.strategy, (), held)
 
 
-def place_arguments(topology: Topology, tree: Any) -> Any:
+def place_arguments(topology: Topology, tree: PyTree) -> Any:
     """Returns the arguments of `run` with arrays from elsewhere on the strategy's devices."""
     devices = set(topology.devices)
 
-    def place(leaf: Any) -> Any:
+    def place(leaf: PyTree) -> Any:
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         if not is_array or not leaf.committed or leaf.sharding.device_set == devices:
             return leaf
@@ -67,7 +69,7 @@ def place_arguments(topology: Topology, tree: Any) -> Any:
     return jax.tree.map(place, tree, is_leaf=is_per_replica)
 
 
-def make_run_program(extended: Any, resolve: Callable[[], Any]) -> Program:
+def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Program:
     """Returns the program of a replica function.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful_args import StatefulArgs
+from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
@@ -42,7 +43,7 @@ class Step(Protocol):
         """Runs the function into the trace of `state`; returns its results in the global view."""
         ...
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns arguments with arrays from elsewhere moved to the program's devices."""
         ...
 

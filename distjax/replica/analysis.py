@@ -8,7 +8,7 @@ that is equal; it must never say M for one that may differ.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +34,7 @@ _blind: ContextVar[bool] = ContextVar("distjax_blind_analysis", default=False)
 
 
 @contextlib.contextmanager
-def blind() -> Iterator[None]:
+def blind() -> Generator[None]:
     """Makes the analysis prove nothing for a block (for tests of its law).
 
     Programs compiled in the block treat every value as one that differs.
@@ -64,14 +64,14 @@ class Analysis:
             proved = self._outputs(eqn, ins)
             varying.update(zip(eqn.outvars, outs or proved, strict=True))
 
-    def outputs(self, jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+    def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
         """Returns which outputs of `jaxpr` differ, given which inputs do."""
         varying = dict(zip(jaxpr.invars, ins, strict=True))
         varying.update((v, False) for v in jaxpr.constvars)
         self.run(jaxpr.eqns, varying)
         return [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
 
-    def _outputs(self, eqn: Any, ins: list[bool]) -> list[bool]:
+    def _outputs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         name = eqn.primitive.name
         if name == "scan":
             return self._scan(eqn, ins)
@@ -91,7 +91,7 @@ class Analysis:
             self._require_no_loop(eqn)
         return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
 
-    def _differs(self, eqn: Any, ins: list[bool]) -> bool:
+    def _differs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):
             equal = eqn.primitive.name in _EQUALISING
             return not equal or eqn.params.get("axis_index_groups") is not None
@@ -99,7 +99,7 @@ class Analysis:
             return True
         return any(self._has_source(sub) for sub in sub_jaxprs(eqn))
 
-    def over_replicas(self, eqn: Any) -> bool:
+    def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation names the replica axis."""
         for key in ("axes", "axis_name", "axis"):
             axes = eqn.params.get(key)
@@ -108,7 +108,7 @@ class Analysis:
                 return True
         return False
 
-    def _has_source(self, jaxpr: Any) -> bool:
+    def _has_source(self, jaxpr: jax_compat.Jaxpr) -> bool:
         return any(
             self.over_replicas(e)
             or e.effects
@@ -119,7 +119,7 @@ class Analysis:
 
     # -- loops and branches ---------------------------------------------------
 
-    def _scan(self, eqn: Any, ins: list[bool]) -> list[bool]:
+    def _scan(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         num_consts, num_carry = scan_sizes(eqn)
         body = next(sub_jaxprs(eqn))
         consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
@@ -131,7 +131,7 @@ class Analysis:
                 return carry + outs[num_carry:]
             carry = joined
 
-    def _while(self, eqn: Any, ins: list[bool]) -> list[bool]:
+    def _while(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         cond, _ = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
         body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -146,7 +146,7 @@ class Analysis:
                 return carry
             carry = joined
 
-    def _cond(self, eqn: Any, ins: list[bool]) -> list[bool]:
+    def _cond(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         if ins[0]:
             self.require_uniform(eqn, _CONSTRUCTS["cond"])
             return [True] * len(eqn.outvars)
@@ -155,7 +155,7 @@ class Analysis:
             outs = join(outs, self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:]))
         return outs
 
-    def _require_no_loop(self, eqn: Any) -> None:
+    def _require_no_loop(self, eqn: jax_compat.JaxprEqn) -> None:
         """Raises if an equation of rules of its own holds a loop or branch with a collective.
 
         What the predicate in it depends on is not known, and an operand differs.
@@ -166,7 +166,7 @@ class Analysis:
                     self.require_uniform(inner, _CONSTRUCTS[inner.primitive.name])
                 self._require_no_loop(inner)
 
-    def require_uniform(self, eqn: Any, construct: str) -> None:
+    def require_uniform(self, eqn: jax_compat.JaxprEqn, construct: str) -> None:
         """Raises if an equation whose predicate differs holds a collective."""
         found = next((c for sub in sub_jaxprs(eqn) for c in self.collectives(sub)), None)
         if found is None:
@@ -187,7 +187,7 @@ class Analysis:
             )
         )
 
-    def collectives(self, jaxpr: Any) -> Iterator[Any]:
+    def collectives(self, jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:
         """Yields equations in which replicas wait for each other."""
         for eqn in jaxpr.eqns:
             waits = self.over_replicas(eqn) and eqn.primitive.name != "axis_index"
@@ -203,5 +203,5 @@ def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
 
-def _is_ref(var: Any) -> bool:
+def _is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:
     return "Ref" in type(var.aval).__name__

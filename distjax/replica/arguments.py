@@ -12,6 +12,7 @@ import numpy as np
 
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
 
@@ -25,7 +26,7 @@ class Static:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
     def __hash__(self) -> int:
@@ -53,12 +54,14 @@ class PartitionedTree:
       treedef: the structure of the whole tree.
     """
 
-    def __init__(self, tree: Any, takes: Callable[[Any], bool]):
+    def __init__(self, tree: PyTree, takes: Callable[[Any], bool]):
         pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
-        self._all = [leaf.value if isinstance(leaf, Static) else leaf for _, leaf in pairs]
+        self._all: list[Any] = [
+            leaf.value if isinstance(leaf, Static) else leaf for _, leaf in pairs
+        ]
         taken = [isinstance(leaf, PerReplica) or takes(leaf) for _, leaf in pairs]
         self._where = [i for i, t in enumerate(taken) if t]
-        self.leaves = [self._all[i] for i in self._where]
+        self.leaves: list[Any] = [self._all[i] for i in self._where]
         self.paths = [jax.tree_util.keystr(pairs[i][0]) for i in self._where]
         for i in self._where:
             self._all[i] = None
@@ -87,11 +90,11 @@ class PartitionedTree:
         return combined
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 
-def as_static(value: Any, name: str) -> Static:
+def as_static(value: object, name: str) -> Static:
     """Returns an argument as part of what a program is looked up by.
 
     Raises:
@@ -111,7 +114,7 @@ def as_static(value: Any, name: str) -> Static:
     return Static(value)
 
 
-def mark_static(tree: Any, names: Sequence[str] = ()) -> Any:
+def mark_static(tree: PyTree, names: Sequence[str] = ()) -> Any:
     """Returns `tree` with every leaf that is neither array nor number made Static.
 
     Args:
@@ -122,7 +125,7 @@ def mark_static(tree: Any, names: Sequence[str] = ()) -> Any:
       ValueError: a Python object that cannot be hashed.
     """
 
-    def hide(path: Any, leaf: Any) -> Any:
+    def hide(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if is_array(leaf) or is_number(leaf) or is_per_replica(leaf) or isinstance(leaf, Static):
             return leaf
         return as_static(leaf, user_path(jax.tree_util.keystr(path), names))
@@ -130,7 +133,7 @@ def mark_static(tree: Any, names: Sequence[str] = ()) -> Any:
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)
 
 
-def require_callable(fn: Any, method: str) -> None:
+def require_callable(fn: object, method: str) -> None:
     """Raises a TypeError unless `fn` is a function or another callable object."""
     if callable(fn):
         return
@@ -145,7 +148,7 @@ def require_callable(fn: Any, method: str) -> None:
 
 
 def require_call(
-    fn: Any, args: Any, kwargs: Any, method: str
+    fn: object, args: object, kwargs: object, method: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns args as a tuple and kwargs as a dict.
 
@@ -175,14 +178,14 @@ def require_call(
     return tuple(args), dict(kwargs or {})
 
 
-def function_name(fn: Any) -> str:
+def function_name(fn: object) -> str:
     """Returns the user's name of a function, or of the one that a `functools.partial` calls."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def positional_names(fn: Any) -> list[str]:
+def positional_names(fn: Callable[..., Any]) -> list[str]:
     """Returns the names of the parameters that take positional arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -192,7 +195,7 @@ def positional_names(fn: Any) -> list[str]:
     return [p.name for p in parameters if p.kind in kinds]
 
 
-def argument_names(fn: Any, count: int) -> list[str]:
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     """Returns the parameter names of the first `count` positional arguments."""
     names = positional_names(fn)
     return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]

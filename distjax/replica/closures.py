@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 _EMPTY = object()
@@ -29,7 +29,7 @@ class ClosureValues:
         self._values = [(cell, _content(cell)) for cell in _cells(fn, {}).values()]
 
     @contextlib.contextmanager
-    def restore(self) -> Iterator[None]:
+    def restore(self) -> Generator[None]:
         """Gives the names these values; afterwards those they had, unless set inside."""
         others = [
             (cell, value, _content(cell))
@@ -46,7 +46,7 @@ class ClosureValues:
                     _write_cell(cell, other)
 
 
-def _cells(fn: Any, found: dict[int, types.CellType]) -> dict[int, types.CellType]:
+def _cells(fn: object, found: dict[int, types.CellType]) -> dict[int, types.CellType]:
     """Returns the cells of ``fn``, and of functions in them, by identity."""
     while isinstance(fn, (functools.partial, types.MethodType)):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
@@ -65,7 +65,7 @@ def _content(cell: types.CellType) -> Any:
         return _EMPTY
 
 
-def _write_cell(cell: types.CellType, value: Any) -> None:
+def _write_cell(cell: types.CellType, value: object) -> None:
     if value is _EMPTY:
         del cell.cell_contents
     else:

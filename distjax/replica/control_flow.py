@@ -30,13 +30,15 @@ class Emitter(Protocol):
     analysis: Analysis
 
     def emit(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[GlobalValue]
+        self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[GlobalValue]
     ) -> list[GlobalValue]:
         """Evaluates `jaxpr` on global values."""
         ...
 
 
-def emit_equation(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+def emit_equation(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
     """Evaluates one equation that is or holds a merge."""
     name = eqn.primitive.name
     if name == MERGE_NAME:
@@ -54,7 +56,9 @@ def emit_equation(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[Gl
     return _emit_inlined(emitter, eqn, ins)
 
 
-def _emit_inlined(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+def _emit_inlined(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
     if eqn.primitive.name not in CALLS:
         raise MergeError(_outside_text(emitter, eqn))
     key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
@@ -62,7 +66,7 @@ def _emit_inlined(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[Gl
     return emitter.emit(jaxpr, consts, ins)
 
 
-def _outside_text(emitter: Emitter, eqn: Any) -> str:
+def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:
     # A `call_hi_primitive` is known to users by the class of what it calls.
     name = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
     merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in emitter.analysis.collectives(sub))
@@ -76,12 +80,14 @@ def _outside_text(emitter: Emitter, eqn: Any) -> str:
     )
 
 
-def _emit_remat(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+def _emit_remat(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
     """Binds the same primitive, with its parameters, on the cut jaxpr."""
     inner, inner_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     outs: list[GlobalValue] = []
 
-    def body(*arrays: Any) -> list[Any]:
+    def body(*arrays: jax.Array) -> list[Any]:
         args = [GlobalValue(a, i.varying) for a, i in zip(arrays, ins, strict=True)]
         outs[:] = emitter.emit(inner, inner_consts, args)
         return [o.array for o in outs]
@@ -95,7 +101,9 @@ def _emit_remat(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[Glob
     return [GlobalValue(a, o.varying) for a, o in zip(arrays, outs, strict=True)]
 
 
-def _emit_scan(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+def _emit_scan(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
     num_consts, num_carry = jax_compat.scan_sizes(eqn)
     inner, inner_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
@@ -126,7 +134,9 @@ def _emit_scan(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[Globa
     return _as_global_values(final, flags) + _as_global_values(ys, y_flags)
 
 
-def _emit_while(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+def _emit_while(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
     cond, cond_consts = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
     inner, inner_consts = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -155,14 +165,16 @@ def _emit_while(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[Glob
     return _as_global_values(final, flags)
 
 
-def _emit_cond(emitter: Emitter, eqn: Any, ins: list[GlobalValue]) -> list[GlobalValue]:
+def _emit_cond(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
     index, operands = ins[0], ins[1:]
     if index.varying:
         emitter.analysis.require_uniform(eqn, "cond")
     branches = [jax_compat.open_jaxpr(b) for b in eqn.params["branches"]]
     flags = [False] * len(eqn.outvars)
 
-    def branch(jaxpr: Any, consts: Sequence[Any]) -> Callable[[], list[Any]]:
+    def branch(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any]) -> Callable[[], list[Any]]:
         return lambda: _level(emitter, emitter.emit(jaxpr, consts, operands), flags)
 
     for jaxpr, consts in branches:
@@ -205,7 +217,7 @@ def _shapes_only(
 ) -> list[GlobalValue]:
     found: list[GlobalValue] = []
 
-    def trace(*arrays: Any) -> list[Any]:
+    def trace(*arrays: jax.Array) -> list[Any]:
         found[:] = fn(*arrays)
         return [o.array for o in found]
 

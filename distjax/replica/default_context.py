@@ -9,15 +9,17 @@ import jax
 
 from distjax.collectives import ops
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame, mixing_text
 from distjax.errors import MergeError, StrategyMismatchError, message
 from distjax.replica.arguments import require_call
+from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 
 
 class DefaultReplicaContext:
     """One replica: reductions return their input, merges are calls."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: StrategyLike):
         self._strategy = strategy
 
     @property
@@ -41,7 +43,10 @@ class DefaultReplicaContext:
         return self._strategy.extended.topology.devices
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Returns ``merge_fn(strategy, *args, **kwargs)``, called in cross-replica context."""
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
@@ -50,13 +55,13 @@ class DefaultReplicaContext:
         with frames.with_frame(frame):
             return merge_fn(self._strategy, *args, **kwargs)
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOpLike, value: PyTree) -> Any:
         """Returns `value`."""
         ops.as_reduce_op(op)
         self._require_current("all_reduce")
         return value
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: PyTree, axis: int) -> Any:
         """Returns `value`."""
         self._require_current("all_gather")
         return value

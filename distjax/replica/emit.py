@@ -29,7 +29,7 @@ class JaxprEmitter:
 
     def emit(
         self,
-        jaxpr: Any,
+        jaxpr: jax_compat.Jaxpr,
         consts: Sequence[Any],
         args: Sequence[GlobalValue],
         known: dict[Any, GlobalValue] | None = None,
@@ -65,7 +65,7 @@ class JaxprEmitter:
 
     def _emit_segment(
         self,
-        jaxpr: Any,
+        jaxpr: jax_compat.Jaxpr,
         eqns: list[Any],
         env: dict[Any, GlobalValue],
         last_use: dict[Any, int],
@@ -95,19 +95,21 @@ class JaxprEmitter:
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
 
 
-def read_atom(env: dict[Any, GlobalValue], atom: Any) -> GlobalValue:
+def read_atom(
+    env: dict[Any, GlobalValue], atom: jax_compat.Var | jax_compat.Literal
+) -> GlobalValue:
     """Returns the value of a variable or literal."""
     return GlobalValue(atom.val, False) if isinstance(atom, Literal) else env[atom]
 
 
-def holds_merge(eqn: Any) -> bool:
+def holds_merge(eqn: jax_compat.JaxprEqn) -> bool:
     """Returns whether an equation is a merge or holds one, at any depth."""
     if eqn.primitive.name == MERGE_NAME:
         return True
     return any(holds_merge(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 
 
-def _last_uses(jaxpr: Any) -> dict[Any, int]:
+def _last_uses(jaxpr: jax_compat.Jaxpr) -> dict[Any, int]:
     uses: dict[Any, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
         uses.update((v, index) for v in eqn.invars if not isinstance(v, Literal))

@@ -14,6 +14,8 @@ from distjax.errors import LocalityError, message
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
+from distjax.variables.variable import Variable
 
 
 class GlobalValue(NamedTuple):
@@ -56,20 +58,20 @@ def as_user_value(value: GlobalValue, topology: Topology) -> Any:
     return PerReplica(value.array, topology)
 
 
-def from_user_value(value: Any) -> GlobalValue:
+def from_user_value(value: PyTree) -> GlobalValue:
     """Returns the GlobalValue of an array or PerReplica that cross-replica code made."""
     if isinstance(value, PerReplica):
         return GlobalValue(value.stacked, True)
     return GlobalValue(jnp.asarray(value), False)
 
 
-def from_variable(variable: Any, value: Any) -> GlobalValue:
+def from_variable(variable: Variable, value: jax.Array) -> GlobalValue:
     """Returns what the replicas hold of a variable, of its global form."""
     form = variable.layout.local_form
     return GlobalValue(form.to_replicas(value), form.varying)
 
 
-def to_variable(variable: Any, value: GlobalValue, topology: Topology) -> Any:
+def to_variable(variable: Variable, value: GlobalValue, topology: Topology) -> Any:
     """Returns the global form of what the replicas hold of a variable.
 
     Raises:

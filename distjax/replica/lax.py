@@ -36,6 +36,7 @@ from jax import lax
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
+from distjax.typing import ArrayLike, PyTree
 from distjax.variables.state import TraceState
 
 _NOT_GIVEN = object()
@@ -43,8 +44,8 @@ _NOT_GIVEN = object()
 
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -56,7 +57,7 @@ def scan(
         return _step_by_step(lambda: lax.scan(f, init, xs, **options))
     written = _find_written(outer, lambda x: f(init, x), jax.tree.map(_slice_shape, xs))
 
-    def body(carry: Any, x: Any) -> Any:
+    def body(carry: PyTree, x: PyTree) -> Any:
         (inner, y), values = _with_values(outer, written, carry[1], lambda: f(carry[0], x))
         return (inner, values), y
 
@@ -66,7 +67,7 @@ def scan(
 
 
 def while_loop(
-    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: PyTree
 ) -> Any:
     """Returns `jax.lax.while_loop`; ``body_fun`` may write variables."""
     outer = frames.current().state
@@ -75,10 +76,10 @@ def while_loop(
     _require_no_writes(outer, lambda: cond_fun(init_val))
     written = _find_written(outer, lambda: body_fun(init_val))
 
-    def cond(carry: Any) -> Any:
+    def cond(carry: PyTree) -> Any:
         return _with_values(outer, written, carry[1], lambda: cond_fun(carry[0]))[0]
 
-    def body(carry: Any) -> Any:
+    def body(carry: PyTree) -> Any:
         return _with_values(outer, written, carry[1], lambda: body_fun(carry[0]))
 
     final, values = lax.while_loop(cond, body, (init_val, _values(outer, written)))
@@ -87,10 +88,10 @@ def while_loop(
 
 
 def fori_loop(
-    lower: Any,
-    upper: Any,
+    lower: ArrayLike,
+    upper: ArrayLike,
     body_fun: Callable[[Any, Any], Any],
-    init_val: Any,
+    init_val: PyTree,
     *,
     unroll: int | bool | None = None,
 ) -> Any:
@@ -100,7 +101,7 @@ def fori_loop(
         return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll))
     written = _find_written(outer, lambda: body_fun(lower, init_val))
 
-    def body(i: Any, carry: Any) -> Any:
+    def body(i: jax.Array, carry: PyTree) -> Any:
         return _with_values(outer, written, carry[1], lambda: body_fun(i, carry[0]))
 
     start = init_val, _values(outer, written)
@@ -110,11 +111,11 @@ def fori_loop(
 
 
 def cond(
-    pred: Any,
+    pred: ArrayLike,
     true_fun: Callable[..., Any],
     false_fun: Callable[..., Any],
-    *operands: Any,
-    operand: Any = _NOT_GIVEN,
+    *operands: PyTree,
+    operand: PyTree = _NOT_GIVEN,
 ) -> Any:
     """Returns `jax.lax.cond`; both branches may write variables."""
     operands = _all_operands("cond", operands, operand)
@@ -125,10 +126,10 @@ def cond(
 
 
 def switch(
-    index: Any,
+    index: ArrayLike,
     branches: Sequence[Callable[..., Any]],
-    *operands: Any,
-    operand: Any = _NOT_GIVEN,
+    *operands: PyTree,
+    operand: PyTree = _NOT_GIVEN,
 ) -> Any:
     """Returns `jax.lax.switch`; the branches may write variables."""
     operands = _all_operands("switch", operands, operand)
@@ -138,7 +139,7 @@ def switch(
     return _branch(outer, lambda fns: lax.switch(index, fns), branches, operands)
 
 
-def _all_operands(method: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
+def _all_operands(method: str, operands: tuple[Any, ...], operand: PyTree) -> tuple[Any, ...]:
     if operand is _NOT_GIVEN:
         return operands
     if not operands:
@@ -186,7 +187,7 @@ def _inner_state(outer: TraceState) -> TraceState:
     return TraceState(local_view=outer.local_view, parent=outer)
 
 
-def _slice_shape(x: Any) -> jax.ShapeDtypeStruct:
+def _slice_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     aval = jax_compat.aval_of(x)
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
 
@@ -197,11 +198,11 @@ def in_inner_trace(outer: TraceState, fn: Callable[[], Any]) -> Any:
         return fn()
 
 
-def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: Any) -> list[Any]:
+def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) -> list[Any]:
     """Returns the variables that ``fn`` writes, found by one trace for shapes."""
     written: list[Any] = []
 
-    def traced(*args: Any) -> Any:
+    def traced(*args: PyTree) -> Any:
         state = _inner_state(outer)
         with frames.with_frame(dataclasses.replace(frames.current(), state=state)):
             fn(*args)

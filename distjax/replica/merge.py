@@ -19,6 +19,7 @@ from distjax.jax_compat import ShapedArray, Zero
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import MERGE_NAME
 from distjax.replica.global_value import GlobalValue, replica_mean, replica_sum, stack_replicas
+from distjax.typing import PyTree
 
 
 class Merge(Protocol):
@@ -40,15 +41,15 @@ merge_p.multiple_results = True
 
 
 @merge_p.def_abstract_eval
-def _merge_abstract_eval(*_: Any, merge: Merge) -> list[ShapedArray]:
+def _merge_abstract_eval(*_: ShapedArray, merge: Merge) -> list[ShapedArray]:
     return list(merge.out_avals)
 
 
-def _is_differentiable(aval: Any) -> bool:
+def _is_differentiable(aval: ShapedArray) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _plain(aval: Any) -> ShapedArray:
+def _plain(aval: ShapedArray) -> ShapedArray:
     return ShapedArray(aval.shape, aval.dtype)
 
 
@@ -97,7 +98,7 @@ class _Flat:
         self.primals = [jnp.asarray(operands[i].array) for i in live]
         self.out_varying: list[bool] = []
 
-    def __call__(self, *live: Any) -> list[Any]:
+    def __call__(self, *live: jax.Array) -> list[Any]:
         values = list(self._operands)
         for i, array in zip(self._live, live, strict=True):
             values[i] = GlobalValue(array, values[i].varying)
@@ -171,7 +172,7 @@ class CotangentMerge:
         ]
 
 
-def _merge_transpose(cotangents: Sequence[Any], *operands: Any, merge: Merge) -> list[Any]:
+def _merge_transpose(cotangents: Sequence[Any], *operands: PyTree, merge: Merge) -> list[Any]:
     if not isinstance(merge, TangentMerge):
         raise MergeError(
             message(
@@ -209,7 +210,7 @@ class BatchedMerge:
         """Maps the global function one axis in."""
         out_varying: list[bool] = []
 
-        def one(*arrays: Any) -> list[Any]:
+        def one(*arrays: jax.Array) -> list[Any]:
             global_values = [GlobalValue(a, v.varying) for a, v in zip(arrays, values, strict=True)]
             outs = self.base.emit(global_values, topology)
             out_varying[:] = [o.varying for o in outs]

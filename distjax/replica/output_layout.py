@@ -9,6 +9,8 @@ import jax
 from distjax.collectives.constraint import constrain_to_replicas
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
+from distjax.variables.variable import Variable
 
 
 class AlreadyPlaced:
@@ -16,11 +18,11 @@ class AlreadyPlaced:
 
     __slots__ = ("array",)
 
-    def __init__(self, array: Any):
+    def __init__(self, array: jax.Array):
         self.array = array
 
 
-def place_output(value: Any, topology: Topology) -> Any:
+def place_output(value: PyTree, topology: Topology) -> Any:
     """Returns a result of cross-replica code, laid out for the user to hold."""
     if isinstance(value, AlreadyPlaced):
         return value.array
@@ -30,7 +32,7 @@ def place_output(value: Any, topology: Topology) -> Any:
     return constrain_to_replicas(value, topology, varying=False)
 
 
-def to_storage(variable: Any, value: Any) -> jax.Array:
+def to_storage(variable: Variable, value: jax.Array) -> jax.Array:
     """Returns the new value of a variable, laid out as it is stored."""
     layout = variable.layout
     return layout.constrain(layout.to_stored(value))

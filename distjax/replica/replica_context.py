@@ -13,6 +13,7 @@ from distjax.collectives import ops
 from distjax.collectives.dense import require_dense
 from distjax.collectives.gathering import require_gather_axis
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame, mixing_text
 from distjax.errors import (
     ContextError,
@@ -24,6 +25,8 @@ from distjax.errors import (
 from distjax.placement.per_replica import PerReplica, require_local
 from distjax.replica.arguments import require_call
 from distjax.replica.user_merge import UserMerge, bind_merge
+from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
+from distjax.variables.variable import Variable
 
 
 class ReplicaContext:
@@ -35,7 +38,7 @@ class ReplicaContext:
       context vs. cross-replica context" (TF 1.13).
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: StrategyLike):
         self._strategy = strategy
         self.merge_error: Exception | None = None
         self.merges: list[UserMerge] = []
@@ -62,7 +65,10 @@ class ReplicaContext:
         return self._strategy.extended.worker_devices
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Returns this replica's view of ``merge_fn(strategy, *args, **kwargs)``.
 
@@ -100,7 +106,7 @@ class ReplicaContext:
             self.merge_error = error
             raise
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOpLike, value: PyTree) -> Any:
         """Returns the sum or mean of `value` over the replicas, on every replica.
 
         Args:
@@ -130,13 +136,13 @@ class ReplicaContext:
         require_dense(value, "all_reduce")
         extended = self._strategy.extended
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: PyTree) -> Any:
             x = _local_array(x, "all_reduce")
             return ops.all_reduce(op, x, extended.axis_name, extended.num_replicas)
 
         return jax.tree.map(leaf, value, is_leaf=_is_leaf)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: PyTree, axis: int) -> Any:
         """Returns the replicas' values end to end along `axis`, on every replica.
 
         Args:
@@ -162,7 +168,7 @@ class ReplicaContext:
         require_dense(value, "all_gather")
         axis_name = self._strategy.extended.axis_name
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: PyTree) -> Any:
             x = _local_array(x, "all_gather")
             require_gather_axis(x.ndim, axis, "all_gather")
             return ops.all_gather(x, axis, axis_name)
@@ -211,13 +217,13 @@ class ReplicaContext:
         )
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, PerReplica) or hasattr(value, "require_initialized")
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, (PerReplica, Variable))
 
 
-def _local_array(value: Any, method: str) -> jax.Array:
+def _local_array(value: PyTree, method: str) -> jax.Array:
     require_local(value, method)
-    value = value.value if hasattr(value, "require_initialized") else value
+    value = value.value if isinstance(value, Variable) else value
     try:
         return jnp.asarray(value)
     except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value

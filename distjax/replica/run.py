@@ -15,9 +15,11 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
 from distjax.context.findings import num_reported
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
+from distjax.placement.topology import Topology
 from distjax.replica.arguments import (
     PartitionedTree,
     argument_names,
@@ -39,6 +41,7 @@ from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.user_merge import UserMerge
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, variable_p
@@ -69,7 +72,11 @@ class ReplicaTrace:
 
 
 def run_in_trace(
-    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Any
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outer: TraceState,
 ) -> Any:
     """Emits ``fn`` on every replica into the current trace.
 
@@ -114,7 +121,7 @@ def run_in_trace(
         if value.varying and topology.num_replicas > 1:
             find_unequal_start(variable)
         first = value.array[0] if value.varying else value.array
-        outer.creations.collect(variable, first)
+        outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
     if traced.error is not None:
         raise traced.error
@@ -161,7 +168,7 @@ def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[s
     return [(path, value.varying) for path, value in zip(paths, values, strict=True)]
 
 
-def _pin_results(results: list[GlobalValue], topology: Any) -> list[GlobalValue]:
+def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalValue]:
     """Returns `results` on the strategy's device, where the program does not say it itself.
 
     Without a mesh and with uncommitted arguments only, `jit` would take the default device.
@@ -172,7 +179,7 @@ def _pin_results(results: list[GlobalValue], topology: Any) -> list[GlobalValue]
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
 
 
-def _as_global_value(leaf: Any) -> GlobalValue:
+def _as_global_value(leaf: PyTree) -> GlobalValue:
     if isinstance(leaf, PerReplica):
         return GlobalValue(leaf.stacked, True)
     return GlobalValue(jnp.asarray(leaf), False)
@@ -182,17 +189,17 @@ def _as_global_value(leaf: Any) -> GlobalValue:
 
 
 def trace_replica(
-    strategy: Any,
+    strategy: StrategyLike,
     fn: Callable[..., Any],
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
-    outer: Any,
+    outer: TraceState,
 ) -> ReplicaTrace:
     """Traces ``fn`` once, as one replica sees it."""
     topology = strategy.extended.topology
     found: dict[str, Any] = {}
 
-    def traced(*local: Any) -> list[Any]:
+    def traced(*local: jax.Array) -> list[Any]:
         creation = CreationLog.within(outer)
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
@@ -239,20 +246,20 @@ def _keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
     )
 
 
-def _name_after(traced: Any, fn: Any) -> None:
+def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
     """Lets JAX's errors name the user's function, and its leaves by their number."""
     traced.__wrapped__ = fn
     traced.__signature__ = inspect.signature(lambda *leaves: None)
 
 
-def _model_axes_in_scope(topology: Any) -> Any:
+def _model_axes_in_scope(topology: Topology) -> Any:
     """Returns a context in which sharding constraints may name the model axes."""
-    if not topology.model_axes:
+    if topology.mesh is None or not topology.model_axes:
         return contextlib.nullcontext()
     return jax_compat.manual_axis(topology.mesh, topology.axis_name)
 
 
-def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
+def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     raise LocalityError(
@@ -266,7 +273,7 @@ def _refuse_per_replica(leaf: Any, fn: Any) -> Any:
 
 
 def _emit(
-    topology: Any, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: Any
+    topology: Topology, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: TraceState
 ) -> list[Any]:
     known = {}
     for eqn in traced.jaxpr.eqns:

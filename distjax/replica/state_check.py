@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distjax.context.findings import STATE, Finding, calling_line, report
@@ -49,7 +49,7 @@ class _Tree(NamedTuple):
 
 
 def check_state(
-    fn: Any,
+    fn: Callable[..., Any],
     names: Sequence[str],
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
@@ -103,7 +103,9 @@ def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
     ]
 
 
-def _report(fn: Any, arg: _Tree, paths: list[str], reason: str | None) -> None:
+def _report(
+    fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | None
+) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]

@@ -6,8 +6,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import MergeError, message
 from distjax.jax_compat import ShapedArray
@@ -25,6 +28,7 @@ from distjax.replica.global_value import (
     to_variable,
 )
 from distjax.replica.merge import merge_p
+from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import ShapeState, TraceState
 
@@ -36,7 +40,7 @@ class UserMerge:
     Results: the array results, then a value for each variable in `written`.
     """
 
-    def __init__(self, strategy: Any, fn: Callable[..., Any], args: PartitionedTree):
+    def __init__(self, strategy: StrategyLike, fn: Callable[..., Any], args: PartitionedTree):
         self.strategy, self.fn, self.args = strategy, fn, args
         self.closure = ClosureValues(fn)
         self.read: list[Any] = []
@@ -91,7 +95,7 @@ class UserMerge:
             shape = (*lead, *aval.shape)
             avals.append(ShapedArray(shape, aval.dtype, weak_type=aval.weak_type))
 
-        def traced(*arrays: Any) -> list[Any]:
+        def traced(*arrays: jax.Array) -> list[Any]:
             creation = CreationLog(makes_at_once=True)
             state = ShapeState(local_view=False, creations=creation)
             values = [PerReplica(a, topology) if as_per_replica else a for a in arrays]
@@ -143,7 +147,7 @@ class UserMerge:
         written = [(v, state.read(v)) for v in self.written]
         return outs + [from_variable(v, x) for v, x in written]
 
-    def _require_no_bare_collective(self, jaxpr: Any) -> None:
+    def _require_no_bare_collective(self, jaxpr: jax_compat.Jaxpr) -> None:
         found = next(Analysis(self.topology.axis_name).collectives(jaxpr), None)
         if found is None:
             return
@@ -179,11 +183,11 @@ class WeakMerge:
 
 
 def bind_merge(
-    strategy: Any,
-    state: Any,
+    strategy: StrategyLike,
+    state: TraceState,
     fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     keep: Callable[[UserMerge], None],
 ) -> Any:
     """Binds a merge equation in the current trace and returns each replica's result.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -13,9 +12,11 @@ from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
+from distjax.typing import DTypeLike
 from distjax.variables.layouts.host import HostLayout
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.variable_placement import LaidOut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +27,15 @@ class CentralStoragePlacement:
     memory_kind: str
     synchronizes: bool = True
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
         """Returns the host layout; PRNG keys and empty arrays stay on the devices."""
         if jax_compat.is_key_dtype(dtype) or 0 in shape:
             return MirroredLayout(self.topology)
         return HostLayout(self.topology, self.memory_kind)
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the layout of a value on the devices, where updates run."""
         return MirroredLayout(self.topology)
 

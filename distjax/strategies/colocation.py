@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
 
 from distjax.context import frames
+from distjax.context.contracts import Destinations
 from distjax.errors import ContextError, LocalityError, describe_value, message
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.update import require_non_slot_devices
 from distjax.variables.variable import Variable
 
 
 @contextlib.contextmanager
-def colocate(extended: Any, colocate_with: Any) -> Iterator[None]:
+def colocate(extended: ExtendedContract, colocate_with: Destinations) -> Generator[None]:
     """Makes variables created in a block live where `colocate_with` does."""
     frame = frames.current()
     if frame.strategy is not extended.strategy:
@@ -38,14 +39,14 @@ def colocate(extended: Any, colocate_with: Any) -> Iterator[None]:
         yield
 
 
-def _require_known(extended: Any, devices: Any) -> None:
+def _require_known(extended: ExtendedContract, devices: Destinations) -> None:
     try:
         require_non_slot_devices(extended, devices, "colocate_vars_with")
     except ValueError:
         raise LocalityError(_foreign_text(extended, devices)) from None
 
 
-def _foreign_text(extended: Any, colocate_with: Any) -> str:
+def _foreign_text(extended: ExtendedContract, colocate_with: object) -> str:
     got = (
         repr(colocate_with)
         if isinstance(colocate_with, Variable)

@@ -6,6 +6,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from distjax.typing import PyTree
+from distjax.variables.stored_variable import StoredVariable
+
 
 class ContainerRegistry:
     """Remembers, weakly, which variable a component array came from."""
@@ -13,17 +16,17 @@ class ContainerRegistry:
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
-    def remember(self, variable: Any, parts: Sequence[Any]) -> None:
+    def remember(self, variable: StoredVariable, parts: Sequence[Any]) -> None:
         """Records that `parts` are components of `variable`."""
         for part in parts:
             key = id(part)
 
-            def forget(_: Any, key: int = key) -> None:
+            def forget(_: object, key: int = key) -> None:
                 self._entries.pop(key, None)
 
             self._entries[key] = (weakref.ref(part, forget), weakref.ref(variable))
 
-    def container_of(self, value: Any) -> Any:
+    def container_of(self, value: PyTree) -> Any:
         """Returns the variable of a component, or `value` if it is none."""
         if id(value) not in self._entries:
             return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -15,10 +15,11 @@ from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
+from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext
-from distjax.data.options import ERROR, as_input_options
+from distjax.data.options import ERROR, InputOptions, as_input_options
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, one_device_topology
 from distjax.program.function_cache import FunctionCache
@@ -29,7 +30,9 @@ from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.reducing import require_pairs
 from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.strategies.strategy import Strategy
+from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
+from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import PlainPlacement
 
@@ -46,7 +49,7 @@ class DefaultExtended:
     communication = DEFAULT_OPTIONS
     require_static_shapes = False
     should_checkpoint = should_save_summary = True
-    strategy: Any
+    strategy: OwningStrategy
 
     def __init__(self) -> None:
         self.placement = PlainPlacement()
@@ -55,7 +58,7 @@ class DefaultExtended:
         self._containers = ContainerRegistry()
         self.variable_lock = threading.RLock()
 
-    def bind(self, strategy: Any) -> None:
+    def bind(self, strategy: OwningStrategy) -> None:
         """Says of which Strategy this is the inside."""
         self.strategy = strategy
 
@@ -102,7 +105,10 @@ class DefaultExtended:
     # -- replicas and what they hold ------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls ``fn`` in a fresh replica context."""
         args, kwargs = require_call(fn, args, kwargs, "run")
@@ -114,37 +120,41 @@ class DefaultExtended:
         with frames.with_frame(frame):
             return fn(*args, **kwargs)
 
-    def place_arguments(self, tree: Any) -> Any:
+    def place_arguments(self, tree: PyTree) -> Any:
         """Returns `tree`: functions run where their arguments are."""
         return tree
 
-    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
+    def reduce(
+        self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
+    ) -> Any:
         """Reduces over the one replica, and over `axis`."""
         frames.require_cross_replica(self.strategy, "reduce")
         return reducing.reduce(self, op, value, axis, mask)
 
-    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
+    def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
         """Returns `value`: there is one replica."""
         as_reduce_op(op)
         frames.require_cross_replica(self.strategy, "reduce_to")
         return value
 
-    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
+    def batch_reduce_to(
+        self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
+    ) -> list[Any]:
         """Returns the values: there is one replica."""
         pairs = require_pairs(value_destination_pairs)
         return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
 
-    def broadcast_to(self, value: Any, destinations: Any = None) -> NoReturn:
+    def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> NoReturn:
         """Raises: there is nothing to broadcast to."""
         frames.require_cross_replica(self.strategy, "broadcast_to")
         raise UnsupportedError(_no_devices_text("broadcast_to"))
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: PyTree, axis: int) -> Any:
         """Concatenates the values of the one replica."""
         frames.require_cross_replica(self.strategy, "gather")
         return reducing.gather(self, value, axis)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns `value`, the one replica's."""
         return (value,)
 
@@ -154,7 +164,7 @@ class DefaultExtended:
         """Returns what ``fn(ValueContext())`` does."""
         return values.values_from_function(self, fn)
 
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Returns `dataset` itself, unless smaller batches are to be dropped or padded."""
         frames.require_cross_replica(self.strategy, "distribute_dataset")
         if as_input_options(options, "distribute_dataset").partial == ERROR:
@@ -162,7 +172,7 @@ class DefaultExtended:
         return datasets.distribute_dataset(None, dataset, options)
 
     def distribute_datasets_from_function(
-        self, fn: Callable[[Any], Any], options: Any = None
+        self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
         """Returns ``fn(InputContext())``, unless smaller elements are to be dropped or padded."""
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
@@ -175,9 +185,9 @@ class DefaultExtended:
     def run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
-        iterator: Any,
+        iterator: Iterator[PyTree],
         iterations: int = 1,
-        initial_loop_values: Any = None,
+        initial_loop_values: Mapping[str, PyTree] | None = None,
     ) -> MultiStepContext:
         """Runs K steps as one compiled loop."""
         frames.require_cross_replica(self.strategy, "run_steps_on_iterator")
@@ -185,13 +195,13 @@ class DefaultExtended:
 
     # -- variables ------------------------------------------------------------
 
-    def create_variable(self, initial_value: Any, **options: Any) -> Variable:
+    def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
         """Makes a variable that JAX places."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
 
-    def copy_variable(self, variable: Variable) -> Variable:
+    def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of the value (for deepcopy)."""
         made = copy_variable(variable)
         self.variables.add(made)
@@ -201,7 +211,7 @@ class DefaultExtended:
         self,
         var: Variable,
         fn: Callable[..., Any],
-        args: Any = (),
+        args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -212,9 +222,9 @@ class DefaultExtended:
 
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: Destinations,
         fn: Callable[..., Any],
-        args: Any = (),
+        args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -227,11 +237,13 @@ class DefaultExtended:
         """Returns the current frame, for an update: there are no copies, so its context stays."""
         return dataclasses.replace(frames.current(), in_update=True)
 
-    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Destinations:
         """Returns the first variable by name, on whose device all others are."""
         return min(var_list, key=lambda v: v.name, default=self.topology.devices)
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: Destinations
+    ) -> AbstractContextManager[None]:
         """Returns a context that changes nothing: all variables live in one place."""
         return colocation.colocate(self, colocate_with_variable)
 
@@ -240,7 +252,7 @@ class DefaultExtended:
         update.require_variable(v, "read_var")
         return v.value
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: PyTree) -> Any:
         """Returns the variable that `value` is the one component of, else `value` itself."""
         return self._containers.container_of(value)
 
@@ -249,7 +261,9 @@ class DefaultExtended:
         update.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
 
-    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
+    def split_components(
+        self, variable: StoredVariable, stored: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Returns the one component of a variable."""
         self._containers.remember(variable, (stored,))
         return (stored,)

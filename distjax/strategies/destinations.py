@@ -9,13 +9,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import jax_compat
+from distjax.context.contracts import Destinations
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology
+from distjax.strategies.contracts import ExtendedContract
+from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
+from distjax.variables.stored_variable import VariableOwner
 from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import LaidOut
 
 
-def resolve(extended: Any, destinations: Any, method: str) -> Sharding | None:
+def resolve(extended: ExtendedContract, destinations: Destinations, method: str) -> Sharding | None:
     """Returns where a value for `destinations` has to be; None: anywhere.
 
     Args:
@@ -46,7 +52,7 @@ def resolve(extended: Any, destinations: Any, method: str) -> Sharding | None:
     raise ValueError(_text(method, destinations))
 
 
-def reduction_layout(extended: Any, variable: Any) -> Layout:
+def reduction_layout(extended: VariableOwner, variable: LaidOut) -> Layout:
     """Returns how a value reduced to the devices of `variable` is laid out, as it is."""
     return extended.placement.reduction_layout(variable).unencoded(variable.shape)
 
@@ -56,7 +62,7 @@ def sorted_devices(array: jax.Array) -> list[jax.Device]:
     return sorted(array.sharding.device_set, key=lambda d: d.id)
 
 
-def _device(item: Any, method: str) -> jax.Device:
+def _device(item: object, method: str) -> jax.Device:
     if isinstance(item, jax.Device):
         return item
     if isinstance(item, str) and item:
@@ -69,7 +75,7 @@ def _device(item: Any, method: str) -> jax.Device:
     raise ValueError(_text(method, item))
 
 
-def _over(devices: list[jax.Device], topology: Any) -> Sharding:
+def _over(devices: list[jax.Device], topology: Topology) -> Sharding:
     if tuple(devices) == topology.devices:
         return topology.mirrored
     if len(devices) == 1:
@@ -78,7 +84,7 @@ def _over(devices: list[jax.Device], topology: Any) -> Sharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place_on(value: Any, target: Sharding | None) -> Any:
+def place_on(value: PyTree, target: Sharding | None) -> Any:
     """Returns `value` at `target`; in a trace values are placed by their use."""
     if target is None or isinstance(value, jax_compat.Tracer):
         return value
@@ -88,7 +94,7 @@ def place_on(value: Any, target: Sharding | None) -> Any:
     return value if is_there else jax.device_put(value, target)
 
 
-def _text(method: str, destinations: Any) -> str:
+def _text(method: str, destinations: object) -> str:
     return message(
         f"{method}: destinations can not be empty and needs a variable, an array, a PerReplica, a "
         "jax.Device, a sequence of devices, or None",

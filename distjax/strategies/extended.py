@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,11 +12,11 @@ import jax
 
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions, as_communication_options
-from distjax.collectives.eager import call_compiled
-from distjax.collectives.reductions import combine_components
 from distjax.context import frames
+from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
+from distjax.data.options import InputOptions
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
@@ -25,8 +25,9 @@ from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.steps import MultiStepContext, run_steps
+from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
-from distjax.variables.policy import Combine
+from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import VariablePlacement
 
@@ -57,7 +58,7 @@ class StrategyExtended:
     is_default = False
     require_static_shapes = between_graph = False
     should_init = should_checkpoint = should_save_summary = True
-    strategy: Any
+    strategy: OwningStrategy
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class StrategyExtended:
         self._containers = ContainerRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
-    def bind(self, strategy: Any) -> None:
+    def bind(self, strategy: OwningStrategy) -> None:
         """Says of which Strategy this is the inside (called once, by Strategy)."""
         self.strategy = strategy
 
@@ -119,7 +120,10 @@ class StrategyExtended:
     # -- replicas -------------------------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` on every replica: see `Strategy.run`."""
         if type(args) is not tuple or kwargs is not None or not callable(fn):
@@ -132,18 +136,20 @@ class StrategyExtended:
         program = self._run_programs.get(fn, lambda resolve: make_run_program(self, resolve))
         return program(args, kwargs or {})
 
-    def place_arguments(self, tree: Any) -> Any:
+    def place_arguments(self, tree: PyTree) -> Any:
         """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""
         return place_arguments(self.topology, tree)
 
     # -- cross-replica operations ---------------------------------------------
 
-    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
+    def reduce(
+        self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
+    ) -> Any:
         """Reduces over the replicas: see `Strategy.reduce`."""
         frames.require_cross_replica(self.strategy, "reduce")
         return reducing.reduce(self, op, value, axis, mask)
 
-    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
+    def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
         """Returns `value` reduced over the replicas, on `destinations`.
 
         Args:
@@ -162,7 +168,9 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "reduce_to")
         return reducing.batch_reduce_to(self, op, [(value, destinations)])[0]
 
-    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
+    def batch_reduce_to(
+        self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
+    ) -> list[Any]:
         """Returns a list of `reduce_to` results, reduced together, as `communication` says.
 
         Args:
@@ -179,7 +187,7 @@ class StrategyExtended:
         return reducing.batch_reduce_to(self, op, value_destination_pairs)
 
     @jax_compat.ignores_user_mesh
-    def broadcast_to(self, value: Any, destinations: Any = None) -> Any:
+    def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> Any:
         """Returns a copy of `value` on `destinations` (None: all workers).
 
         Args:
@@ -196,13 +204,13 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "broadcast_to")
         return reducing.broadcast_to(self, value, destinations)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: PyTree, axis: int) -> Any:
         """Concatenates over the replicas: see `Strategy.gather`."""
         frames.require_cross_replica(self.strategy, "gather")
         return reducing.gather(self, value, axis)
 
     @jax_compat.ignores_user_mesh
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Takes values apart: see `Strategy.local_results`."""
         return values.local_results(self, value)
 
@@ -213,13 +221,13 @@ class StrategyExtended:
 
     # -- input ----------------------------------------------------------------
 
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Splits batches over the replicas: see `Strategy.distribute_dataset`."""
         frames.require_cross_replica(self.strategy, "distribute_dataset")
         return datasets.distribute_dataset(self.topology, dataset, options)
 
     def distribute_datasets_from_function(
-        self, fn: Callable[[Any], Any], options: Any = None
+        self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
         """Gives each replica elements: see `Strategy.distribute_datasets_from_function`."""
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
@@ -229,9 +237,9 @@ class StrategyExtended:
     def run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
-        iterator: Any,
+        iterator: Iterator[PyTree],
         iterations: int = 1,
-        initial_loop_values: Any = None,
+        initial_loop_values: Mapping[str, PyTree] | None = None,
     ) -> MultiStepContext:
         """Runs ``fn(context, inputs)`` K times, as one compiled loop.
 
@@ -260,14 +268,14 @@ class StrategyExtended:
     # -- variables ------------------------------------------------------------
 
     @jax_compat.ignores_user_mesh
-    def create_variable(self, initial_value: Any, **options: Any) -> Variable:
+    def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
         """Makes a variable by this strategy's policy (called by `Variable`)."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
 
     @jax_compat.ignores_user_mesh
-    def copy_variable(self, variable: Variable) -> Variable:
+    def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
         made = copy_variable(variable)
         self.variables.add(made)
@@ -278,7 +286,7 @@ class StrategyExtended:
         self,
         var: Variable,
         fn: Callable[..., Any],
-        args: Any = (),
+        args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -308,9 +316,9 @@ class StrategyExtended:
     @jax_compat.ignores_user_mesh
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: Destinations,
         fn: Callable[..., Any],
-        args: Any = (),
+        args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -338,7 +346,7 @@ class StrategyExtended:
         """Returns the frame of an update function on one copy: cross-replica context."""
         return Frame(self.strategy, state=frames.current().state, in_update=True)
 
-    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Destinations:
         """Returns the devices for variables that belong to no other variable.
 
         Pass them to `colocate_vars_with` and `update_non_slot`.
@@ -347,7 +355,9 @@ class StrategyExtended:
         """
         return self.parameter_devices
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: Destinations
+    ) -> AbstractContextManager[None]:
         """Returns a context in which new variables live where a variable does.
 
         Args:
@@ -365,7 +375,7 @@ class StrategyExtended:
         update.require_variable(v, "read_var")
         return v.value
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: PyTree) -> Any:
         """Returns the variable that `value` is a component of, else `value` itself."""
         return self._containers.container_of(value)
 
@@ -375,7 +385,9 @@ class StrategyExtended:
         return v.strategy is self.strategy
 
     @jax_compat.ignores_user_mesh
-    def split_components(self, variable: Variable, stored: jax.Array) -> tuple[jax.Array, ...]:
+    def split_components(
+        self, variable: StoredVariable, stored: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array."""
         if variable.layout.num_copies == 1:
             parts: tuple[jax.Array, ...] = (stored[0] if variable.policy.stacked else stored,)
@@ -383,7 +395,3 @@ class StrategyExtended:
             parts = values.split(self.topology, stored, variable.policy.stacked)
         self._containers.remember(variable, parts)
         return parts
-
-    def combine_components(self, rule: Combine, stored: jax.Array) -> jax.Array:
-        """Returns components [R, ...] as one value."""
-        return call_compiled(combine_components, stored, self.topology, rule.name)

@@ -18,6 +18,7 @@ from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
+from distjax.typing import PyTree
 from distjax.variables.donation import hand_out
 from distjax.variables.variable import Variable
 
@@ -26,11 +27,11 @@ class _Copy(NamedTuple):
     """One device's copy of a part of an array."""
 
     device: jax.Device
-    index: tuple[slice, ...]
+    slices: tuple[slice, ...]
     data: np.ndarray
 
 
-def require_equal_copies(topology: Topology, tree: Any) -> None:
+def require_equal_copies(topology: Topology, tree: PyTree) -> None:
     """Raises if copies of a value differ: see `Strategy.assert_mirrored`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_replica)
     named = [(_name(path, leaf), leaf) for path, leaf in leaves]
@@ -43,12 +44,12 @@ def require_equal_copies(topology: Topology, tree: Any) -> None:
             _compare_copies(topology, name, leaf)
 
 
-def _name(path: Any, leaf: Any) -> str:
+def _name(path: tuple[Any, ...], leaf: object) -> str:
     where = f"the value{jax.tree_util.keystr(path)}"
     return f"{where} (variable {leaf.name!r})" if isinstance(leaf, Variable) else where
 
 
-def _require_one_value(name: str, leaf: Any) -> None:
+def _require_one_value(name: str, leaf: object) -> None:
     in_trace = isinstance(leaf, Variable) and frames.current().state is not None
     if in_trace or isinstance(leaf, jax_compat.Tracer):
         raise ContextError(
@@ -76,7 +77,7 @@ def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
     first: dict[Any, _Copy] = {}
     drifted: list[tuple[_Copy, _Copy, np.ndarray]] = []
     for copy in _copies(array):
-        reference = first.setdefault(str(copy.index), copy)
+        reference = first.setdefault(str(copy.slices), copy)
         varying = _differs(reference.data, copy.data)
         if varying.any():
             drifted.append((reference, copy, varying))
@@ -103,7 +104,7 @@ def _drift_text(
 ) -> str:
     reference, copy, varying = drifted[0]
     local = tuple(int(i) for i in np.argwhere(varying)[0])
-    index = tuple(i + (s.start or 0) for i, s in zip(local, copy.index, strict=True))
+    index = tuple(i + (s.start or 0) for i, s in zip(local, copy.slices, strict=True))
     who = ", ".join(_replica(topology, c.device) for _, c, _ in drifted)
     return message(
         f"{name} needs to be equal on every replica, and {who} drifted",

@@ -8,30 +8,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from distjax import jax_compat
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.gathering import require_gather_axis
-from distjax.collectives.ops import ReduceOp, as_reduce_op, require_sums
+from distjax.collectives.ops import as_reduce_op, require_sums
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
+from distjax.context.contracts import Destinations
 from distjax.data.masks import require_mask
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored, off_device
+from distjax.typing import AxisLike, PyTree, ReduceOpLike
 from distjax.variables.access import read_components
 from distjax.variables.layouts.local_form import LocalForm
 from distjax.variables.variable import Variable
 
 
-def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
+def reduce(
+    extended: ExtendedContract, op: ReduceOpLike, value: PyTree, axis: AxisLike, mask: PyTree
+) -> Any:
     """Returns `value` reduced over the replicas: see `Strategy.reduce`."""
     op = as_reduce_op(op)
     require_dense(value, "reduce")
@@ -54,7 +61,7 @@ def reduce(extended: Any, op: Any, value: Any, axis: Any, mask: Any) -> Any:
 
 
 def _reduce_leaves(
-    extended: Any,
+    extended: ExtendedContract,
     op: ReduceOp,
     leaves: list[Any],
     axes: tuple[int, ...],
@@ -90,7 +97,7 @@ def _reduce_leaves(
 
 
 def _as_global_value(
-    extended: Any, op: ReduceOp, leaf: Any, role: str = "the value to reduce"
+    extended: ExtendedContract, op: ReduceOp, leaf: PyTree, role: str = "the value to reduce"
 ) -> GlobalValue | None:
     """Returns where `leaf` is, or None if it is not on the replicas."""
     if isinstance(leaf, PerReplica):
@@ -103,7 +110,7 @@ def _as_global_value(
     return None
 
 
-def _locate_variable(extended: Any, op: ReduceOp, variable: Variable) -> GlobalValue:
+def _locate_variable(extended: ExtendedContract, op: ReduceOp, variable: Variable) -> GlobalValue:
     if variable.policy.stacked:
         return GlobalValue(read_components(variable), True)
     if op is ReduceOp.SUM and extended.num_replicas > 1:
@@ -118,7 +125,9 @@ def _locate_variable(extended: Any, op: ReduceOp, variable: Variable) -> GlobalV
     return GlobalValue(variable.value, False)
 
 
-def _reduce_elsewhere(extended: Any, op: ReduceOp, leaf: Any, axes: tuple[int, ...]) -> Any:
+def _reduce_elsewhere(
+    extended: ExtendedContract, op: ReduceOp, leaf: PyTree, axes: tuple[int, ...]
+) -> Any:
     if op is ReduceOp.SUM and extended.num_replicas > 1:
         raise ValueError(
             message(
@@ -136,8 +145,8 @@ def _reduce_elsewhere(extended: Any, op: ReduceOp, leaf: Any, axes: tuple[int, .
     return jnp.asarray(reduced(np.asarray(leaf), axis=axes))
 
 
-def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
+    axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for a in axes:
         if not is_int(a):
             raise TypeError(
@@ -175,7 +184,9 @@ def _axes(axis: Any, leaf: Any) -> tuple[int, ...]:
 
 
 @jax_compat.ignores_user_mesh
-def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any) -> Any:
+def _reduce_masked(
+    extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
+) -> Any:
     global_value = _as_global_value(extended, ReduceOp.MEAN, value)
     global_value = global_value or GlobalValue(jnp.asarray(off_device(value)), False)
     global_mask = _as_global_value(extended, ReduceOp.MEAN, mask, "the mask")
@@ -201,7 +212,9 @@ def _reduce_masked(extended: Any, op: ReduceOp, value: Any, axis: Any, mask: Any
 # -- reduce_to, broadcast_to --------------------------------------------------
 
 
-def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
+def batch_reduce_to(
+    extended: ExtendedContract, op: ReduceOpLike, pairs: Sequence[tuple[PyTree, Destinations]]
+) -> list[Any]:
     """Returns the values of (value, destinations) pairs, reduced and placed."""
     op = as_reduce_op(op)
     pairs = require_pairs(pairs)
@@ -227,14 +240,18 @@ def batch_reduce_to(extended: Any, op: Any, pairs: Any) -> list[Any]:
     ]
 
 
-def _fitting(target: Any, destinations: Any, leaf: Any, topology: Topology) -> Any:
+def _fitting(
+    target: Sharding | None, destinations: Destinations, leaf: PyTree, topology: Topology
+) -> Any:
     """Returns where a reduced value goes: only one of the variable's shape is split as it is."""
     if not isinstance(destinations, Variable) or np.shape(leaf) == destinations.shape:
         return target
     return target if target is None or target.is_fully_replicated else topology.mirrored
 
 
-def _split_form_of(extended: Any, destinations: Any, leaf: Any) -> LocalForm | None:
+def _split_form_of(
+    extended: ExtendedContract, destinations: Destinations, leaf: PyTree
+) -> LocalForm | None:
     """Returns the form of a value that arrives split over the replicas, or None."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
         return None
@@ -244,20 +261,20 @@ def _split_form_of(extended: Any, destinations: Any, leaf: Any) -> LocalForm | N
     return form if form.is_split else None
 
 
-def require_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+def require_pairs(pairs: object) -> list[tuple[Any, Any]]:
     """Returns (value, destinations) pairs as a list, or raises a ValueError."""
     if not isinstance(pairs, Iterable):
         raise _pair_error(pairs)
     return [_require_pair(pair) for pair in pairs]
 
 
-def _require_pair(pair: Any) -> tuple[Any, Any]:
+def _require_pair(pair: object) -> tuple[Any, Any]:
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
         return pair[0], pair[1]
     raise _pair_error(pair)
 
 
-def _pair_error(got: Any) -> ValueError:
+def _pair_error(got: object) -> ValueError:
     return ValueError(
         message(
             "batch_reduce_to needs a sequence of (value, destinations) pairs",
@@ -268,11 +285,11 @@ def _pair_error(got: Any) -> ValueError:
     )
 
 
-def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
+def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destinations) -> Any:
     """Returns copies of the leaves of `value` on `destinations`."""
     target = resolve(extended, destinations, "broadcast_to")
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: PyTree) -> Any:
         if isinstance(x, PerReplica):
             raise LocalityError(
                 message(
@@ -297,7 +314,7 @@ def broadcast_to(extended: Any, value: Any, destinations: Any) -> Any:
 # -- gather -------------------------------------------------------------------
 
 
-def gather(extended: Any, value: Any, axis: int) -> Any:
+def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
     """Returns the replicas' values end to end: see `Strategy.gather`."""
     require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)

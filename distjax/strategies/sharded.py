@@ -15,9 +15,11 @@ from distjax.errors import describe_value, message
 from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
+from distjax.typing import DTypeLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.partitioned import PartitionedLayout
+from distjax.variables.variable_placement import LaidOut
 
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
@@ -42,25 +44,27 @@ class ShardedPlacement:
     partitioner: Partitioner | None
     synchronizes: bool = True
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
         """Returns the split layout where this kind of variable is split."""
         if colocate_with is not None or self.partition == "parameters":
             return self._split_layout(shape, dtype)
         return MirroredLayout(self.topology)
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the split layout of a gradient from stage 2 on."""
         if self.partition == "optimizer":
             return MirroredLayout(self.topology)
         return self._split_layout(variable.shape, variable.dtype)
 
-    def _split_layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
+    def _split_layout(self, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
         axis = self._axis(tuple(shape), dtype)
         if axis is None:
             return MirroredLayout(self.topology)
         return PartitionedLayout(self.topology, axis)
 
-    def _axis(self, shape: tuple[int, ...], dtype: Any) -> int | None:
+    def _axis(self, shape: tuple[int, ...], dtype: DTypeLike) -> int | None:
         count = self.topology.num_replicas
         if jax_compat.is_key_dtype(dtype) or count == 1:
             return None
@@ -72,7 +76,7 @@ class ShardedPlacement:
         return next(fitting, None)
 
 
-def _as_shards(given: Any, shape: tuple[int, ...]) -> list[int]:
+def _as_shards(given: object, shape: tuple[int, ...]) -> list[int]:
     shards = list(given) if isinstance(given, Iterable) else []
     is_count = lambda n: isinstance(n, (int, np.integer)) and n >= 0
     if len(shards) == len(shape) and all(map(is_count, shards)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,14 +12,18 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator, Steps
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
+from distjax.objects.claims import HeldClaims
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.arguments import Static, function_name, is_array, require_callable
+from distjax.strategies.contracts import ExtendedContract
+from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
 from distjax.variables.variable import Variable
@@ -46,7 +50,9 @@ class MultiStepContext:
         """None: the steps have run (a graph-mode name)."""
         return None
 
-    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
+    def set_last_step_output(
+        self, name: str, output: PyTree, reduce_op: ReduceOpLike | None = None
+    ) -> None:
         """Sets an output of this step; that of the last step is kept.
 
         Args:
@@ -78,12 +84,14 @@ class MultiStepContext:
             )
         replica.merge_call(self._set, args=(output, name, as_reduce_op(reduce_op)))
 
-    def _set(self, strategy: Any, output: Any, name: str, reduce_op: Any) -> None:
+    def _set(
+        self, strategy: StrategyLike, output: PyTree, name: str, reduce_op: ReduceOpLike | None
+    ) -> None:
         _require_arrays(output, name)
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
         self.last_step_outputs[name] = reduced
 
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
+    def set_non_tensor_output(self, name: str, output: PyTree) -> None:
         """Sets a Python object as an output.
 
         In a replica context a tuple of the replicas' objects is kept; one trace
@@ -99,9 +107,9 @@ class MultiStepContext:
 
 
 def run_steps(
-    extended: Any,
+    extended: ExtendedContract,
     fn: Callable[[MultiStepContext, Any], Any],
-    iterator: Any,
+    iterator: Iterator[PyTree],
     iterations: int,
     initial_loop_values: Mapping[str, Any] | None,
 ) -> MultiStepContext:
@@ -129,7 +137,7 @@ def run_steps(
     return context
 
 
-def _require_arrays(output: Any, name: str) -> None:
+def _require_arrays(output: PyTree, name: str) -> None:
     for leaf in jax.tree.leaves(output):
         if not (is_array(leaf) or is_number(leaf) or isinstance(leaf, Variable)):
             raise TypeError(
@@ -142,7 +150,7 @@ def _require_arrays(output: Any, name: str) -> None:
             )
 
 
-def _require_iterator(iterator: Any) -> None:
+def _require_iterator(iterator: object) -> None:
     if hasattr(iterator, "__next__"):
         return
     raise TypeError(
@@ -155,7 +163,7 @@ def _require_iterator(iterator: Any) -> None:
     )
 
 
-def _require_initial(values: Any) -> None:
+def _require_initial(values: object) -> None:
     if values is None or isinstance(values, Mapping):
         return
     raise TypeError(
@@ -168,7 +176,7 @@ def _require_initial(values: Any) -> None:
     )
 
 
-def _count(iterations: Any) -> int:
+def _count(iterations: object) -> int:
     if is_int(iterations) and iterations >= 1:
         return int(iterations)
     raise ValueError(
@@ -181,7 +189,7 @@ def _count(iterations: Any) -> int:
     )
 
 
-def _take(iterator: Any, num_steps: int) -> Steps:
+def _take(iterator: Iterator[PyTree], num_steps: int) -> Steps:
     """Returns up to `num_steps` elements of any iterator, stacked."""
     if isinstance(iterator, DistributedIterator):
         return iterator.take(num_steps)
@@ -204,7 +212,7 @@ class LoopStep:
     donate_argnums = ()
     ignores_user_mesh = True
 
-    def __init__(self, extended: Any, resolve: Callable[[], Any]):
+    def __init__(self, extended: ExtendedContract, resolve: Callable[[], Any]):
         self._extended, self._resolve = extended, resolve
         self.name = f"steps of {function_name(resolve())}"
 
@@ -217,19 +225,21 @@ class LoopStep:
         layout, arrays, initial = args
         return _loop(self._resolve(), layout.value, arrays, initial)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
 
-    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> None:
         """Returns None: objects with state are the user's step's."""
 
 
-def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:
+def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: PyTree) -> Any:
     """Emits the loop into the current trace; returns outputs of the last step."""
     others: dict[str, Any] = {}
 
-    def step(before: Any, slices: Any) -> dict[str, Any]:
+    def step(before: PyTree, slices: PyTree) -> dict[str, Any]:
         context = MultiStepContext(initial if before is None else before)
         fn(context, layout.as_element(slices))
         others.update(context.non_tensor_outputs)
@@ -239,14 +249,14 @@ def _loop(fn: Any, layout: InputLayout, arrays: Any, initial: Any) -> Any:
     start = _zeros_like_outputs(lambda: step(None, first), initial)
     is_carried = initial is not None
 
-    def body(before: Any, slices: Any) -> tuple[Any, None]:
+    def body(before: PyTree, slices: PyTree) -> tuple[Any, None]:
         return step(before if is_carried else None, slices), None
 
     outputs, _ = lax.scan(body, start, arrays)
     return outputs, others
 
 
-def _zeros_like_outputs(run: Callable[[], Any], initial: Any) -> Any:
+def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
     """Returns what the loop carries into its first step."""
     found: list[Any] = []
     outer = frames.current().state

@@ -8,12 +8,14 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from distjax.context import frames, scoping
-from distjax.context.contracts import ExtendedLike
+from distjax.data.options import InputOptions
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.tracebacks import keep_user_lines
+from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 
 
 class Strategy:
@@ -25,12 +27,12 @@ class Strategy:
     Source: tf.distribute.Strategy (TF 1.13).
     """
 
-    def __init__(self, extended: ExtendedLike):
+    def __init__(self, extended: ExtendedContract):
         self._extended = extended
         extended.bind(self)
 
     @property
-    def extended(self) -> ExtendedLike:
+    def extended(self) -> ExtendedContract:
         """The methods for algorithms that need to be distribution-aware."""
         return self._extended
 
@@ -74,7 +76,10 @@ class Strategy:
         return scoping.Scope(self)
 
     def run(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` on every replica, as one compiled program.
 
@@ -120,7 +125,9 @@ class Strategy:
             keep_user_lines(error)
             raise
 
-    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
+    def reduce(
+        self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
+    ) -> Any:
         """Returns `value` reduced over the replicas, and over `axis` of each value.
 
         Args:
@@ -151,7 +158,7 @@ class Strategy:
         """
         return self._extended.reduce(op, value, axis, mask)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: PyTree, axis: int) -> Any:
         """Returns the replicas' values end to end along `axis`.
 
         Args:
@@ -171,7 +178,7 @@ class Strategy:
         """
         return self._extended.gather(value, axis)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns the values of the replicas of this process, in replica order.
 
         R arrays for a PerReplica or a Mirrored array, the components of a
@@ -187,7 +194,7 @@ class Strategy:
         """
         return self._extended.local_results(value)
 
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Returns the batches of `dataset`, split over the replicas.
 
         Args:
@@ -221,7 +228,7 @@ class Strategy:
         return self._extended.distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
-        self, fn: Callable[[Any], Any], options: Any = None
+        self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
         """Returns the elements that ``fn(InputContext)`` gives, one per replica and step.
 
@@ -294,7 +301,7 @@ class Strategy:
         """
         return describe(self._extended)
 
-    def assert_mirrored(self, tree: Any) -> None:
+    def assert_mirrored(self, tree: PyTree) -> None:
         """Raises unless all copies of each value of `tree` are equal, bit by bit.
 
         JAX reads the first copy of a replicated array and compares none. NaN equals

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from distjax.objects.stateful import active_bridge
+from distjax.strategies.contracts import ExtendedContract
 from distjax.tables import Table, as_html, as_text, format_bytes
 from distjax.variables.variable_description import VariableDescription, describe_variable
 
@@ -79,7 +79,7 @@ class StrategyDescription:
         return Table("variables:", header, tuple(rows))
 
 
-def describe(extended: Any) -> StrategyDescription:
+def describe(extended: ExtendedContract) -> StrategyDescription:
     """Returns the description of a strategy: see `Strategy.describe`."""
     topology = extended.topology
     living = sorted(extended.variables, key=lambda v: v.serial_number)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from distjax.collectives.mapping import map_replicas
 from distjax.context import frames
+from distjax.context.contracts import Destinations
 from distjax.context.frames import Frame
 from distjax.errors import (
     ContextError,
@@ -18,16 +19,20 @@ from distjax.errors import (
     describe_value,
     message,
 )
+from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
 from distjax.replica.arguments import PartitionedTree, argument_names, function_name, is_array
 from distjax.replica.global_value import GlobalValue, as_user_value
+from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.values import is_mirrored, split
+from distjax.typing import KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.state import TraceState
+from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable import Variable
 
 
-def require_variable(value: Any, method: str) -> None:
+def require_variable(value: object, method: str) -> None:
     """Raises a TypeError unless `value` is a variable."""
     if isinstance(value, Variable):
         return
@@ -42,7 +47,7 @@ def require_variable(value: Any, method: str) -> None:
 
 
 def update(
-    extended: Any,
+    extended: ExtendedContract,
     variable: Variable,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -61,7 +66,11 @@ def update(
 
 
 def _on_the_value(
-    extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    extended: ExtendedContract,
+    variable: Variable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     kept = variable.stored.keep()
     try:
@@ -74,7 +83,7 @@ def _on_the_value(
         raise
 
 
-def _require_own(extended: Any, variable: Variable) -> None:
+def _require_own(extended: ExtendedContract, variable: Variable) -> None:
     if variable.strategy is extended.strategy:
         return
     raise StrategyMismatchError(
@@ -88,7 +97,11 @@ def _require_own(extended: Any, variable: Variable) -> None:
 
 
 def _require_args(
-    extended: Any, variable: Variable, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    extended: ExtendedContract,
+    variable: Variable,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     names = argument_names(fn, len(args) + 1)[1:]
     named = [*zip(names, args, strict=True), *kwargs.items()]
@@ -102,7 +115,9 @@ def _require_args(
                 raise LocalityError(_per_replica_text(variable, fn, where, leaf))
 
 
-def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica) -> str:
+def _per_replica_text(
+    variable: Variable, fn: Callable[..., Any], where: str, leaf: PerReplica
+) -> str:
     return message(
         f"update of variable {variable.name!r} by {function_name(fn)} needs {where} to be one "
         "value, equal on every copy",
@@ -114,7 +129,7 @@ def _per_replica_text(variable: Variable, fn: Any, where: str, leaf: PerReplica)
     )
 
 
-def _one_value_each(extended: Any, args: Any, kwargs: Any) -> Any:
+def _one_value_each(extended: ExtendedContract, args: PositionalArgs, kwargs: KeywordArgs) -> Any:
     """Returns the arguments on the devices, PerReplica values of a lone replica as arrays."""
     leaf = lambda x: (
         as_user_value(GlobalValue(x.stacked, True), extended.topology)
@@ -124,10 +139,10 @@ def _one_value_each(extended: Any, args: Any, kwargs: Any) -> Any:
     return extended.place_arguments(jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica))
 
 
-def _as_lists(extended: Any, count: int, result: Any) -> Any:
+def _as_lists(extended: ExtendedContract, count: int, result: PyTree) -> Any:
     """Returns the result with each leaf a list of `count` elements, one per copy."""
 
-    def leaf(x: Any) -> list[Any]:
+    def leaf(x: PyTree) -> list[Any]:
         if isinstance(x, Variable):
             parts = x.local_results()
             return list(parts) if len(parts) == count else [x] * count
@@ -141,8 +156,8 @@ def _as_lists(extended: Any, count: int, result: Any) -> Any:
 
 
 def update_non_slot(
-    extended: Any,
-    devices: Any,
+    extended: ExtendedContract,
+    devices: Destinations,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -162,12 +177,14 @@ def update_non_slot(
     return result if group else _as_lists(extended, _num_counter_copies(extended), result)
 
 
-def _num_counter_copies(extended: Any) -> int:
+def _num_counter_copies(extended: ExtendedContract) -> int:
     """Returns how many copies a non-slot variable, such as a step counter, has."""
     return extended.placement.layout((), jnp.dtype("int32")).num_copies
 
 
-def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:
+def require_non_slot_devices(
+    extended: ExtendedContract, devices: Destinations, method: str
+) -> None:
     """Raises a ValueError unless `devices` is a result of `non_slot_devices`."""
     is_own = isinstance(devices, Variable) and devices.strategy is extended.strategy
     if is_own or (isinstance(devices, tuple) and devices == extended.non_slot_devices([])):
@@ -186,7 +203,7 @@ def require_non_slot_devices(extended: Any, devices: Any, method: str) -> None:
 
 
 def _on_each_copy(
-    extended: Any,
+    extended: ExtendedContract,
     variable: Variable | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -211,7 +228,9 @@ class UpdateStep:
     argument_names = donate_argnums = ()
     ignores_user_mesh = True
 
-    def __init__(self, extended: Any, variable: Variable | None, fn: Callable[..., Any]):
+    def __init__(
+        self, extended: ExtendedContract, variable: Variable | None, fn: Callable[..., Any]
+    ):
         self._extended, self._variable, self._fn = extended, variable, fn
         self.name = "update_non_slot" if variable is None else f"update of {variable.name}"
 
@@ -223,11 +242,13 @@ class UpdateStep:
         """Runs the function on each copy."""
         return _on_each_copy_in_trace(self._extended, self._variable, self._fn, args, kwargs, state)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
 
-    def take_objects(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Any) -> None:
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> None:
         """Returns None: objects with state are the user's step's."""
 
 
@@ -242,19 +263,19 @@ class _ComponentState(TraceState):
         super().__init__(local_view=True, parent=outer)
         self._updated = variable
 
-    def _initial(self, variable: Variable) -> Any:
+    def _initial(self, variable: StoredVariable) -> Any:
         if variable.policy.stacked:
             raise ContextError(_other_variable_text("read", variable))
         return super()._initial(variable)
 
-    def write(self, variable: Variable, value: Any) -> None:
+    def write(self, variable: StoredVariable, value: PyTree) -> None:
         """Sets a new value of the component; refuses other variables."""
         if variable is not self._updated:
             raise ContextError(_other_variable_text("write", variable))
         super().write(variable, value)
 
 
-def _other_variable_text(action: str, variable: Variable) -> str:
+def _other_variable_text(action: str, variable: StoredVariable) -> str:
     return message(
         f"a {action} of variable {variable.name!r} needs an update of its own",
         got="an update function that runs on the components of another variable",
@@ -265,7 +286,12 @@ def _other_variable_text(action: str, variable: Variable) -> str:
 
 
 def _on_each_copy_in_trace(
-    extended: Any, variable: Variable | None, fn: Any, args: Any, kwargs: Any, outer: Any
+    extended: ExtendedContract,
+    variable: Variable | None,
+    fn: Callable[..., Any],
+    args: PositionalArgs,
+    kwargs: KeywordArgs,
+    outer: TraceState,
 ) -> Any:
     topology = extended.topology
     partitioned = PartitionedTree((args, kwargs), is_array)
@@ -274,7 +300,7 @@ def _on_each_copy_in_trace(
     varying = [isinstance(x, PerReplica) for x in partitioned.leaves]
     found: list[PartitionedTree] = []
 
-    def on_copy(*local: Any) -> list[Any]:
+    def on_copy(*local: jax.Array) -> list[Any]:
         state = _ComponentState(variable, outer)
         for slot, component in zip(slots, local, strict=False):
             state.bind(slot, component)

@@ -18,6 +18,8 @@ from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import require_callable
+from distjax.strategies.contracts import ExtendedContract
+from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
 
@@ -42,7 +44,7 @@ class ValueContext:
         )
 
 
-def locality(x: Any) -> Locality:
+def locality(x: PyTree) -> Locality:
     """Returns how and where `x` lives.
 
     Args:
@@ -77,7 +79,7 @@ def locality(x: Any) -> Locality:
     return Locality(kinds.MIRRORED if x.is_fully_replicated else kinds.PARTITIONED, x.sharding)
 
 
-def is_mirrored(topology: Topology, value: Any) -> bool:
+def is_mirrored(topology: Topology, value: object) -> bool:
     """Returns whether `value` is an array that every replica of `topology` holds."""
     if isinstance(value, jax_compat.Tracer):
         return True
@@ -93,7 +95,7 @@ def is_mirrored(topology: Topology, value: Any) -> bool:
 # -- taking apart -------------------------------------------------------------
 
 
-def local_results(extended: Any, value: Any) -> tuple[Any, ...]:
+def local_results(extended: ExtendedContract, value: PyTree) -> tuple[Any, ...]:
     """Returns the values of the replicas: see `Strategy.local_results`."""
     if not extended.wraps:
         return (value,)
@@ -110,11 +112,11 @@ def local_results(extended: Any, value: Any) -> tuple[Any, ...]:
     return tuple(jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(count))
 
 
-def _is_distributed(extended: Any, leaf: Any) -> bool:
+def _is_distributed(extended: ExtendedContract, leaf: object) -> bool:
     return isinstance(leaf, (PerReplica, Variable)) or is_mirrored(extended.topology, leaf)
 
 
-def _leaf_results(extended: Any, leaf: Any) -> tuple[Any, ...]:
+def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
     if isinstance(leaf, Variable):
         return leaf.local_results()
     if isinstance(leaf, PerReplica):
@@ -143,7 +145,7 @@ def split(topology: Topology, array: jax.Array, varying: bool) -> tuple[jax.Arra
 # -- making -------------------------------------------------------------------
 
 
-def values_from_function(extended: Any, fn: Callable[[Any], Any]) -> Any:
+def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -> Any:
     """Returns a PerReplica of what ``fn`` gives for each replica."""
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
@@ -177,7 +179,7 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
     return PerReplica(jax.device_put(stacked, topology.per_replica), topology)
 
 
-def off_device(value: Any) -> Any:
+def off_device(value: PyTree) -> Any:
     """Returns an array that can be combined with arrays of other devices."""
     if isinstance(value, jax.Array) and not jax_compat.is_key_dtype(value.dtype):
         return value if isinstance(value, jax_compat.Tracer) else np.asarray(value)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
+from distjax.context.contracts import Destinations
 from distjax.data import dataset as datasets
+from distjax.data.options import InputOptions
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.strategies.strategy import Strategy
@@ -32,6 +35,17 @@ from distjax.testing.reference_values import (
     select,
 )
 from distjax.testing.reference_variables import ComponentFrame, ReferenceVariable
+from distjax.typing import (
+    AxisLike,
+    DatasetLike,
+    DTypeLike,
+    PositionalArgs,
+    PyTree,
+    ReduceOpLike,
+    VariableModes,
+)
+from distjax.variables.stored_variable import OwningStrategy
+from distjax.variables.variable import Variable
 
 
 class ReferenceStrategy(Strategy):
@@ -70,7 +84,8 @@ class ReferenceStrategy(Strategy):
     """
 
     def __init__(self, num_replicas: int):
-        super().__init__(ReferenceExtended(num_replicas))
+        inside = ReferenceExtended(num_replicas)
+        super().__init__(inside)  # pyright: ignore[reportArgumentType]: it compiles nothing
 
     def __repr__(self) -> str:
         return f"ReferenceStrategy({self.num_replicas_in_sync})"
@@ -93,14 +108,17 @@ class ReferenceExtended:
         self.worker_devices = self.parameter_devices = (device,)
         self._variables: weakref.WeakSet[ReferenceVariable] = weakref.WeakSet()
 
-    def bind(self, strategy: Any) -> None:
+    def bind(self, strategy: OwningStrategy) -> None:
         """Says of which Strategy this is the inside."""
         self.strategy = strategy
 
     # -- replicas -------------------------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` once per replica, replicas pausing where they meet."""
         args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
@@ -115,7 +133,7 @@ class ReferenceExtended:
     def _replicas(self) -> range:
         return range(self.num_replicas)
 
-    def _select(self, replica: int, tree: Any, where: str) -> Any:
+    def _select(self, replica: int, tree: PyTree, where: str) -> Any:
         return select(tree, replica, self.topology, where)
 
     def _require_context(self, method: str) -> None:
@@ -133,7 +151,9 @@ class ReferenceExtended:
 
     # -- cross-replica operations ---------------------------------------------
 
-    def reduce(self, op: Any, value: Any, axis: Any = None, mask: Any = None) -> Any:
+    def reduce(
+        self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
+    ) -> Any:
         """Returns sum or mean over the replicas, and over `axis` of each value."""
         op = as_reduce_op(op)
         self._require_context("reduce")
@@ -147,14 +167,14 @@ class ReferenceExtended:
             mask = jnp.asarray(mask)
         return combine_within(op, parts, axis, components(mask, self.num_replicas))
 
-    def _reduce_value(self, op: ReduceOp, value: Any) -> Any:
+    def _reduce_value(self, op: ReduceOp, value: PyTree) -> Any:
         parts = self._parts(op, value)
         if parts is not None:
             return combine(op, parts)
         self._require_mean(op, value)
         return value
 
-    def _parts(self, op: ReduceOp, value: Any) -> list[Any] | None:
+    def _parts(self, op: ReduceOp, value: PyTree) -> list[Any] | None:
         """Returns the replicas' values; None for what is not on the replicas."""
         if not isinstance(value, ReferenceVariable):
             return components(value, self.num_replicas)
@@ -169,7 +189,7 @@ class ReferenceExtended:
             )
         return list(value.local_results())
 
-    def _require_mean(self, op: ReduceOp, value: Any) -> None:
+    def _require_mean(self, op: ReduceOp, value: object) -> None:
         if op is ReduceOp.MEAN or self.num_replicas == 1:
             return
         raise ValueError(
@@ -182,30 +202,32 @@ class ReferenceExtended:
             )
         )
 
-    def reduce_to(self, op: Any, value: Any, destinations: Any) -> Any:
+    def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
         """Returns `value` reduced; there is one device, so destinations say nothing."""
         return self.reduce(op, value)
 
-    def batch_reduce_to(self, op: Any, value_destination_pairs: Any) -> list[Any]:
+    def batch_reduce_to(
+        self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
+    ) -> list[Any]:
         """Returns the values of (value, destinations) pairs, reduced."""
         return [self.reduce_to(op, value, where) for value, where in value_destination_pairs]
 
-    def broadcast_to(self, value: Any, destinations: Any = None) -> Any:
+    def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> Any:
         """Returns `value` as arrays."""
         self._require_context("broadcast_to")
         return jax.tree.map(jnp.asarray, value)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: PyTree, axis: int) -> Any:
         """Returns the replicas' values end to end along `axis`."""
         self._require_context("gather")
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: PyTree) -> Any:
             parts = self._parts(ReduceOp.MEAN, x)
             return x if parts is None else concatenate(parts, axis, "gather")
 
         return jax.tree.map(leaf, value, is_leaf=is_per_replica)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns the values of the replicas; a 1-tuple for what is not on them."""
         if isinstance(value, ReferenceVariable):
             return value.local_results()
@@ -213,7 +235,7 @@ class ReferenceExtended:
         if is_leaf:
             return tuple(components(value, self.num_replicas) or (value,))
 
-        def part(x: Any, replica: int) -> Any:
+        def part(x: PyTree, replica: int) -> Any:
             x = x.local_results()[replica] if isinstance(x, ReferenceVariable) else x
             return x.stacked[replica] if isinstance(x, PerReplica) else x
 
@@ -226,13 +248,13 @@ class ReferenceExtended:
         stack = lambda *leaves: PerReplica(jnp.stack([*map(jnp.asarray, leaves)]), self.topology)
         return jax.tree.map(stack, *trees)
 
-    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Splits batches over the replicas."""
         self._require_context("distribute_dataset")
         return datasets.distribute_dataset(self.topology, dataset, options)
 
     def distribute_datasets_from_function(
-        self, fn: Callable[[Any], Any], options: Any = None
+        self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
         """Gives each replica elements of its own."""
         self._require_context("distribute_datasets_from_function")
@@ -241,7 +263,13 @@ class ReferenceExtended:
     # -- variables ------------------------------------------------------------
 
     def create_variable(
-        self, initial_value: Any, *, trainable: Any, name: str, dtype: Any, modes: Any
+        self,
+        initial_value: PyTree,
+        *,
+        trainable: bool | None,
+        name: str,
+        dtype: DTypeLike | None,
+        modes: VariableModes,
     ) -> ReferenceVariable:
         """Makes a variable; in a replica all meet, and replica 0's value counts."""
         value = initial_value() if callable(initial_value) else initial_value
@@ -258,7 +286,7 @@ class ReferenceExtended:
         initial = value if is_array(value) and dtype is None else jnp.asarray(value, dtype)
 
         def make(values: Sequence[Any]) -> list[ReferenceVariable]:
-            options = {"name": name, "trainable": trainable, "modes": modes}
+            options: dict[str, Any] = {"name": name, "trainable": trainable, "modes": modes}
             made = ReferenceVariable.make(self.strategy, values[0], **options)
             self._variables.add(made)
             return [made] * len(values)
@@ -272,7 +300,7 @@ class ReferenceExtended:
         self,
         var: ReferenceVariable,
         fn: Callable[..., Any],
-        args: Any = (),
+        args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -295,9 +323,9 @@ class ReferenceExtended:
 
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: Destinations,
         fn: Callable[..., Any],
-        args: Any = (),
+        args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -318,7 +346,7 @@ class ReferenceExtended:
         """Returns the value of `v`, aggregated if its components differ."""
         return v.value
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: PyTree) -> Any:
         """Returns the variable that `value` is a component of, else `value` itself."""
         owners = (v for v in self._variables if any(c is value for c in v.components))
         return next(owners, value)
@@ -327,11 +355,11 @@ class ReferenceExtended:
         """Returns whether `v` belongs to this strategy."""
         return v.strategy is self.strategy
 
-    def non_slot_devices(self, var_list: Any) -> tuple[jax.Device, ...]:
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[jax.Device, ...]:
         """Returns the one device."""
         return self.worker_devices
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:
         """Changes nothing: there is one device."""
         yield

@@ -15,12 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp, as_reduce_op
+from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import ContextError, LocalityError, MergeError, message
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
+from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
 
 
@@ -85,7 +88,7 @@ class ReplicaThread(threading.Thread):
             raise _Aborted
         return self._answer
 
-    def go_on(self, answer: Any) -> None:
+    def go_on(self, answer: PyTree) -> None:
         """Lets the replica run up to its next meeting; raises what it raises."""
         self._answer = answer
         self._turn.release()
@@ -100,7 +103,7 @@ class ReplicaThread(threading.Thread):
         self.join()
 
 
-def run_replicas(strategy: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def run_replicas(strategy: StrategyLike, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Returns what the calls return, each run as one replica of `strategy`."""
     around = frames.stack()
 
@@ -129,7 +132,7 @@ def run_replicas(strategy: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]
             thread.abort()
 
 
-def _hold_meeting(strategy: Any, meetings: Sequence[Meeting | None]) -> Sequence[Any]:
+def _hold_meeting(strategy: StrategyLike, meetings: Sequence[Meeting | None]) -> Sequence[Any]:
     places = ["the end of the function" if m is None else m.what for m in meetings]
     if len(set(places)) > 1:
         arrived = ", ".join(f"replica {i} at {place}" for i, place in enumerate(places))
@@ -154,12 +157,12 @@ _reduce_p.def_abstract_eval(lambda x, *, context, op: jax_compat.ShapedArray(x.s
 
 
 @_reduce_p.def_impl
-def _reduce_now(x: Any, *, context: ReferenceReplicaContext, op: ReduceOp) -> Any:
+def _reduce_now(x: PyTree, *, context: ReferenceReplicaContext, op: ReduceOp) -> Any:
     hold = lambda values: [combine(op, values)] * len(values)
     return context.meet(f"all_reduce({op.name})", x, hold)
 
 
-def _reduce_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _reduce_jvp(primals: PyTree, tangents: PyTree, **params: PyTree) -> Any:
     out, (tangent,) = _reduce_p.bind(*primals, **params), tangents
     is_zero = isinstance(tangent, jax_compat.Zero) or tangent.dtype == jax.dtypes.float0
     zero = jax_compat.Zero(jax_compat.aval_of(out).to_tangent_aval())
@@ -179,7 +182,7 @@ jax_compat.primitive_batchers[_reduce_p] = lambda xs, dims, **params: (
 class ReferenceReplicaContext:
     """What `dj.get_replica_context()` gives in a replica of the reference."""
 
-    def __init__(self, strategy: Any, thread: ReplicaThread):
+    def __init__(self, strategy: StrategyLike, thread: ReplicaThread):
         self._strategy, self._thread = strategy, thread
         self.number = thread.number
 
@@ -205,7 +208,10 @@ class ReferenceReplicaContext:
         return self._strategy.extended.worker_devices
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Returns ``merge_fn(strategy, *args, **kwargs)``, called once, by replica 0."""
         args, kwargs = require_call(args, kwargs, "merge_call")
@@ -218,20 +224,20 @@ class ReferenceReplicaContext:
 
         return self.meet("merge_call", (args, kwargs), hold)
 
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOpLike, value: PyTree) -> Any:
         """Returns the sum or mean of each leaf over the replicas."""
         op = as_reduce_op(op)
         self._require_current("all_reduce")
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: PyTree) -> Any:
             return _reduce_p.bind(summable(op, _own(x, "all_reduce")), context=self, op=op)
 
         return jax.tree.map(leaf, value, is_leaf=is_per_replica)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: PyTree, axis: int) -> Any:
         """Returns the replicas' values of each leaf end to end."""
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: PyTree) -> Any:
             hold = lambda values: [concatenate(values, axis, "all_gather")] * len(values)
             return self.meet("all_gather", _own(x, "all_gather"), hold)
 
@@ -241,7 +247,7 @@ class ReferenceReplicaContext:
         """Returns `key` folded with this replica's number."""
         return jax.random.fold_in(key, self.number)
 
-    def meet(self, what: str, value: Any, hold: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def meet(self, what: str, value: PyTree, hold: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Waits for the other replicas; returns this replica's answer of ``hold``."""
         self._require_current(what)
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value)):
@@ -273,7 +279,7 @@ class ReferenceReplicaContext:
         )
 
 
-def _own(value: Any, method: str) -> Any:
+def _own(value: PyTree, method: str) -> Any:
     if isinstance(value, PerReplica):
         raise LocalityError(
             message(
@@ -286,7 +292,9 @@ def _own(value: Any, method: str) -> Any:
     return value.value if isinstance(value, Variable) else value
 
 
-def require_call(args: Any, kwargs: Any, method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def require_call(
+    args: object, kwargs: object, method: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns args as a tuple and kwargs as a dict, or raises a ValueError."""
     if isinstance(args, (tuple, list)) and isinstance(kwargs, (dict, type(None))):
         return tuple(args), dict(kwargs or {})

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.typing import AxisLike, PyTree
 
 
 def is_array(value: object) -> bool:
@@ -30,10 +31,10 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
 
 
-def select(tree: Any, replica: int, topology: Topology, where: str) -> Any:
+def select(tree: PyTree, replica: int, topology: Topology, where: str) -> Any:
     """Returns what one replica sees of a cross-replica tree."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: PyTree) -> Any:
         if isinstance(x, PerReplica):
             require_same_topology(x, topology, where)
             return x.stacked[replica]
@@ -94,14 +95,14 @@ def _differing_text(where: str, got: str) -> str:
     )
 
 
-def components(value: Any, num_replicas: int) -> list[Any] | None:
+def components(value: PyTree, num_replicas: int) -> list[Any] | None:
     """Returns the values of the replicas, or None for what is not on the replicas."""
     if isinstance(value, PerReplica):
         return [value.stacked[i] for i in range(num_replicas)]
     return [value] * num_replicas if isinstance(value, jax.Array) else None
 
 
-def summable(op: ReduceOp, value: Any) -> jax.Array:
+def summable(op: ReduceOp, value: PyTree) -> jax.Array:
     """Returns `value` in the dtype in which `op` adds: floating for a mean."""
     array = jnp.asarray(value)
     if op is ReduceOp.MEAN and not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -116,7 +117,7 @@ def combine(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
     return total / len(values) if op is ReduceOp.MEAN else total
 
 
-def combine_within(op: ReduceOp, values: Sequence[Any], axis: Any, mask: Any) -> jax.Array:
+def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: PyTree) -> jax.Array:
     """Returns sum or mean over replicas and over `axis`, of what the masks keep.
 
     Args:

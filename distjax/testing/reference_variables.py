@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.ops import ReduceOp
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import (
@@ -26,9 +25,11 @@ from distjax.errors import (
     describe_value,
     message,
 )
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.testing.reference_values import all_equal, combine, is_array, is_number
-from distjax.variables.policy import VariableAggregation, VariableSynchronization
+from distjax.typing import DTypeLike, PyTree, VariableModes
+from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
 
 _SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
@@ -53,7 +54,13 @@ class ReferenceVariable(Variable):
 
     @classmethod
     def make(
-        cls, strategy: Any, initial: Any, *, name: str, trainable: bool | None, modes: Any
+        cls,
+        strategy: OwningStrategy,
+        initial: PyTree,
+        *,
+        name: str,
+        trainable: bool | None,
+        modes: VariableModes,
     ) -> ReferenceVariable:
         """Returns a new variable (`Variable` itself would ask the strategy for one)."""
         self = object.__new__(cls)
@@ -84,19 +91,19 @@ class ReferenceVariable(Variable):
         number = self._own_component("read")
         return tuple(self.components) if number is None else (self.components[number],)
 
-    def assign(self, value: Any) -> jax.Array:
+    def assign(self, value: PyTree) -> jax.Array:
         """Sets the variable to `value` and returns the new value."""
         return self._write("assign", value, lambda old, new: new)
 
-    def assign_add(self, value: Any) -> jax.Array:
+    def assign_add(self, value: PyTree) -> jax.Array:
         """Adds `value` and returns the new value."""
         return self._write("assign_add", value, lambda old, new: old + new)
 
-    def assign_sub(self, value: Any) -> jax.Array:
+    def assign_sub(self, value: PyTree) -> jax.Array:
         """Subtracts `value` and returns the new value."""
         return self._write("assign_sub", value, lambda old, new: old - new)
 
-    def _write(self, method: str, value: Any, apply: Callable[[Any, Any], Any]) -> jax.Array:
+    def _write(self, method: str, value: PyTree, apply: Callable[[Any, Any], Any]) -> jax.Array:
         number = self._own_component(method)
         array = self._convert(method, value)
         if number is not None and (frames.current().in_update or self.is_on_read):
@@ -109,7 +116,7 @@ class ReferenceVariable(Variable):
         return self.value
 
     def _write_together(
-        self, method: str, value: Any, array: jax.Array, apply: Callable[[Any, Any], Any]
+        self, method: str, value: PyTree, array: jax.Array, apply: Callable[[Any, Any], Any]
     ) -> None:
         """Writes a mirrored variable in a replica: all replicas meet, all copies change."""
         if self.aggregation is _NONE:
@@ -166,7 +173,7 @@ class ReferenceVariable(Variable):
             return updates[-1].component
         return None if frame.replica_context is None else frame.replica_context.number
 
-    def _convert(self, method: str, value: Any) -> jax.Array:
+    def _convert(self, method: str, value: PyTree) -> jax.Array:
         value = value.value if isinstance(value, Variable) else value
         if isinstance(value, PerReplica):
             raise LocalityError(_one_value_text(self, method, value))
@@ -180,21 +187,21 @@ class ReferenceVariable(Variable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReferenceVariable:
         modes = (self.synchronization, self.aggregation)
-        options = {"name": self.name, "trainable": self.trainable, "modes": modes}
+        options: dict[str, Any] = {"name": self.name, "trainable": self.trainable, "modes": modes}
         made = self.make(self.strategy, self.components[0], **options)
         made.components = list(self.components)
         memo[id(self)] = made
         return made
 
 
-def _strong(value: Any) -> jax.Array:
+def _strong(value: PyTree) -> jax.Array:
     """Returns an array of its own dtype, which Python numbers promote to."""
     if jax_compat.is_key_dtype(getattr(value, "dtype", None)):
         return value
     return jnp.asarray(np.asarray(value))
 
 
-def _rank(dtype: Any) -> int:
+def _rank(dtype: DTypeLike) -> int:
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating, jax.dtypes.prng_key)
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
 
@@ -249,7 +256,7 @@ def _no_aggregation_text(variable: ReferenceVariable, method: str) -> str:
     )
 
 
-def _python_number_text(variable: ReferenceVariable, method: str, value: Any) -> str:
+def _python_number_text(variable: ReferenceVariable, method: str, value: object) -> str:
     return message(
         f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
         got=f"the Python number {value!r}",
@@ -278,7 +285,7 @@ def _one_value_text(variable: ReferenceVariable, method: str, value: PerReplica)
     )
 
 
-def _conversion_text(variable: ReferenceVariable, method: str, value: Any) -> str:
+def _conversion_text(variable: ReferenceVariable, method: str, value: object) -> str:
     return message(
         f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
         got=describe_value(value),

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.collectives import ops
-from distjax.collectives.ops import ReduceOp
+from distjax.collectives.eager import call_compiled
+from distjax.collectives.reductions import combine_components
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import (
@@ -20,32 +21,37 @@ from distjax.errors import (
     StrategyMismatchError,
     message,
 )
+from distjax.modes import ReduceOp, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
+from distjax.typing import PyTree
 from distjax.variables import state as states
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import reuse_components
-from distjax.variables.policy import PLAIN, Combine, VariableSynchronization
+from distjax.variables.policy import PLAIN, Combine
+from distjax.variables.state import State
+from distjax.variables.stored_variable import StoredVariable
 
 
-def read(variable: Any) -> jax.Array:
+def read(variable: StoredVariable) -> jax.Array:
     """Returns the value of `variable` that the current context sees."""
     frame = frames.current()
     state = _state_for(variable, frame, "read")
     return _read_view(variable, state, frame)
 
 
-def write(variable: Any, value: Any, method: str) -> jax.Array:
+def write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
     """Writes `value` by the rules of the current context; returns what it then sees."""
     if variable.sharding is None:
         return _write(variable, value, method)
     return _write_off_mesh(variable, value, method)
 
 
-def _write(variable: Any, value: Any, method: str) -> jax.Array:
+def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
     frame = frames.current()
     state = _state_for(variable, frame, "write")
     state.require_writable(variable)
-    value = value.value if hasattr(value, "require_initialized") else value
+    if isinstance(value, StoredVariable):
+        value = value.value  # pyright: ignore[reportAttributeAccessIssue]: it is a `Variable`
     _require_one_value(variable, value, method, frame)
     _require_arithmetic(variable, method)
     array = convert(variable, value, method)
@@ -61,7 +67,7 @@ def _write(variable: Any, value: Any, method: str) -> jax.Array:
 _write_off_mesh = jax_compat.ignores_user_mesh(_write)
 
 
-def components(variable: Any) -> tuple[jax.Array, ...]:
+def components(variable: StoredVariable) -> tuple[jax.Array, ...]:
     """Returns the components of `variable` in replica order."""
     frame = frames.current()
     state = _state_for(variable, frame, "read")
@@ -76,12 +82,12 @@ def components(variable: Any) -> tuple[jax.Array, ...]:
         return reuse_components(variable.stored, split(variable, state.read(variable)))
 
 
-def read_components(variable: Any) -> jax.Array:
+def read_components(variable: StoredVariable) -> jax.Array:
     """Returns the components [R, ...] of a sync-on-read variable, for a reduction."""
     return _state_for(variable, frames.current(), "read").read(variable)
 
 
-def initialize(variable: Any, value: Any) -> None:
+def initialize(variable: StoredVariable, value: PyTree) -> None:
     """Gives a new variable its storage: a copy of `value` [...] in each component."""
     if variable.policy.stacked:
         value = jnp.broadcast_to(jnp.asarray(value), variable.global_shape)
@@ -93,7 +99,7 @@ def initialize(variable: Any, value: Any) -> None:
 # -- who may ------------------------------------------------------------------
 
 
-def _state_for(variable: Any, frame: Frame, action: str) -> Any:
+def _state_for(variable: StoredVariable, frame: Frame, action: str) -> Any:
     if frame.owns_variable(variable, read=action == "read"):
         return states.STORAGE if frame.state is None else frame.state
     raise StrategyMismatchError(
@@ -109,16 +115,20 @@ def _state_for(variable: Any, frame: Frame, action: str) -> Any:
     )
 
 
-def _is_local(variable: Any, frame: Frame) -> bool:
+def _is_local(variable: StoredVariable, frame: Frame) -> bool:
     return frame.replica_context is not None and frame.strategy is variable.strategy
 
 
 # -- reads --------------------------------------------------------------------
 
 
-def _read_view(variable: Any, state: Any, frame: Frame) -> jax.Array:
+def _read_view(variable: StoredVariable, state: State, frame: Frame) -> jax.Array:
     stored = state.read(variable)
-    if state.local_view and variable.layout.local_form.is_split:
+    if (
+        isinstance(state, states.TraceState)
+        and state.local_view
+        and variable.layout.local_form.is_split
+    ):
         return state.gather(variable)
     if not variable.policy.stacked or state.local_view:
         return stored
@@ -135,7 +145,7 @@ def _read_view(variable: Any, state: Any, frame: Frame) -> jax.Array:
     return aggregate(variable, stored)
 
 
-def aggregate(variable: Any, stored: jax.Array) -> jax.Array:
+def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:
     """Returns the cross-replica value of stored components [R, ...]."""
     rule = variable.policy.cross_read
     if rule is Combine.REFUSE:
@@ -149,13 +159,14 @@ def aggregate(variable: Any, stored: jax.Array) -> jax.Array:
                 "look at v.local_results()",
             )
         )
-    return variable.strategy.extended.combine_components(rule, stored)
+    topology = variable.strategy.extended.topology
+    return call_compiled(combine_components, stored, topology, rule.name)
 
 
 # -- writes -------------------------------------------------------------------
 
 
-def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -> None:
+def _write_component(variable: StoredVariable, state: State, array: jax.Array, method: str) -> None:
     if state is not states.STORAGE:
         state.write(variable, _apply(state.read(variable), array, method))
         return
@@ -171,7 +182,9 @@ def _write_component(variable: Any, state: Any, array: jax.Array, method: str) -
         state.write(variable, new)
 
 
-def _write_in_replica(variable: Any, state: Any, value: Any, array: jax.Array, method: str) -> None:
+def _write_in_replica(
+    variable: StoredVariable, state: State, value: PyTree, array: jax.Array, method: str
+) -> None:
     rule = variable.policy.replica_write
     if rule is Combine.REFUSE:
         raise AggregationError(_no_aggregation_text(variable, method))
@@ -200,14 +213,14 @@ def write_scope(variable: Any) -> str:
     return f"distjax_write_{variable.serial_number}"
 
 
-def _combine_in_replica(rule: Combine, variable: Any, array: Any) -> jax.Array:
+def _combine_in_replica(rule: Combine, variable: StoredVariable, array: jax.Array) -> jax.Array:
     topology, form = variable.strategy.extended.topology, variable.layout.local_form
     if rule is Combine.FIRST:
         return form.own_part(ops.from_first_replica(array, topology.axis_name))
     return form.reduce(ReduceOp[rule.name], array, topology)
 
 
-def _write_across(variable: Any, state: Any, array: jax.Array, method: str) -> None:
+def _write_across(variable: StoredVariable, state: State, array: jax.Array, method: str) -> None:
     rule = variable.policy.cross_assign if method == "assign" else variable.policy.cross_add
     if rule is Combine.REFUSE:
         raise AggregationError(_cross_write_text(variable, method))
@@ -240,7 +253,7 @@ def _apply(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
 # -- checks -------------------------------------------------------------------
 
 
-def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> None:
+def _require_one_value(variable: StoredVariable, value: object, method: str, frame: Frame) -> None:
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(
@@ -254,7 +267,7 @@ def _require_one_value(variable: Any, value: Any, method: str, frame: Frame) -> 
     )
 
 
-def _require_arithmetic(variable: Any, method: str) -> None:
+def _require_arithmetic(variable: StoredVariable, method: str) -> None:
     if method == "assign" or jnp.issubdtype(variable.dtype, jnp.number):
         return
     raise TypeError(
@@ -267,7 +280,7 @@ def _require_arithmetic(variable: Any, method: str) -> None:
     )
 
 
-def _no_aggregation_text(variable: Any, method: str) -> str:
+def _no_aggregation_text(variable: StoredVariable, method: str) -> str:
     return message(
         f"You must specify an aggregation method to update variable {variable.name!r} "
         f"in a replica context ({method})",
@@ -279,7 +292,7 @@ def _no_aggregation_text(variable: Any, method: str) -> str:
     )
 
 
-def _cross_write_text(variable: Any, method: str) -> str:
+def _cross_write_text(variable: StoredVariable, method: str) -> str:
     on_read = variable.synchronization is VariableSynchronization.ON_READ
     mode = f"{'ON_READ' if on_read else 'ON_WRITE'} + {variable.aggregation.name}"
     return message(

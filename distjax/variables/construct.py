@@ -14,29 +14,33 @@ from distjax.collectives.ops import from_first_replica
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
+from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
 from distjax.variables.creation_log import require_no_trace, require_own_trace
 from distjax.variables.donation import hand_out
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.policy import PLAIN, Policy, policy_for
+from distjax.variables.state import TraceState
+from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import VariablePlacement
 
 
 def make_variable(
-    strategy: Any,
+    strategy: OwningStrategy,
     placement: VariablePlacement,
-    initial_value: Any,
+    initial_value: PyTree,
     *,
     trainable: bool | None,
     name: str,
-    dtype: Any,
-    modes: Any,
+    dtype: DTypeLike | None,
+    modes: VariableModes,
 ) -> Variable:
     """Returns a new variable of `strategy`, or the one made at this place before."""
     state = frames.current().state
     make_initial = _initializer(initial_value, dtype, name)
+    value: Any = None
     if state is None:
         require_no_trace(name)
         aval = jax.eval_shape(make_initial)
@@ -79,7 +83,7 @@ def make_variable(
     return variable
 
 
-def copy_variable(variable: Variable) -> Variable:
+def copy_variable(variable: StoredVariable) -> Variable:
     """Returns a new variable like `variable`, with a copy of what it stores."""
     made = Variable.declared(
         strategy=variable.strategy,
@@ -105,20 +109,27 @@ def _rehearsal_text(name: str) -> str:
     )
 
 
-def _layout(strategy: Any, placement: VariablePlacement, policy: Policy, aval: Any) -> Layout:
+def _layout(
+    strategy: OwningStrategy,
+    placement: VariablePlacement,
+    policy: Policy,
+    aval: jax_compat.ShapedArray,
+) -> Layout:
     if policy.stacked:
         return StackedLayout(strategy.extended.topology)
     return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
 
 
-def _is_concrete_in_merge(state: Any, initial_value: Any) -> bool:
+def _is_concrete_in_merge(state: TraceState, initial_value: object) -> bool:
     creations = state.creations
     if creations is None or not creations.makes_at_once:
         return False
     return callable(initial_value) or not isinstance(initial_value, jax_compat.Tracer)
 
 
-def _initializer(initial_value: Any, dtype: Any, name: str) -> Callable[[], jax.Array]:
+def _initializer(
+    initial_value: PyTree, dtype: DTypeLike | None, name: str
+) -> Callable[[], jax.Array]:
     if isinstance(initial_value, Variable):
         initial_value = initial_value.value
     if isinstance(initial_value, PerReplica):
@@ -145,7 +156,7 @@ def _initializer(initial_value: Any, dtype: Any, name: str) -> Callable[[], jax.
     return make
 
 
-def _initial_text(value: Any, dtype: Any, name: str) -> str:
+def _initial_text(value: object, dtype: DTypeLike | None, name: str) -> str:
     return message(
         f"variable {name!r} needs an initial value of numbers",
         got=describe_value(value) + ("" if dtype is None else f", for dtype {dtype}"),
@@ -155,7 +166,7 @@ def _initial_text(value: Any, dtype: Any, name: str) -> str:
 
 
 def _initialize_now(
-    variable: Variable, initial_value: Any, make_initial: Callable[[], jax.Array]
+    variable: Variable, initial_value: PyTree, make_initial: Callable[[], jax.Array]
 ) -> None:
     """Gives the variable its storage, outside of any trace of ours."""
     if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):

@@ -11,6 +11,8 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
+from distjax.typing import DTypeLike, PyTree
+from distjax.variables.stored_variable import StoredVariable
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -20,7 +22,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
 
 
-def dtype_rank(dtype: Any) -> int | None:
+def dtype_rank(dtype: DTypeLike) -> int | None:
     """Returns the place of a dtype among bool, int, float, complex; None: none of them.
 
     A conversion to a dtype of lower rank loses information.
@@ -28,7 +30,7 @@ def dtype_rank(dtype: Any) -> int | None:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
-def convert(variable: Any, value: Any, method: str) -> Any:
+def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
     """Returns `value` as an array with the shape and dtype of `variable`.
 
     Args:
@@ -58,7 +60,7 @@ def convert(variable: Any, value: Any, method: str) -> Any:
     return jnp.asarray(array, variable.dtype)
 
 
-def _as_array(variable: Any, value: Any, method: str) -> Any:
+def _as_array(variable: StoredVariable, value: PyTree, method: str) -> Any:
     if isinstance(value, jax.Array):
         return value
     is_known = hasattr(value, "dtype") or isinstance(value, (numbers.Number, list, tuple))
@@ -71,12 +73,12 @@ def _as_array(variable: Any, value: Any, method: str) -> Any:
         raise TypeError(_dtype_text(variable, method, describe_value(value))) from error
 
 
-def _can_hold(wanted: Any, given: Any) -> bool:
+def _can_hold(wanted: DTypeLike, given: DTypeLike) -> bool:
     rank, limit = dtype_rank(given), dtype_rank(wanted)
     return rank is not None and limit is not None and rank <= limit
 
 
-def _dtype_text(variable: Any, method: str, got: str) -> str:
+def _dtype_text(variable: StoredVariable, method: str, got: str) -> str:
     return message(
         f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
         got=got,

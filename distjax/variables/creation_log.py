@@ -6,10 +6,21 @@ the variables get their storage, and the function is traced again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+
+from jax import core
 
 from distjax import jax_compat
 from distjax.errors import ContextError, TraceLeakError, message
+from distjax.typing import DTypeLike, PyTree
+from distjax.variables.stored_variable import StoredVariable
+
+
+class CreatingState(Protocol):
+    """The state of a trace, as far as creations ask: see `TraceState`."""
+
+    trace: core.Trace
+    creations: CreationLog | None
 
 
 class CreationLog:
@@ -41,14 +52,14 @@ class CreationLog:
         self.reused: tuple[str, ...] = ()
 
     @staticmethod
-    def within(state: Any) -> CreationLog | None:
+    def within(state: CreatingState) -> CreationLog | None:
         """Returns the log for a trace inside the trace of `state`."""
-        around = getattr(state, "creations", None)
+        around = state.creations
         if around is None or around.makes_at_once:
             return None
         return CreationLog(outermost=around.outermost)
 
-    def take(self, *, shape: Any, dtype: Any, name: str) -> Any | None:
+    def take(self, *, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> Any | None:
         """Returns the variable that was made at this position before, or None."""
         top = self.outermost
         position, top.position = top.position, top.position + 1
@@ -63,7 +74,7 @@ class CreationLog:
         top.reused = (*top.reused, name)
         return variable
 
-    def collect(self, variable: Any, value: Any) -> None:
+    def collect(self, variable: StoredVariable, value: PyTree) -> None:
         """Records a new variable and its initial value in this trace."""
         self.values[variable] = value
         variable.stored.is_being_made = True  # the rest of the trace may use it
@@ -80,7 +91,7 @@ class CreationLog:
         for variable in self.collected:
             variable.stored.is_being_made = False
 
-    def remember(self, variable: Any) -> None:
+    def remember(self, variable: StoredVariable) -> None:
         """Records a variable that was made at once."""
         self.remembered.append(variable)
 
@@ -91,7 +102,7 @@ def require_no_trace(name: str) -> None:
         raise TraceLeakError(_leak_text(name))
 
 
-def require_own_trace(state: Any, name: str) -> None:
+def require_own_trace(state: CreatingState, name: str) -> None:
     """Raises unless a variable can be created here in the trace of `state`."""
     creations = state.creations
     if creations is not None and not creations.makes_at_once:

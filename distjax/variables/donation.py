@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -47,7 +47,7 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 
 def _register(stored: StoredArray) -> jax.Array:
-    handle = jax_compat.another_handle(stored.require())
+    handle = jax_compat.another_handle(stored.require())  # pyright: ignore[reportArgumentType]
     held = (handle, *(shard.data for shard in handle.addressable_shards))
     for array in held:
         key = id(array)
@@ -91,7 +91,7 @@ def copy_aliased(stepped: SteppedArrays) -> None:
     for stored in tuple(stepped.aliased):
         if stored.place is None or stored.place[0] is not stepped:
             continue
-        array = stored.require()
+        array: Any = stored.require()
         if any(reference() is not None for reference in stored.handles):
             stepped.arrays[stored.place[1]] = jax.numpy.copy(array)
         stored.handles = []

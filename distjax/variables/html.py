@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.tables import Table, as_html, format_bytes
 from distjax.variables.donation import hand_out
+from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable_description import describe_variable
 
 
-def variable_html(variable: Any) -> str:
+def variable_html(variable: StoredVariable) -> str:
     """Returns a table of what the variable is, where it lives, and its values."""
     if variable.storage is None or frames.current().state is not None:
         return as_html([Table(repr(variable))])
@@ -30,7 +29,7 @@ def variable_html(variable: Any) -> str:
     return as_html([Table(caption, (), facts + tuple(_values(variable)))])
 
 
-def _values(variable: Any) -> list[tuple[str, str]]:
+def _values(variable: StoredVariable) -> list[tuple[str, str]]:
     value = variable.layout.from_stored(hand_out(variable.stored), variable.shape)
     if jax_compat.is_key_dtype(value.dtype) or not value.is_fully_addressable:
         return []

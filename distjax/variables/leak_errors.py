@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from distjax.errors import message
+from distjax.variables.stored_variable import StoredVariable
 
 #: Those that `dj.lax` has, and others.
 _CARRYING_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch"}
@@ -24,7 +24,7 @@ _TRANSFORMS = {
 }
 
 
-def leak_text(variable: Any, action: str, place: str) -> str:
+def leak_text(variable: StoredVariable, action: str, place: str) -> str:
     """Returns the text for a read or write of a variable inside a trace that is not ours.
 
     Args:
@@ -59,7 +59,7 @@ def _enclosing_construct() -> str | None:
     calls with none of the user's between them the outermost is the user's word.
     Loops that `dj.lax` called are left out: they carry variables.
     """
-    frame, found = sys._getframe(1), None
+    frame, found = sys._getframe(1), None  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module.startswith("jax."):

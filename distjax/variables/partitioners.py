@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
+from distjax.typing import DTypeLike
 
 
-def _require_count(owner: str, name: str, value: Any) -> None:
+def _require_count(owner: str, name: str, value: object) -> None:
     if is_int(value) and value >= 1:
         return
     raise ValueError(
@@ -25,7 +25,7 @@ def _require_count(owner: str, name: str, value: Any) -> None:
     )
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
@@ -45,7 +45,7 @@ class FixedShards:
     def __post_init__(self) -> None:
         _require_count("FixedShards", "num_shards", self.num_shards)
 
-    def __call__(self, shape: tuple[int, ...], dtype: Any) -> list[int]:
+    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
         """Returns the number of shards along each axis."""
         return _along_first_axis(shape, min(self.num_shards, shape[0]) if shape else 1)
 
@@ -66,7 +66,7 @@ class MinSize:
         _require_count("MinSize", "min_shard_bytes", self.min_shard_bytes)
         _require_count("MinSize", "max_shards", self.max_shards)
 
-    def __call__(self, shape: tuple[int, ...], dtype: Any) -> list[int]:
+    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
         """Returns the number of shards along each axis."""
         if not shape:
             return []
@@ -89,7 +89,7 @@ class MaxSize:
         if self.max_shards is not None:
             _require_count("MaxSize", "max_shards", self.max_shards)
 
-    def __call__(self, shape: tuple[int, ...], dtype: Any) -> list[int]:
+    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
         """Returns the number of shards along each axis."""
         if not shape or shape[0] == 0:
             return _along_first_axis(shape, 1)

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
 
 import jax.numpy as jnp
 
 from distjax.errors import message
-
-
-class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together.
-
-    AUTO is ON_WRITE. NONE is refused under a strategy. Source:
-    tf.VariableSynchronization.
-    """
-
-    AUTO = "AUTO"
-    NONE = "NONE"
-    ON_WRITE = "ON_WRITE"
-    ON_READ = "ON_READ"
-
-
-class VariableAggregation(enum.Enum):
-    """How values of replicas combine when they meet in a variable.
-
-    Source: tf.VariableAggregation.
-    """
-
-    NONE = "NONE"
-    SUM = "SUM"
-    MEAN = "MEAN"
-    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.typing import DTypeLike
 
 
 class Combine(enum.Enum):
@@ -86,7 +62,7 @@ PLAIN = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH)
 
 
 def resolve_modes(
-    synchronization: Any, aggregation: Any, name: str
+    synchronization: object, aggregation: object, name: str
 ) -> tuple[VariableSynchronization, VariableAggregation]:
     """Returns the two modes of a new variable, AUTO resolved, or raises ValueError."""
     if not isinstance(synchronization, VariableSynchronization):
@@ -116,7 +92,7 @@ def resolve_modes(
 
 def policy_for(
     modes: tuple[VariableSynchronization, VariableAggregation],
-    dtype: Any,
+    dtype: DTypeLike,
     name: str,
 ) -> Policy:
     """Returns the table's row for a variable of a strategy with replicas.

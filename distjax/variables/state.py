@@ -9,15 +9,19 @@ into inputs, and the written values into outputs.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
+from distjax.typing import DTypeLike, PyTree
+from distjax.variables.creation_log import CreationLog
 from distjax.variables.donation import hand_out
+from distjax.variables.layouts.local_form import LocalForm
 from distjax.variables.leak_errors import leak_text
+from distjax.variables.stored_variable import StoredVariable
 
 variable_p = jax_compat.Primitive("distjax_variable")
 
@@ -31,7 +35,7 @@ class WeakVariable:
 
     __slots__ = ("_reference", "_serial_number", "__weakref__")
 
-    def __init__(self, variable: Any):
+    def __init__(self, variable: StoredVariable):
         self._reference, self._serial_number = weakref.ref(variable), variable.serial_number
 
     def __call__(self) -> Any:
@@ -45,7 +49,7 @@ class WeakVariable:
 
 
 @variable_p.def_abstract_eval
-def _variable_abstract_eval(*, variable: Any, local_view: bool) -> ShapedArray:
+def _variable_abstract_eval(*, variable: WeakVariable, local_view: bool) -> ShapedArray:
     described = variable()
     shape = described.local_shape if local_view else described.global_shape
     return ShapedArray(shape, described.dtype)
@@ -70,7 +74,7 @@ class StorageState:
 
     local_view = False
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: StoredVariable) -> Any:
         """Returns the value of `variable` in global form."""
         if jax_compat.staging():
             raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
@@ -80,12 +84,12 @@ class StorageState:
         is_safe = value is handle or variable.layout.hands_out_copies
         return value if is_safe else jax.numpy.copy(value)
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: StoredVariable, value: PyTree) -> None:
         """Replaces the storage of `variable` by a value in global form."""
         self.require_writable(variable)
         variable.store(value)
 
-    def require_writable(self, variable: Any) -> None:
+    def require_writable(self, variable: StoredVariable) -> None:
         """Raises a TraceLeakError inside any JAX trace."""
         if jax_compat.tracing():
             raise TraceLeakError(leak_text(variable, "write", "a trace that distjax does not own"))
@@ -109,7 +113,13 @@ class TraceState:
       meant: by identity, arrays that `dj.expect` says may come back different, and why.
     """
 
-    def __init__(self, *, local_view: bool, parent: Any = None, creations: Any = None):
+    def __init__(
+        self,
+        *,
+        local_view: bool,
+        parent: TraceState | None = None,
+        creations: CreationLog | None = None,
+    ):
         self.local_view = local_view
         self.trace = jax_compat.current_trace()
         self.parent = parent
@@ -122,14 +132,14 @@ class TraceState:
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: StoredVariable) -> Any:
         """Returns the value of `variable` in this state's view."""
         if variable not in self._values:
             self.read_order.append(variable)
             self._values[variable] = self._initial(variable)
         return self._values[variable]
 
-    def _initial(self, variable: Any) -> Any:
+    def _initial(self, variable: StoredVariable) -> Any:
         variable.stored.complete_creation()
         variable.require_initialized()
         if self.parent is not None:
@@ -137,7 +147,7 @@ class TraceState:
         with jax_compat.in_trace(self.trace):
             return variable_p.bind(variable=WeakVariable(variable), local_view=self.local_view)
 
-    def gather(self, variable: Any) -> Any:
+    def gather(self, variable: StoredVariable) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.
 
         Gathered once in the state's own trace; anew in an inner trace, so that
@@ -152,7 +162,7 @@ class TraceState:
             self._gathered[variable] = (shard, whole)
         return whole
 
-    def whole(self, shard: Any, form: Any) -> Any:
+    def whole(self, shard: jax.Array, form: LocalForm) -> Any:
         """Returns a value gathered from this replica's shard, and remembers the shard.
 
         Whoever handles the whole as one value can go back to the shard: then the
@@ -162,25 +172,29 @@ class TraceState:
         self._shards[id(whole)] = (whole, shard, form)
         return whole
 
-    def shard_of(self, whole: Any) -> tuple[Any, Any] | None:
+    def shard_of(self, whole: jax.Array) -> tuple[Any, Any] | None:
         """Returns (shard, local form) of what `whole` gave; None for any other value."""
         held = self._shards.get(id(whole))
         return None if held is None else held[1:]
 
-    def bind(self, variable: Any, value: Any) -> None:
+    def bind(self, variable: StoredVariable, value: PyTree) -> None:
         """Sets the value that `variable` has at the start of the trace."""
         self._values[variable] = value
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: StoredVariable, value: PyTree) -> None:
         """Sets a new value of `variable`."""
         self.require_writable(variable)
         self._values[variable] = value
         self.written[variable] = None
 
-    def require_writable(self, variable: Any) -> None:
+    def require_writable(self, variable: StoredVariable) -> None:
         """Raises a TraceLeakError inside an inner trace."""
         if jax_compat.current_trace() is not self.trace:
             raise TraceLeakError(leak_text(variable, "write", "an inner trace"))
+
+
+#: Where a variable is read and written.
+State: TypeAlias = StorageState | TraceState
 
 
 class ShapeState(TraceState):
@@ -189,7 +203,7 @@ class ShapeState(TraceState):
     Reads give placeholders of the right shape and dtype.
     """
 
-    def _initial(self, variable: Any) -> Any:
+    def _initial(self, variable: StoredVariable) -> Any:
         variable.stored.complete_creation()
         variable.require_initialized()
         shape = variable.local_shape if self.local_view else variable.global_shape
@@ -197,7 +211,7 @@ class ShapeState(TraceState):
             return _placeholder(shape, variable.dtype)
 
 
-def _placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
+def _placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     if jax_compat.is_key_dtype(dtype):
         return jax.random.split(jax.random.key(0), shape)
     return jax.lax.full(shape, 0, dtype)

@@ -21,7 +21,7 @@ import jax
 from distjax.variables.storage_errors import is_there, require_stored
 
 #: What a variable stores: an array; on devices that are only described its shape and sharding.
-Stored: TypeAlias = Any  # jax.Array | jax.ShapeDtypeStruct
+Stored: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
 class SteppedArrays:
@@ -98,9 +98,10 @@ class StoredArray:
         self.name, self.lock = name, lock
         self.place: tuple[SteppedArrays, int] | None = None
         self.handles: list[weakref.ref[jax.Array]] = []
-        self.components: tuple[
-            weakref.ref[jax.Array] | None, tuple[weakref.ref[jax.Array], ...]
-        ] = (None, ())
+        self.components: tuple[weakref.ref[Stored] | None, tuple[weakref.ref[jax.Array], ...]] = (
+            None,
+            (),
+        )
         self.complete: Callable[[], None] | None = None
         self.is_being_made = self.is_lost = False
         self._array: Stored | None = None

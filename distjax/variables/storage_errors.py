@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from distjax.errors import ContextError, UnsupportedError, message
 
 
-def is_there(array: Any) -> bool:
+def is_there(array: jax.Array | jax.ShapeDtypeStruct | None) -> bool:
     """Returns whether `array` is an array that was not deleted, or the description of one."""
     return array is not None and not (isinstance(array, jax.Array) and array.is_deleted())
 
 
-def require_stored(name: str, array: Any, is_lost: bool) -> None:
+def require_stored(
+    name: str, array: jax.Array | jax.ShapeDtypeStruct | None, is_lost: bool
+) -> None:
     """Raises unless `array` is the stored array of variable `name`, and still there.
 
     Raises:
@@ -27,7 +27,7 @@ def require_stored(name: str, array: Any, is_lost: bool) -> None:
         raise RuntimeError(_deleted_text(name))
 
 
-def require_present(name: str, array: Any) -> None:
+def require_present(name: str, array: jax.Array | jax.ShapeDtypeStruct | None) -> None:
     """Raises an UnsupportedError if the devices of the variable are only described."""
     if isinstance(array, jax.ShapeDtypeStruct):
         raise UnsupportedError(

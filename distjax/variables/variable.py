@@ -10,27 +10,23 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from distjax.context import frames
 from distjax.errors import message
-from distjax.jax_compat import as_uncommitted
+from distjax.jax_compat import is_key_dtype
+from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.typing import DTypeLike, PyTree
 from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layouts.layout import Layout
-from distjax.variables.policy import (
-    Policy,
-    VariableAggregation,
-    VariableSynchronization,
-    resolve_modes,
-)
-from distjax.variables.storage import Stored, StoredArray
-from distjax.variables.storage_errors import require_present
+from distjax.variables.policy import Policy, resolve_modes
+from distjax.variables.storage import StoredArray
+from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 
 _serial_numbers = itertools.count()
 
 
-class Variable:
+class Variable(StoredVariable):
     """State of one shape and dtype, placed by the active strategy.
 
     Mirrored (ON_WRITE): one value, a copy on each replica. Sync-on-read
@@ -65,25 +61,13 @@ class Variable:
     Source: tf.Variable under tf.distribute, "Mirrored variables" (TF 1.13).
     """
 
-    strategy: Any
-    shape: tuple[int, ...]
-    dtype: Any
-    name: str
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
-    trainable: bool
-    policy: Policy
-    layout: Layout
-    stored: StoredArray
-    serial_number: int
-
     def __new__(
         cls,
-        initial_value: Any,
+        initial_value: PyTree,
         *,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
     ) -> Any:
@@ -99,9 +83,9 @@ class Variable:
     def declared(
         cls,
         *,
-        strategy: Any,
+        strategy: OwningStrategy,
         shape: tuple[int, ...],
-        dtype: Any,
+        dtype: DTypeLike,
         name: str,
         trainable: bool | None,
         modes: tuple[VariableSynchronization, VariableAggregation],
@@ -112,7 +96,7 @@ class Variable:
         self = object.__new__(cls)
         self.strategy = strategy
         self.shape = tuple(shape)
-        self.dtype = jnp.dtype(dtype) if not hasattr(dtype, "_rules") else dtype
+        self.dtype = dtype if is_key_dtype(dtype) else jnp.dtype(dtype)
         self.name = name
         self.synchronization, self.aggregation = modes
         on_read = self.synchronization is VariableSynchronization.ON_READ
@@ -122,61 +106,6 @@ class Variable:
         self.serial_number = next(_serial_numbers)
         self.stored = StoredArray(name, strategy.extended.variable_lock)
         return self
-
-    # -- storage --------------------------------------------------------------
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """Where the storage lives; None: JAX's default device, uncommitted."""
-        return self.layout.sharding
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """[R, ...] for a variable with a component per replica, else the shape."""
-        return self.layout.local_form.global_shape(self.shape)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of what one replica holds."""
-        return self.layout.local_form.local_shape(self.shape)
-
-    @property
-    def storage(self) -> Stored | None:
-        """The stored array, in the form of the layout; None if there is none."""
-        return self.stored.read()
-
-    @property
-    def stored_value(self) -> jax.Array:
-        """The global form of the stored array (outside of traces)."""
-        return self.layout.from_stored(self.stored.require(), self.shape)
-
-    def store(self, value: Any) -> None:
-        """Makes `value`, in global form and shared with nobody, the stored array."""
-        stored = self.layout.to_stored(value)
-        in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
-        if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
-            stored = jax.device_put(stored, self.sharding)
-        self.stored.swap(stored)
-
-    def beside(self, value: Any) -> Any:
-        """Returns `value` where it can be combined with the stored array."""
-        if not isinstance(value, jax.Array) or not value.committed or self.sharding is None:
-            return value
-        devices = self.sharding.device_set
-        return value if value.sharding.device_set == devices else as_uncommitted(value)
-
-    def copied(self, value: Any) -> Any:
-        """Returns a copy of a global value, shared with nobody."""
-        return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
-
-    def require_initialized(self) -> None:
-        """Raises an error if there is no value: never made, lost, or deleted."""
-        if not self.stored.is_being_made:
-            self.stored.require()
-
-    def require_present(self) -> None:
-        """Raises an UnsupportedError if the devices of the variable are only described."""
-        require_present(self.name, self.stored.read())
 
     # -- values ---------------------------------------------------------------
 
@@ -199,7 +128,7 @@ class Variable:
         """
         return access.read(self)
 
-    def assign(self, value: Any) -> jax.Array:
+    def assign(self, value: PyTree) -> jax.Array:
         """Sets the variable to `value` and returns the new value as the context sees it.
 
         Args:
@@ -220,7 +149,7 @@ class Variable:
         """
         return access.write(self, value, "assign")
 
-    def assign_add(self, value: Any) -> jax.Array:
+    def assign_add(self, value: PyTree) -> jax.Array:
         """Adds `value` and returns the new value; otherwise as `assign`.
 
         Raises:
@@ -228,7 +157,7 @@ class Variable:
         """
         return access.write(self, value, "assign_add")
 
-    def assign_sub(self, value: Any) -> jax.Array:
+    def assign_sub(self, value: PyTree) -> jax.Array:
         """Subtracts `value` and returns the new value; otherwise as `assign_add`."""
         return access.write(self, value, "assign_sub")
 
@@ -265,10 +194,10 @@ class Variable:
     def __jax_array__(self) -> jax.Array:
         return self.value
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)
 
-    def __getitem__(self, key: Any) -> jax.Array:
+    def __getitem__(self, key: PyTree) -> jax.Array:
         return self.value[key]
 
     def __iter__(self) -> Any:
@@ -309,7 +238,7 @@ class Variable:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    def apply(self: Variable, *others: Any) -> Any:
+    def apply(self: Variable, *others: PyTree) -> Any:
         others = tuple(o.value if isinstance(o, Variable) else o for o in others)
         return getattr(self.value, name)(*others)
 
@@ -326,7 +255,7 @@ for _name in "neg pos abs invert lt le gt ge round".split():
 
 
 def _in_place(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Variable, other: Any) -> NoReturn:
+    def refuse(self: Variable, other: object) -> NoReturn:
         raise TypeError(
             message(
                 f"an in-place operator needs an array, not variable {self.name!r}",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+
+import jax
 
 from distjax.placement.locality import is_host_memory
 from distjax.variables.layouts.layout import Layout
+from distjax.variables.stored_variable import StoredVariable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,11 @@ class VariableDescription:
     host_bytes: int
 
 
-def describe_variable(variable: Any) -> VariableDescription:
+def describe_variable(variable: StoredVariable) -> VariableDescription:
     """Returns the description of a variable that has its storage."""
     return describe_stored(
         variable.name,
-        variable.storage,
+        variable.storage,  # pyright: ignore[reportArgumentType]
         variable.layout,
         shape=variable.shape,
         synchronization=variable.synchronization.name,
@@ -53,7 +55,7 @@ def describe_variable(variable: Any) -> VariableDescription:
 
 def describe_stored(
     name: str,
-    stored: Any,
+    stored: jax.Array,
     layout: Layout,
     *,
     shape: tuple[int, ...],

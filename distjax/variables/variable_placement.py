@@ -8,9 +8,21 @@ from typing import Any, Protocol
 import jax
 
 from distjax.placement.topology import Topology
+from distjax.typing import DTypeLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.one_device import OneDeviceLayout
+
+
+class LaidOut(Protocol):
+    """What has the shape, dtype and layout of a variable."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def layout(self) -> Layout: ...
 
 
 class VariablePlacement(Protocol):
@@ -25,7 +37,9 @@ class VariablePlacement(Protocol):
         """Whether a variable's synchronization and aggregation have an effect."""
         ...
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
         """Returns how a new variable with one value is stored.
 
         Args:
@@ -35,11 +49,11 @@ class VariablePlacement(Protocol):
         """
         ...
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns how a value reduced to the devices of `variable` is laid out.
 
         Args:
-          variable: what has the `shape`, `dtype` and `layout` of a variable.
+          variable: the variable, or what stands for one.
 
         The value is stored in no other form: of the layout returned, `unencoded`
         is what counts.
@@ -54,11 +68,13 @@ class PlainPlacement:
     device: jax.Device | None = None
     synchronizes: bool = False
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
         """Returns the device's layout."""
         return OneDeviceLayout(self.device)
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the variable's own layout."""
         return variable.layout
 
@@ -70,10 +86,12 @@ class MirroredPlacement:
     topology: Topology
     synchronizes: bool = True
 
-    def layout(self, shape: tuple[int, ...], dtype: Any, colocate_with: Any = None) -> Layout:
+    def layout(
+        self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
+    ) -> Layout:
         """Returns `P()`."""
         return MirroredLayout(self.topology)
 
-    def reduction_layout(self, variable: Any) -> Layout:
+    def reduction_layout(self, variable: LaidOut) -> Layout:
         """Returns the layout of a mirrored value."""
         return MirroredLayout(self.topology)

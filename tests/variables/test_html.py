@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import distjax as dj
-from distjax.variables.policy import VariableAggregation
+from distjax.modes import VariableAggregation
 
 ON_READ = dj.VariableSynchronization.ON_READ
 

@@ -47,7 +47,7 @@ class HostLayout:
         """Split over the devices, in host memory."""
         return NamedSharding(self._mesh, PartitionSpec("part"), memory_kind=self.memory_kind)
 
-    def to_stored(self, value: Any) -> Any:
+    def to_stored(self, value: jax.Array) -> Any:
         """Returns `value` flattened and padded, in host memory."""
         flat = jnp.asarray(value).reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % len(self.topology.devices)))
@@ -55,7 +55,7 @@ class HostLayout:
         return jax.device_put(split, self.sharding)
 
     @jax_compat.ignores_user_mesh
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value [...], copied to each device."""
         flat = jax.device_put(stored, NamedSharding(self._mesh, PartitionSpec("part")))
         flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
@@ -64,7 +64,7 @@ class HostLayout:
         # this value would come out split, as would what is stored come out whole.
         return lax.with_sharding_constraint(flat[:size].reshape(shape), self.topology.mirrored)
 
-    def constrain(self, stored: Any) -> Any:
+    def constrain(self, stored: jax.Array) -> Any:
         """Returns `stored`: `to_stored` has put it there."""
         return stored
 

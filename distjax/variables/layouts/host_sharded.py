@@ -42,15 +42,15 @@ class HostShardedLayout:
     def _on_devices(self) -> Any:
         return AxisShards(self.topology, self.axis).sharding
 
-    def to_stored(self, value: Any) -> Any:
+    def to_stored(self, value: jax.Array) -> Any:
         """Returns `value` in host memory."""
         return jax.device_put(jax.device_put(value, self._on_devices), self.sharding)
 
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value, copied to each device."""
         return jax.device_put(jax.device_put(stored, self._on_devices), self.topology.mirrored)
 
-    def constrain(self, stored: Any) -> Any:
+    def constrain(self, stored: jax.Array) -> Any:
         """Returns `stored`: `to_stored` has put it there."""
         return stored
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import jax
 from jax.sharding import Sharding
 
 from distjax.variables.layouts.local_form import LocalForm
@@ -53,15 +54,15 @@ class Layout(Protocol):
         """
         ...
 
-    def to_stored(self, value: Any) -> Any:
+    def to_stored(self, value: jax.Array) -> Any:
         """Returns the stored form of a global value, in a trace or not."""
         ...
 
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the global value of shape `shape` of a stored form, in a trace or not."""
         ...
 
-    def constrain(self, stored: Any) -> Any:
+    def constrain(self, stored: jax.Array) -> Any:
         """Returns a stored form that a program returns, fixed to where it lives.
 
         In a trace: mostly `jax.lax.with_sharding_constraint(stored, self.sharding)`.

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import jax
 
-from distjax.collectives.ops import ReduceOp, all_reduce
+from distjax.collectives.ops import all_reduce
+from distjax.modes import ReduceOp
 from distjax.placement.topology import Topology
 
 
@@ -38,33 +39,33 @@ class LocalForm(Protocol):
 
     # In the global view.
 
-    def to_replicas(self, value: Any) -> Any:
+    def to_replicas(self, value: jax.Array) -> Any:
         """Returns what the replicas hold of a global value: [R, ...] if `varying`."""
         ...
 
-    def from_replicas(self, array: Any) -> Any:
+    def from_replicas(self, array: jax.Array) -> Any:
         """Returns the global value of what the replicas hold: [R, ...] if `varying`."""
         ...
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: jax.Array) -> Any:
         """Returns a global value [...], in a trace, to be computed shard by shard."""
         ...
 
     # In the replica view.
 
-    def gather(self, local: Any) -> Any:
+    def gather(self, local: jax.Array) -> Any:
         """Returns the value that a replica reads, from what it holds."""
         ...
 
-    def own_part(self, value: Any) -> Any:
+    def own_part(self, value: jax.Array) -> Any:
         """Returns what this replica holds of a value [...] that is equal on every one."""
         ...
 
-    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> Any:
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> Any:
         """Returns what this replica holds of the sum or mean of the replicas' values [...]."""
         ...
 
-    def unstack(self, local: Any, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
         """Returns what this replica holds of all slices ``value[i]``, and in which form.
 
         Stacked over i, for a loop that gathers one slice at a time. None: it cannot; the
@@ -88,31 +89,31 @@ class WholeForm:
         """Returns `shape`."""
         return shape
 
-    def to_replicas(self, value: Any) -> Any:
+    def to_replicas(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def from_replicas(self, array: Any) -> Any:
+    def from_replicas(self, array: jax.Array) -> Any:
         """Returns `array`."""
         return array
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def gather(self, local: Any) -> Any:
+    def gather(self, local: jax.Array) -> Any:
         """Returns `local`."""
         return local
 
-    def own_part(self, value: Any) -> Any:
+    def own_part(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> jax.Array:
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns the sum or mean, by an all-reduce."""
         return all_reduce(op, value, topology.axis_name, topology.num_replicas)
 
-    def unstack(self, local: Any, shape: tuple[int, ...]) -> None:
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
         """Returns None: the slices are there."""
         return None
 
@@ -137,30 +138,30 @@ class Components:
         """Returns `shape`."""
         return shape
 
-    def to_replicas(self, value: Any) -> Any:
+    def to_replicas(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def from_replicas(self, array: Any) -> Any:
+    def from_replicas(self, array: jax.Array) -> Any:
         """Returns `array`."""
         return array
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def gather(self, local: Any) -> Any:
+    def gather(self, local: jax.Array) -> Any:
         """Returns `local`: a replica reads its own component."""
         return local
 
-    def own_part(self, value: Any) -> Any:
+    def own_part(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> jax.Array:
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns the sum or mean, by an all-reduce."""
         return all_reduce(op, value, topology.axis_name, topology.num_replicas)
 
-    def unstack(self, local: Any, shape: tuple[int, ...]) -> None:
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
         """Returns None: the slices are there."""
         return None

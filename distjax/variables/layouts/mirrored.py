@@ -36,15 +36,15 @@ class MirroredLayout:
         """`P()`."""
         return self.topology.mirrored
 
-    def to_stored(self, value: Any) -> Any:
+    def to_stored(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns `stored`."""
         return stored
 
-    def constrain(self, stored: Any) -> jax.Array:
+    def constrain(self, stored: jax.Array) -> jax.Array:
         """Returns `stored`, with a copy on each replica."""
         return constrain_to_replicas(stored, self.topology, varying=False)
 

@@ -31,15 +31,15 @@ class OneDeviceLayout:
         """The device."""
         return None if self.device is None else SingleDeviceSharding(self.device)
 
-    def to_stored(self, value: Any) -> Any:
+    def to_stored(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns `stored`."""
         return stored
 
-    def constrain(self, stored: Any) -> jax.Array:
+    def constrain(self, stored: jax.Array) -> jax.Array:
         """Returns `stored`: the program runs on the device."""
         return jnp.asarray(stored)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 from jax.sharding import Sharding
 
 from distjax.placement import locality as kinds
@@ -35,15 +36,15 @@ class PartitionedLayout:
         """Shards along the axis."""
         return AxisShards(self.topology, self.axis)
 
-    def to_stored(self, value: Any) -> Any:
+    def to_stored(self, value: jax.Array) -> Any:
         """Returns `value`."""
         return value
 
-    def from_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns `stored`."""
         return stored
 
-    def constrain(self, stored: Any) -> Any:
+    def constrain(self, stored: jax.Array) -> Any:
         """Returns `stored`, a shard on each replica."""
         return self.local_form.spread(stored)
 

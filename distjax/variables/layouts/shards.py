@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from distjax.collectives.ops import ReduceOp, require_sums
+from distjax.collectives.ops import require_sums
+from distjax.modes import ReduceOp
 from distjax.placement.topology import Topology
+from distjax.typing import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class AxisShards:
         start = lax.axis_index(self.topology.axis_name) * size
         return lax.dynamic_slice_in_dim(value, start, size, self.axis)
 
-    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> jax.Array:
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
         total = lax.psum_scatter(
             _as_summand(value), topology.axis_name, scatter_dimension=self.axis, tiled=True
@@ -135,40 +137,40 @@ class Shards:
         value = jax.ShapeDtypeStruct(shape, jnp.float32)
         return tuple(jax.eval_shape(self.split, value).shape[1:])
 
-    def to_replicas(self, value: Any) -> Any:
+    def to_replicas(self, value: jax.Array) -> Any:
         """Returns ``split(value)``."""
         return self.split(value)
 
-    def from_replicas(self, array: Any) -> Any:
+    def from_replicas(self, array: jax.Array) -> Any:
         """Returns ``join(array)``."""
         return self.spread(self.join(array))
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: jax.Array) -> Any:
         """Returns `value`, at `sharding` if there is one."""
         return (
             value if self.sharding is None else lax.with_sharding_constraint(value, self.sharding)
         )
 
-    def gather(self, local: Any) -> Any:
+    def gather(self, local: jax.Array) -> Any:
         """Returns the value, by an all-gather."""
         return self.join(lax.all_gather(local, self.topology.axis_name))
 
-    def own_part(self, value: Any) -> Any:
+    def own_part(self, value: jax.Array) -> Any:
         """Returns this replica's shard."""
         own = lax.axis_index(self.topology.axis_name)
         return lax.dynamic_index_in_dim(self.split(value), own, keepdims=False)
 
-    def reduce(self, op: ReduceOp, value: Any, topology: Topology) -> jax.Array:
+    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
         total = lax.psum_scatter(self.split(_as_summand(value)), topology.axis_name)
         return total if op is ReduceOp.SUM else total / topology.num_replicas
 
-    def unstack(self, local: Any, shape: tuple[int, ...]) -> None:
+    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
         """Returns None: of a slice nothing is known."""
         return None
 
 
-def _as_summand(value: Any) -> jax.Array:
+def _as_summand(value: ArrayLike) -> jax.Array:
     value = jnp.asarray(value)
     require_sums(value.dtype, "a reduction to shards")
     # A psum counts truth values as int32, a reduce-scatter would refuse them.

@@ -1,0 +1,110 @@
+"""StoredVariable: what a variable is, and the array behind it, without the rules of its values."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from distjax.context.contracts import ExtendedLike, StrategyLike
+from distjax.jax_compat import as_uncommitted
+from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.typing import ArrayLike
+from distjax.variables.layouts.layout import Layout
+from distjax.variables.policy import Policy
+from distjax.variables.storage import Stored, StoredArray
+from distjax.variables.storage_errors import require_present
+from distjax.variables.variable_placement import VariablePlacement
+
+
+class OwningStrategy(StrategyLike, Protocol):
+    """The strategy that a variable belongs to."""
+
+    @property
+    def extended(self) -> VariableOwner:
+        """What knows its variables."""
+        ...
+
+
+class VariableOwner(ExtendedLike, Protocol):
+    """The inside of a strategy, as far as its variables ask."""
+
+    @property
+    def placement(self) -> VariablePlacement: ...
+    def copy_variable(self, variable: StoredVariable) -> Any: ...
+    def split_components(
+        self, variable: StoredVariable, stored: jax.Array
+    ) -> tuple[jax.Array, ...]: ...
+
+
+class StoredVariable:
+    """What the modules that `Variable` is built of know of one, which is always a `Variable`."""
+
+    strategy: OwningStrategy
+    shape: tuple[int, ...]
+    dtype: Any
+    name: str
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    trainable: bool
+    policy: Policy
+    layout: Layout
+    stored: StoredArray
+    serial_number: int
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Where the storage lives; None: JAX's default device, uncommitted."""
+        return self.layout.sharding
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """[R, ...] for a variable with a component per replica, else the shape."""
+        return self.layout.local_form.global_shape(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what one replica holds."""
+        return self.layout.local_form.local_shape(self.shape)
+
+    @property
+    def storage(self) -> Stored | None:
+        """The stored array, in the form of the layout; None if there is none."""
+        return self.stored.read()
+
+    @property
+    def stored_value(self) -> jax.Array:
+        """The global form of the stored array (outside of traces)."""
+        array: Any = self.stored.require()
+        return self.layout.from_stored(array, self.shape)
+
+    def store(self, value: jax.Array) -> None:
+        """Makes `value`, in global form and shared with nobody, the stored array."""
+        stored = self.layout.to_stored(value)
+        in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
+        if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
+            stored = jax.device_put(stored, self.sharding)
+        self.stored.swap(stored)
+
+    def beside(self, value: ArrayLike) -> Any:
+        """Returns `value` where it can be combined with the stored array."""
+        if not isinstance(value, jax.Array) or not value.committed or self.sharding is None:
+            return value
+        devices = self.sharding.device_set
+        return value if value.sharding.device_set == devices else as_uncommitted(value)
+
+    def copied(self, value: ArrayLike) -> Any:
+        """Returns a copy of a global value, shared with nobody."""
+        return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
+
+    def require_initialized(self) -> None:
+        """Raises an error if there is no value: never made, lost, or deleted."""
+        if not self.stored.is_being_made:
+            self.stored.require()
+
+    def require_present(self) -> None:
+        """Raises an UnsupportedError if the devices of the variable are only described."""
+        require_present(self.name, self.stored.read())

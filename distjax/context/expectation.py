@@ -12,6 +12,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
+from distjax.typing import PyTree
 
 _MISSING = object()
 _SCOPE = re.compile(r"distjax_expect_(\d+)")
@@ -76,7 +77,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def expect(reason: str, *, differs: Any = _MISSING) -> Expected:
+def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
     """Says once why something that looks wrong is meant, which silences its findings.
 
     As a block, ``with dj.expect(reason):``, for all that is found of the code in it, in a step

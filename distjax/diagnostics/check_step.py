@@ -12,9 +12,13 @@ from distjax.diagnostics.explain_step import lower_step
 from distjax.diagnostics.notes import Notes
 from distjax.errors import CheckError, message
 from distjax.replica.arguments import function_name
+from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree
 
 
-def check(fn: Callable[..., Any], /, *args: Any, strategy: Any = None, **kwargs: Any) -> None:
+def check(
+    fn: Callable[..., Any], /, *args: PyTree, strategy: Strategy | None = None, **kwargs: PyTree
+) -> None:
     """Raises if anything about a step is probably wrong; runs and changes nothing.
 
     A plain run raises errors and warns of warnings; notes, which right programs may carry as

@@ -92,7 +92,7 @@ def lower_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    strategy: Any,
+    strategy: Strategy | None,
     notes: Notes,
     method: str,
 ) -> jax.stages.Lowered:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
 from distjax.context.findings import num_reported
-from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology

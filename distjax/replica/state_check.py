@@ -103,9 +103,7 @@ def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
     ]
 
 
-def _report(
-    fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | None
-) -> None:
+def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | None) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]

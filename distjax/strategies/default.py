@@ -14,8 +14,8 @@ import jax
 from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
-from distjax.context.expectation import without_expectations
 from distjax.context.contracts import Destinations
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
-from distjax.context.expectation import without_expectations
 from distjax.context.contracts import Destinations
+from distjax.context.expectation import without_expectations
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message

@@ -28,7 +28,7 @@ class Expected:
     As an argument it is a pytree node; the function is given the tree itself.
     """
 
-    def __init__(self, reason: str, differs: Any = _MISSING):
+    def __init__(self, reason: str, differs: PyTree = _MISSING):
         self.reason, self.differs = reason, differs
         self._entered: list[tuple[Token[tuple[str, ...]], Any]] = []
 
@@ -105,7 +105,8 @@ def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
       >>> strategy.local_results(strategy.run(play, args=(env, 1.0))["at"])
       (Array(0., dtype=float32), Array(1., dtype=float32))
     """
-    if isinstance(reason, str) and reason.strip():
+    given: object = reason
+    if isinstance(given, str) and given.strip():
         return Expected(reason, differs)
     raise TypeError(
         message(

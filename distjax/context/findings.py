@@ -14,26 +14,7 @@ from contextvars import ContextVar
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.expectation import current_reason
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """Something about a step that is probably wrong.
-
-    Attributes:
-      level: "error", "warning" or "note".
-      rule: what kind of mistake it is, in a few words.
-      text: what was expected and found, why it matters, and the cure.
-      source: the user's line, "file:line (function)".
-      expected: the reason that the user gave for it, or None.
-    """
-
-    level: str
-    rule: str
-    text: str
-    source: str
-    expected: str | None = None
-
+from distjax.context.finding import Finding
 
 #: The rule of state that goes in equal and comes out different.
 STATE = "state that comes back different"
@@ -72,7 +53,7 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
 
 def calling_line() -> str:
     """Returns "file:line (function)" of the user's line that is being run."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and jax_compat.is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:

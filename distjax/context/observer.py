@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from distjax import jax_compat
+from distjax.context.finding import Finding
 from distjax.placement.topology import Topology
 
 #: A path in the user's tree, and whether the value there may differ per replica (T).
@@ -62,6 +63,6 @@ class Observer(Protocol):
         """Cross-replica code reduces a value that is equal on every replica."""
         ...
 
-    def on_finding(self, finding: Any) -> None:
-        """Something is probably wrong (a `distjax.context.findings.Finding`)."""
+    def on_finding(self, finding: Finding) -> None:
+        """Something is probably wrong."""
         ...

@@ -1,6 +1,6 @@
 """Seeing what happens: what a step does, where values live, how training goes."""
 
-from distjax.context.findings import Finding
+from distjax.context.finding import Finding
 from distjax.diagnostics.check_step import check
 from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.explanation import Explanation

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distjax.context.findings import Finding
+from distjax.context.finding import Finding
 from distjax.diagnostics.explain_step import lower_step
 from distjax.diagnostics.notes import Notes
 from distjax.errors import CheckError, message

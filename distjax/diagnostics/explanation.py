@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distjax.context.findings import Finding
+from distjax.context.finding import Finding
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.notes import EqualReduction, RunProof
 from distjax.diagnostics.program_collectives import Collective, count_by_kind

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
-from distjax.context.findings import Finding
+from distjax.context.finding import Finding
 from distjax.context.observer import Proof, ProvesLocality
 from distjax.diagnostics import sources
 from distjax.diagnostics.equal_reductions import equal_reductions

@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
 from distjax.context.expectation import current_reason
-from distjax.context.findings import STATE, Finding, calling_line, report
+from distjax.context.finding import Finding
+from distjax.context.findings import STATE, calling_line, report
 from distjax.errors import ReductionWarning, message
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
 from distjax.replica.arguments import PartitionedTree, user_path
@@ -19,6 +21,7 @@ from distjax.replica.fact_rules import RULES
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk
 from distjax.replica.global_value import GlobalValue
 from distjax.variables.state import variable_p
+from distjax.variables.variable import Variable
 
 
 class Given(NamedTuple):
@@ -42,11 +45,15 @@ class Given(NamedTuple):
         return [user_path(path, self.names) for path in self.partitioned.paths]
 
 
-def examine(traced: Any, given: Given, topology: Topology) -> dict[Any, Fact]:
+def examine(
+    jaxpr: Jaxpr, num_results: int, written: Sequence[Variable], given: Given, topology: Topology
+) -> dict[Any, Fact]:
     """Reports what is probably wrong in a replica function.
 
     Args:
-      traced: the `ReplicaTrace`.
+      jaxpr: its code.
+      num_results: how many outputs of it are results; the values of `written` follow.
+      written: the variables that it writes.
       given: its arguments.
       topology: its replicas.
 
@@ -56,32 +63,31 @@ def examine(traced: Any, given: Given, topology: Topology) -> dict[Any, Fact]:
     args = given.values
     leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
-    walk.written = {v.serial_number: v for v in traced.written}
+    walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
     ins = [DIFFERS if a.varying else EQUAL.having(base=f"argument {i}") for i, a in enumerate(args)]
-    env = dict(zip(traced.jaxpr.invars, ins, strict=True))
-    for eqn in traced.jaxpr.eqns:
+    env = dict(zip(jaxpr.invars, ins, strict=True))
+    for eqn in jaxpr.eqns:
         if eqn.primitive is variable_p:
             env[eqn.outvars[0]] = _of_variable(eqn.params["variable"]())
-    walk.run(traced.jaxpr, env)
-    outs = [walk.read(env, v) for v in traced.jaxpr.outvars]
-    results = outs[: len(traced.result.leaves)]
+    walk.run(jaxpr, env)
+    finals = [walk.read(env, v) for v in jaxpr.outvars[num_results:]]
     findings.find_sums(walk)
-    _find_local_training(walk, traced.written, outs[len(results) :])
-    if walk.combines or traced.written:
-        _find_unread_masks(walk, traced.jaxpr, given.partitioned, given.names)
+    _find_local_training(walk, written, finals)
+    if walk.combines or written:
+        _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
     for finding in walk.found.values():
         report(finding, ReductionWarning if finding.level == "warning" else None)
     return env
 
 
-def _of_variable(variable: Any) -> Fact:
+def _of_variable(variable: Variable) -> Fact:
     if variable.policy.stacked:
         return DIFFERS.having(component=variable.name)
     return EQUAL.having(base=f"variable {variable.name}")
 
 
-def _examine_merge(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> None:
+def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> None:
     """Finds gradients that a merge of distjax's own reduces in another way than they need."""
     walk.combines = True
     reduces = getattr(eqn.params["merge"], "reduces", None)
@@ -92,7 +98,9 @@ def _examine_merge(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> None:
         findings.require_fit(walk, op, eqn, x)
 
 
-def _find_local_training(walk: FactWalk, written: Sequence[Any], finals: Sequence[Fact]) -> None:
+def _find_local_training(
+    walk: FactWalk, written: Sequence[Variable], finals: Sequence[Fact]
+) -> None:
     for variable, final in zip(written, finals, strict=False):
         if variable.policy.stacked and variable.trainable and final.find("grad"):
             findings.find(
@@ -112,7 +120,7 @@ def _find_local_training(walk: FactWalk, written: Sequence[Any], finals: Sequenc
 
 
 def _find_unread_masks(
-    walk: FactWalk, jaxpr: Any, partitioned: PartitionedTree, names: Sequence[str]
+    walk: FactWalk, jaxpr: Jaxpr, partitioned: PartitionedTree, names: Sequence[str]
 ) -> None:
     """Finds batches whose examples are used, but not the mask that says which of them count."""
     if not any(path.endswith(".mask") for path in partitioned.paths):
@@ -120,7 +128,7 @@ def _find_unread_masks(
     if not _holds_mask(partitioned.treedef):
         return
     atoms = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
-    read = {v for v in atoms if not isinstance(v, jax_compat.Literal)}
+    read = {v for v in atoms if not isinstance(v, Literal)}
     used = dict(zip(partitioned.paths, (v in read for v in jaxpr.invars), strict=True))
     for path, is_read in used.items():
         batch = path.removesuffix(".mask")
@@ -138,7 +146,7 @@ def _find_unread_masks(
         walk.found[rule, name] = Finding("warning", rule, text, source, current_reason())
 
 
-def _holds_mask(treedef: Any) -> bool:
+def _holds_mask(treedef: jax.tree_util.PyTreeDef) -> bool:
     node = treedef.node_data()
     is_batch = node is not None and getattr(node[0], "masks_examples", False)
     return is_batch or any(map(_holds_mask, treedef.children()))
@@ -147,7 +155,7 @@ def _holds_mask(treedef: Any) -> bool:
 # -- state --------------------------------------------------------------------
 
 
-def find_unequal_start(variable: Any) -> None:
+def find_unequal_start(variable: Variable) -> None:
     """Finds an initial value that differs, of a variable that is made in a replica function."""
     if not (variable.trainable and jnp.issubdtype(variable.dtype, jnp.inexact)):
         return
@@ -163,19 +171,19 @@ def find_unequal_start(variable: Any) -> None:
 
 def note_lone_updates(
     env: Mapping[Any, Fact],
-    traced: Any,
+    ends: Sequence[Var | Literal],
+    paths: Sequence[str],
     results: Sequence[GlobalValue],
     given: Given,
-    meant: Any,
+    meant: Mapping[int, tuple[Any, str]],
 ) -> None:
     """Notes results that are an update of an equal argument and differ.
 
     Whether they are fed back is known at the second call: see `feedback`.
     """
     name, partitioned, names, args = given
-    ends = traced.jaxpr.outvars[: len(results)]
-    for atom, path, out in zip(ends, traced.result.paths, results, strict=True):
-        base = None if isinstance(atom, jax_compat.Literal) else env[atom].find("base")
+    for atom, path, out in zip(ends, paths, results, strict=True):
+        base = None if isinstance(atom, Literal) else env[atom].find("base")
         if not (out.varying and isinstance(base, str) and base.startswith("argument ")):
             continue
         index = int(base.removeprefix("argument "))

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from distjax.jax_compat import JaxprEqn
 from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, unknown
 
@@ -34,7 +35,7 @@ def squared(x: Fact) -> Fact:
     return DIFFERS.having(mean_square=x.find("mean")) if x.find("mean") else DIFFERS
 
 
-def mul(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A product."""
     a, b = ins
     if a.number is not None and b.number is not None:
@@ -48,7 +49,7 @@ def mul(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [_product(walk, eqn, a, b)]
 
 
-def _scaled(walk: FactWalk, eqn: Any, x: Fact, factor: float) -> Fact:
+def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
     """Returns what is known of `x` times a number."""
     count = walk.num_replicas
     if is_close(factor, 1 / count):
@@ -58,7 +59,7 @@ def _scaled(walk: FactWalk, eqn: Any, x: Fact, factor: float) -> Fact:
     return x.without("total", "base") if factor == 0 else x.without("total")
 
 
-def _product(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> Fact:
+def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns what is known of a product, or of a quotient of `a`."""
     if a.differs and b.differs:
         if a.find("grad") and b.find("norm") or b.find("grad") and a.find("norm"):
@@ -84,7 +85,7 @@ def _or_norm(a: Fact, b: Fact) -> Fact:
     return DIFFERS.having(norm=norm) if norm else DIFFERS
 
 
-def div(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A quotient."""
     a, b = ins
     if b.number is not None and b.number != 0:
@@ -106,7 +107,7 @@ def div(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [_product(walk, eqn, a, b.only("norm", "random"))]
 
 
-def _over_number(walk: FactWalk, eqn: Any, x: Fact, number: float) -> Fact:
+def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     """Returns what is known of `x` over a number."""
     (count, num_axes), site = x.find("total") or (0, 0), walk.site(eqn)
     if x.find("squares") and count:
@@ -118,7 +119,7 @@ def _over_number(walk: FactWalk, eqn: Any, x: Fact, number: float) -> Fact:
     return _scaled(walk, eqn, x, 1 / number)
 
 
-def _number_over(walk: FactWalk, eqn: Any, number: float, x: Fact) -> Fact:
+def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
     """Returns what is known of a number over `x`."""
     site = walk.site(eqn)
     if walk.is_transposed(eqn):
@@ -134,7 +135,7 @@ def _number_over(walk: FactWalk, eqn: Any, number: float, x: Fact) -> Fact:
     return x.only("norm")
 
 
-def add(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum or a difference."""
     a, b = ins
     if a.number is not None and b.number is not None and not (a.tags or b.tags):
@@ -156,7 +157,7 @@ def add(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)]
 
 
-def _sum_of_different(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> Fact:
+def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     if eqn.primitive.name == "sub" and not a.find("mean"):
         if b.find("mean") and eqn.outvars[0].aval.shape and not b.find("grad"):
             return DIFFERS.having(centered=walk.site(eqn))
@@ -176,7 +177,7 @@ def _sum_of_different(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> Fact:
     return out.having(base=base) if base else out
 
 
-def bound(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def bound(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """max, min, clamp."""
     tensors = [x for x in ins if x.number is None]
     if len(tensors) == 1 and tensors[0].find("grad") and not walk.is_transposed(eqn):
@@ -193,7 +194,7 @@ def _random(ins: Sequence[Fact]) -> Any:
     return next((x.find("random") for x in ins if x.find("random")), None)
 
 
-def contract(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum of products: dot_general, convolution."""
     a, b = ins[0], ins[1]
     if eqn.invars[0] is eqn.invars[1] and a.find("grad"):
@@ -205,7 +206,7 @@ def contract(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [out if out.find("grad") else out.having(grad=walk.site(eqn))]
 
 
-def select(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A choice among cases, element by element."""
     which, cases = ins[0], ins[1:]
     for case in cases:
@@ -226,7 +227,7 @@ def select(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [out.having(random=random) if random else out]
 
 
-def elementwise(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Whatever else: bits of equal keys stay such, norms of local gradients too."""
     out = unknown(ins)
     if out.differs:
@@ -236,7 +237,7 @@ def elementwise(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [out.having(random=random) if random else out] * len(eqn.outvars)
 
 
-def compare(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def compare(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A comparison."""
     a, b = ins
     if a.number is None or b.number is None:
@@ -244,7 +245,7 @@ def compare(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [Fact(number=float(getattr(operator, eqn.primitive.name)(a.number, b.number)))]
 
 
-def bits(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def bits(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Random bits of a key."""
     out = unknown(ins)
     return [out if out.differs else out.having(random=walk.site(eqn))] * len(eqn.outvars)

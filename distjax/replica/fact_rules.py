@@ -13,24 +13,28 @@ Tags, each with the site where it began:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from distjax.jax_compat import JaxprEqn
 from distjax.replica import fact_arithmetic as arithmetic
 from distjax.replica import reduction_findings as findings
 from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, size_of, unknown
 
+#: What is known of an equation's results, of its operands; None: as if there were no rule.
+Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
+
+
 # -- one operand --------------------------------------------------------------
 
 
-def _same(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Moves or converts elements: all that is known stays."""
     rest = unknown(ins[1:])
     return [ins[0]._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
 
 
-def _broadcast(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x = ins[0]
     count = size_of(eqn.outvars[0]) // max(1, size_of(eqn.invars[0]))
     is_seed = x.number not in (None, 0.0) and count > 1
@@ -48,7 +52,7 @@ def _broadcast(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [x.having(grad=seed)]
 
 
-def _reduce_sum(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x, axes = ins[0], eqn.params["axes"]
     count = size_of(eqn.invars[0]) // max(1, size_of(eqn.outvars[0]))
     if x.number is not None:
@@ -66,20 +70,20 @@ def _reduce_sum(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [total.having(squares=squares) if squares else total]
 
 
-def _linear(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Takes or adds up elements of its first operand: gather, cumsum, pad."""
     kept = ins[0].only("grad", *SCALES, *REDUCED)
     return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
 
 
-def _scatter_add(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _scatter_add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Adds elements to others, which in a backward pass are zeros."""
     into, updates = ins[0], ins[2]
     tags = updates.tags if into.number is not None else into.tags & updates.tags
     return [Fact(unknown(ins).differs, None, tags).only("grad", *SCALES, *REDUCED)]
 
 
-def _curve(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A function that is not linear."""
     x = ins[0]
     if not x.differs:
@@ -96,7 +100,7 @@ def _curve(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
     return [x.only("norm")]
 
 
-def _square(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x = ins[0]
     power = eqn.params.get("y", 2)
     if x.number is not None:
@@ -109,7 +113,7 @@ def _square(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
 # -- over the replicas --------------------------------------------------------
 
 
-def _psum(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact] | None:
+def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
     axes = eqn.params.get("axes", ())
     if walk.axis_name not in axes:
         return [unknown([x]) for x in ins]
@@ -118,8 +122,8 @@ def _psum(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact] | None:
     return [findings.summed(walk, eqn, x) for x in ins]
 
 
-def _equalised(tag: str | None) -> Any:
-    def rule(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _equalised(tag: str | None) -> Rule:
+    def rule(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
             return [unknown(ins)] * len(eqn.outvars)
@@ -128,21 +132,21 @@ def _equalised(tag: str | None) -> Any:
     return rule
 
 
-def _rank(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _rank(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [DIFFERS.having(rank=walk.site(eqn))]
 
 
-def _own(walk: FactWalk, eqn: Any, ins: Sequence[Fact]) -> list[Fact]:
+def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [DIFFERS] * len(eqn.outvars)
 
 
-def _named(rule: Any, names: str) -> dict[str, Any]:
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
 #: By primitive: ``rule(walk, eqn, ins)``, which returns a fact for each output. Where a primitive
 #: has none, a result is only known to differ if an operand does.
-RULES: dict[str, Any] = {
+RULES: dict[str, Rule] = {
     **_named(
         _same,
         "reshape transpose squeeze expand_dims convert_element_type copy copy_p neg rev slice "

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from distjax import jax_compat
-from distjax.jax_compat import Literal
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.replica.analysis import CALLS, MERGE_NAME
 
 UNKNOWN = "an unknown line"
@@ -32,7 +32,7 @@ class Site:
 
     __slots__ = ("_eqns",)
 
-    def __init__(self, eqn: Any, calls: Sequence[Any]):
+    def __init__(self, eqn: JaxprEqn, calls: Sequence[JaxprEqn]):
         self._eqns = (*calls, eqn)
 
     @property
@@ -71,6 +71,10 @@ _MEANS = ("mean", "_mean")
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
+#: A sum of equal parts: what these have been through, where that was, where the sum is.
+Times: TypeAlias = tuple[str, Site, Site]
+
+
 class Fact(NamedTuple):
     """What is known of a value.
 
@@ -88,7 +92,7 @@ class Fact(NamedTuple):
         """Returns what the tag holds, or None."""
         return next((held for key, held in self.tags if key == name), None)
 
-    def having(self, **tags: Any) -> Fact:
+    def having(self, **tags: object) -> Fact:
         """Returns the fact with tags in the place of those of the same name."""
         kept = {pair for pair in self.tags if pair[0] not in tags}
         return self._replace(tags=frozenset(kept | set(tags.items())))
@@ -113,12 +117,12 @@ def join(a: Fact, b: Fact) -> Fact:
     return Fact(a.differs or b.differs, number, a.tags & b.tags)
 
 
-def of_literal(value: Any) -> Fact:
+def of_literal(value: object) -> Fact:
     """Returns the fact of a constant in the code."""
     if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.size(value) == 1:
-        if np.issubdtype(np.asarray(value).dtype, np.number) or np.asarray(value).dtype == bool:
-            real = np.asarray(value).reshape(())
-            return Fact(number=float(real.real)) if not np.iscomplexobj(real) else EQUAL
+        number = np.asarray(value).reshape(()).item()
+        if isinstance(number, (bool, int, float)):
+            return Fact(number=float(number))
     return EQUAL
 
 
@@ -138,21 +142,22 @@ class FactWalk:
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.leading = leading
         self.in_transpose = False
-        self.on_merge: Any = lambda eqn, ins: None
+        self.on_merge: Callable[[JaxprEqn, Sequence[Fact]], None] = lambda eqn, ins: None
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
-        self.sums: list[tuple[Any, Any, str]] = []
+        self.sums: list[tuple[Any, Times, str]] = []
         self.counts: list[tuple[Any, float, Site]] = []
         self.combines = False
         self.ratio_counts: set[Any] = set()
-        self._calls: list[Any] = []
+        self._calls: list[JaxprEqn] = []
+        self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
         self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
 
-    def site(self, eqn: Any) -> Site:
+    def site(self, eqn: JaxprEqn) -> Site:
         """Returns where an equation stands."""
         return Site(eqn, self._calls)
 
-    def outputs(self, jaxpr: Any, ins: Sequence[Fact]) -> list[Fact]:
+    def outputs(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
         """Returns what is known of the outputs of `jaxpr`, given its inputs."""
         # What begins in a small function, as those of jnp are, is told of by the line of its call.
         call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
@@ -164,7 +169,7 @@ class FactWalk:
             self._remembered[key] = jaxpr, outs  # the jaxpr is kept, and so is its id
         return self._remembered[key][1]
 
-    def run(self, jaxpr: Any, env: dict[Any, Fact]) -> None:
+    def run(self, jaxpr: Jaxpr, env: dict[Any, Fact]) -> None:
         """Adds to `env` what is known of every value of `jaxpr`."""
         env.update((v, EQUAL) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
@@ -173,11 +178,11 @@ class FactWalk:
             ins = [self.read(env, v) for v in eqn.invars]
             env.update(zip(eqn.outvars, self._equation(eqn, ins), strict=True))
 
-    def read(self, env: Mapping[Any, Fact], atom: Any) -> Fact:
+    def read(self, env: Mapping[Any, Fact], atom: Var | Literal) -> Fact:
         """Returns what is known of a value."""
         return of_literal(atom.val) if isinstance(atom, Literal) else env[atom]
 
-    def _equation(self, eqn: Any, ins: list[Fact]) -> Sequence[Fact]:
+    def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
         name = eqn.primitive.name
         rule = self._rules.get(name)
         if rule is not None:
@@ -186,24 +191,24 @@ class FactWalk:
                 return outs
         elif name in CALLS:
             return self._call(eqn, ins)
-        elif name in _CONTROL_FLOW:
-            return _CONTROL_FLOW[name](self, eqn, ins)
+        elif name in self._control_flow:
+            return self._control_flow[name](eqn, ins)
         elif name == MERGE_NAME:
             self.on_merge(eqn, ins)
             return [EQUAL] * len(eqn.outvars)
         return [unknown(ins)] * len(eqn.outvars)
 
-    def is_transposed(self, eqn: Any) -> bool:
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is one of a derivative's backward pass."""
         return self.in_transpose or "transpose" in str(eqn.source_info.name_stack)
 
-    def _call(self, eqn: Any, ins: list[Fact]) -> list[Fact]:
+    def _call(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         inner = next(jax_compat.sub_jaxprs(eqn))
         with self._within(eqn):
             return self.outputs(inner, ins)
 
     @contextlib.contextmanager
-    def _within(self, eqn: Any) -> Iterator[None]:
+    def _within(self, eqn: JaxprEqn) -> Generator[None]:
         before = self.in_transpose
         self.in_transpose = self.is_transposed(eqn)
         self._calls.append(eqn)
@@ -213,7 +218,7 @@ class FactWalk:
             self.in_transpose = before
             self._calls.pop()
 
-    def _scan(self, eqn: Any, ins: list[Fact]) -> list[Fact]:
+    def _scan(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         num_consts, num_carry = jax_compat.scan_sizes(eqn)
         body = next(jax_compat.sub_jaxprs(eqn))
         consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
@@ -221,7 +226,9 @@ class FactWalk:
         with self._within(eqn):
             return self._fixpoint(body, consts, carry, xs)
 
-    def _fixpoint(self, body: Any, consts: Any, carry: list[Fact], xs: Any) -> list[Fact]:
+    def _fixpoint(
+        self, body: Jaxpr, consts: list[Fact], carry: list[Fact], xs: list[Fact]
+    ) -> list[Fact]:
         count = len(carry)
         for _ in range(_MOST_ROUNDS):
             outs = self.outputs(body, [*consts, *carry, *xs])
@@ -232,14 +239,14 @@ class FactWalk:
         outs = self.outputs(body, [*consts, *map(_plain, carry), *xs])
         return [*map(_plain, outs)]
 
-    def _while(self, eqn: Any, ins: list[Fact]) -> list[Fact]:
+    def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts, carry = ins[num_cond : num_cond + num_body], ins[num_cond + num_body :]
         with self._within(eqn):
             return self._fixpoint(body, consts, carry, [])
 
-    def _cond(self, eqn: Any, ins: list[Fact]) -> list[Fact]:
+    def _cond(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         outs = None
         for branch in eqn.params["branches"]:
             found = self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:])
@@ -248,7 +255,6 @@ class FactWalk:
         return [o._replace(differs=True) for o in outs] if ins[0].differs else outs
 
 
-_CONTROL_FLOW = {"scan": FactWalk._scan, "while": FactWalk._while, "cond": FactWalk._cond}
 #: Rounds of a loop after which its carry is taken to be unknown.
 _MOST_ROUNDS = 4
 #: Equations below which an inner function is walked again for each of its calls.
@@ -264,6 +270,6 @@ def unknown(ins: Sequence[Fact]) -> Fact:
     return DIFFERS if any(x.differs for x in ins) else EQUAL
 
 
-def size_of(atom: Any) -> int:
+def size_of(atom: Var | Literal) -> int:
     """Returns the number of elements of a value."""
     return math.prod(atom.aval.shape)

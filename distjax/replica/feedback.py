@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.context.expectation import without_expectations
-from distjax.context.findings import STATE, Finding, calling_line, num_reported, report
+from distjax.context.finding import Finding
+from distjax.context.findings import STATE, calling_line, num_reported, report
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
 from distjax.replica.arguments import PartitionedTree, is_array, user_path
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
 
@@ -31,7 +33,7 @@ class Feedback:
       kwargs: its keyword arguments.
     """
 
-    def __init__(self, name: str, names: Sequence[str], args: Any, kwargs: Any):
+    def __init__(self, name: str, names: Sequence[str], args: PyTree, kwargs: PyTree):
         self._name, self._names = name, names
         args, kwargs = without_expectations(tuple(args), kwargs)
         self._equal = {
@@ -42,7 +44,7 @@ class Feedback:
         self._returned: dict[int, tuple[str, Any]] = {}
         self._num_reported = num_reported()
 
-    def remember(self, result: Any) -> None:
+    def remember(self, result: PyTree) -> None:
         """Remembers what differs in the result of the first call, and keeps none of it alive."""
         if num_reported() > self._num_reported:  # the trace has told already
             return
@@ -52,7 +54,7 @@ class Feedback:
             if isinstance(leaf, PerReplica)
         }
 
-    def compare(self, args: Any, kwargs: Any) -> None:
+    def compare(self, args: PyTree, kwargs: PyTree) -> None:
         """Warns if an argument of the next call was equal and is what the first one returned."""
         if not self._returned:
             return
@@ -69,7 +71,7 @@ class Feedback:
             finding = Finding("warning", STATE, self._text(pairs), calling_line(), reason)
             report(finding, LocalityWarning)
 
-    def _result_path(self, path: str, leaf: Any) -> str | None:
+    def _result_path(self, path: str, leaf: PyTree) -> str | None:
         """Returns which result of the first call an argument is, if it was equal then."""
         if not isinstance(leaf, PerReplica) or self._equal.get(path) != leaf.shape:
             return None
@@ -89,6 +91,6 @@ class Feedback:
         )
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
     partitioned = PartitionedTree(tree, lambda leaf: is_array(leaf) or is_number(leaf))
     yield from zip(partitioned.paths, partitioned.leaves, strict=True)

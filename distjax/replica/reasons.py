@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distjax.jax_compat import Literal
+from distjax.jax_compat import Jaxpr, Literal, Var
 from distjax.replica.analysis import MERGE_NAME, Analysis
 from distjax.replica.facts import Fact, Site
 from distjax.variables.state import variable_p
@@ -25,19 +25,19 @@ class Reasons:
     """
 
     def __init__(
-        self, jaxpr: Any, env: Mapping[Any, Fact], axis_name: str, arguments: Sequence[str]
+        self, jaxpr: Jaxpr, env: Mapping[Any, Fact], axis_name: str, arguments: Sequence[str]
     ):
         self._env, self._analysis = env, Analysis(axis_name)
         self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._arguments = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def explain(self, atom: Any, differs: bool) -> str:
+    def explain(self, atom: Var | Literal, differs: bool) -> str:
         """Returns why `atom` is equal, or by which lines it came to differ."""
         if isinstance(atom, Literal):
             return "a number in the code"
         return self._why_different(atom) if differs else self._why_equal(atom)
 
-    def _why_different(self, atom: Any) -> str:
+    def _why_different(self, atom: Var | Literal) -> str:
         lines: list[str] = []
         while atom in self._made_by:
             eqn = self._made_by[atom]
@@ -53,10 +53,10 @@ class Reasons:
             atom = differing[0]
         return " -> ".join((f"{self._name(atom)}, a value per replica", *_shorten(lines[::-1])))
 
-    def _differs(self, atom: Any) -> bool:
+    def _differs(self, atom: Var | Literal) -> bool:
         return not isinstance(atom, Literal) and atom in self._env and self._env[atom].differs
 
-    def _why_equal(self, atom: Any) -> str:
+    def _why_equal(self, atom: Var | Literal) -> str:
         """Looks for the last reductions on all ways to the value."""
         lines: dict[str, None] = {}
         ahead, seen = [atom], set()
@@ -74,7 +74,7 @@ class Reasons:
                 ahead.extend(v for v in eqn.invars if not isinstance(v, Literal))
         return ", ".join(_shorten(list(lines))) or "made of equal values only"
 
-    def _name(self, atom: Any) -> str:
+    def _name(self, atom: Var | Literal) -> str:
         if atom in self._arguments:
             return self._arguments[atom]
         eqn = self._made_by.get(atom)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from distjax.context.expectation import reason_in
-from distjax.context.findings import Finding, calling_line
+from distjax.context.finding import Finding
+from distjax.context.findings import calling_line
 from distjax.errors import message
-from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site
+from distjax.jax_compat import JaxprEqn
+from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site, Times
+from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
-_NAMES = {"averaged": "a mean over the replicas", "summed": "a sum over the replicas"}
-_NAMES |= {"gathered": "all replicas' values, gathered", "times_R": "a sum over the replicas"}
+_NAMES = {
+    "averaged": "a mean over the replicas",
+    "summed": "a sum over the replicas",
+    "gathered": "all replicas' values, gathered",
+    "times_R": "a sum over the replicas",
+}
 
 
 def find(
@@ -43,7 +49,7 @@ def find(
 # -- a sum over the replicas, and its division by their number ----------------
 
 
-def summed(walk: FactWalk, eqn: Any, x: Fact) -> Fact:
+def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns what is known of the sum of `x` over the replicas."""
     if walk.is_transposed(eqn):  # the derivative of a reduction: nobody wrote it
         number = None if x.number is None else x.number * walk.num_replicas
@@ -71,7 +77,7 @@ def summed(walk: FactWalk, eqn: Any, x: Fact) -> Fact:
     return EQUAL
 
 
-def divided(walk: FactWalk, eqn: Any, x: Fact) -> Fact:
+def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns what is known of `x` over the number of replicas."""
     site, rest = walk.site(eqn), x.without("mean", "share", "total", "summed", "times_R", "whole")
     if x.differs:
@@ -219,14 +225,14 @@ def _find_equal_batch(walk: FactWalk, sites: Sequence[Site]) -> None:
 # -- sums of R equal parts, where they are used -------------------------------
 
 
-def require_counted_once(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> None:
+def require_counted_once(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
     """Finds an update of state by a sum of R equal parts."""
     for own, other in ((a, b), (b, a)):
         if own.find("times_R") and other.find("base") and not own.find("base"):
             find_times_r(walk, own.find("times_R"), "warning", "an update of equal state by it")
 
 
-def find_times_r(walk: FactWalk, times: Any, level: str, use: str) -> None:
+def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
     """Finds a sum of R means, or of R equal values."""
     kind, inner, site = times
     if kind == "mean":
@@ -253,7 +259,7 @@ def find_times_r(walk: FactWalk, times: Any, level: str, use: str) -> None:
     )
 
 
-def require_own_part(walk: FactWalk, eqn: Any, amount: Fact) -> None:
+def require_own_part(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
     """Finds a total over the replicas that is added to a component of each."""
     made = _reduction(amount)
     if made is None or made[0] == "averaged":
@@ -273,7 +279,7 @@ def require_own_part(walk: FactWalk, eqn: Any, amount: Fact) -> None:
     )
 
 
-def require_every_part(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> None:
+def require_every_part(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
     """Finds totals added to a variable of which only the first replica's component is read."""
     for own, amount in ((a, b), (b, a)):
         made = amount.find("mean") or amount.find("ratio") or amount.find("total_site")
@@ -296,7 +302,7 @@ def require_every_part(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> None:
 # -- randomness ---------------------------------------------------------------
 
 
-def require_own_randomness(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> None:
+def require_own_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
     """Finds equal random numbers that meet each replica's own examples."""
     for bits, data in ((a, b), (b, a)):
         made = bits.find("random")
@@ -320,7 +326,7 @@ def require_own_randomness(walk: FactWalk, eqn: Any, a: Fact, b: Fact) -> None:
 # -- variables and optimizers -------------------------------------------------
 
 
-def written_variable(walk: FactWalk, site: Site) -> Any:
+def written_variable(walk: FactWalk, site: Site) -> Variable | None:
     """Returns the variable that an operation writes, or None."""
     if not walk.written:
         return None
@@ -328,7 +334,7 @@ def written_variable(walk: FactWalk, site: Site) -> Any:
     return walk.written.get(int(found[1])) if found else None
 
 
-def _summed_by_variable(walk: FactWalk, variable: Any, site: Site, x: Fact) -> Fact:
+def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
         if x.find("data") and x.find("grad") and variable.trainable:
@@ -377,7 +383,7 @@ def find_sums(walk: FactWalk) -> None:
         )
 
 
-def require_fit(walk: FactWalk, op: str, eqn: Any, x: Fact) -> None:
+def require_fit(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> None:
     """Finds gradients that an optimizer with reduction `op` is not to be given."""
     site = walk.site(eqn)
     require_reducible(walk, site, x)

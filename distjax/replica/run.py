@@ -137,16 +137,18 @@ def run_in_trace(
 
 
 def _tell_findings(
-    fn: Any,
+    fn: Callable[..., Any],
     given: Given,
     traced: ReplicaTrace,
     results: Sequence[GlobalValue],
     finals: Sequence[GlobalValue],
-    outer: Any,
-    topology: Any,
+    outer: TraceState,
+    topology: Topology,
 ) -> None:
     """Reports what is probably wrong; tells the observer what is proved, and why."""
-    env = examine(traced, given, topology) if topology.num_replicas > 1 else {}
+    env: dict[Any, Any] = {}
+    if topology.num_replicas > 1:
+        env = examine(traced.jaxpr, len(results), traced.written, given, topology)
     observer = frames.observer()
     if observer is not None:
         outs = _proofs(traced.result.paths, results)
@@ -161,7 +163,8 @@ def _tell_findings(
             fn, given.names, given.partitioned, given.values, traced.result, results, outer.meant
         )
         if num_reported() == before:
-            note_lone_updates(env, traced, results, given, outer.meant)
+            ends, paths = traced.jaxpr.outvars[: len(results)], traced.result.paths
+            note_lone_updates(env, ends, paths, results, given, outer.meant)
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

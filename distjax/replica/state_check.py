@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distjax.context.findings import STATE, Finding, calling_line, report
+from distjax.context.finding import Finding
+from distjax.context.findings import STATE, calling_line, report
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.global_value import GlobalValue

@@ -52,7 +52,7 @@ class UserMerge:
     @property
     def reduces(self) -> tuple[str, int, int] | None:
         """What a function of distjax's own reduces: the name of the op, and which operands."""
-        owner = getattr(self.fn, "__self__", self.fn)
+        owner: Any = getattr(self.fn, "__self__", self.fn)
         number = getattr(owner, "reduced_argument", None)
         if not isinstance(number, int):
             return None

@@ -208,7 +208,7 @@ def _write_in_replica(
         _write_component(variable, state, array.astype(variable.dtype), method)
 
 
-def write_scope(variable: Any) -> str:
+def write_scope(variable: StoredVariable) -> str:
     """Returns the scope of the operations that write a variable in a replica function."""
     return f"distjax_write_{variable.serial_number}"
 

@@ -36,7 +36,6 @@ Var = jec.Var
 Tracer = core.Tracer
 find_top_trace = jec.find_top_trace
 ShapedArray = core.ShapedArray
-
 primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
@@ -180,10 +179,7 @@ def aval_of(value: ArrayLike) -> ShapedArray:
 
 
 def open_jaxpr(closed: jec.Jaxpr | jec.ClosedJaxpr) -> tuple[jec.Jaxpr, list[Any]]:
-    """Returns (jaxpr, consts) of a jaxpr that may or may not be closed.
-
-    From JAX 0.12 on there is one class for both.
-    """
+    """Returns (jaxpr, consts) of a jaxpr, closed or not; JAX 0.12 has one class for both."""
     jaxpr: Any = getattr(closed, "jaxpr", closed)
     return jaxpr, list(getattr(closed, "consts", None) or ())
 
@@ -290,7 +286,6 @@ def user_stacklevel() -> int:
 _LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, jax.__file__)
 )
-
 
 #: What stands for a file where a user types: Python's and IPython's prompts, doctests. Other
 #: names in brackets are of code that a library makes.

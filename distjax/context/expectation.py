@@ -105,8 +105,7 @@ def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
       >>> strategy.local_results(strategy.run(play, args=(env, 1.0))["at"])
       (Array(0., dtype=float32), Array(1., dtype=float32))
     """
-    given: object = reason
-    if isinstance(given, str) and given.strip():
+    if type(reason) is str and reason.strip():
         return Expected(reason, differs)
     raise TypeError(
         message(

@@ -12,7 +12,7 @@ from typing import Any
 
 from distjax.jax_compat import JaxprEqn
 from distjax.replica import reduction_findings as findings
-from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, unknown
+from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unknown
 
 #: What a linear operation of one tagged operand keeps.
 SCALES = ("mean", "share", "ratio")
@@ -99,7 +99,7 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if a.number is not None and a.find("grad") is None:
         return [_number_over(walk, eqn, a.number, b)]
     if a.find("total_site") and not walk.is_transposed(eqn):
-        if b.find("total_site") and not eqn.outvars[0].aval.shape:
+        if b.find("total_site") and not shape_of(eqn.outvars[0]):
             walk.ratio_counts.add(eqn.invars[1])
             return [DIFFERS.having(ratio=walk.site(eqn))]
         if not b.differs and b.find("summed"):
@@ -130,7 +130,7 @@ def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
         if x.find("summed") and is_close(number, walk.num_replicas):
             return EQUAL.having(mean=site, grad=site)
         return x.only("norm")
-    if x.differs and x.find("mean") and not x.find("grad") and not eqn.outvars[0].aval.shape:
+    if x.differs and x.find("mean") and not x.find("grad") and not shape_of(eqn.outvars[0]):
         return DIFFERS.having(curved=site)
     return x.only("norm")
 
@@ -159,7 +159,7 @@ def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     if eqn.primitive.name == "sub" and not a.find("mean"):
-        if b.find("mean") and eqn.outvars[0].aval.shape and not b.find("grad"):
+        if b.find("mean") and shape_of(eqn.outvars[0]) and not b.find("grad"):
             return DIFFERS.having(centered=walk.site(eqn))
     if eqn.primitive.name == "sub" and a.find("mean") and b.find("mean_square"):
         return DIFFERS.having(variance=walk.site(eqn))

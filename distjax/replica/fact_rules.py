@@ -14,12 +14,13 @@ Tags, each with the site where it began:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from distjax.jax_compat import JaxprEqn
 from distjax.replica import fact_arithmetic as arithmetic
 from distjax.replica import reduction_findings as findings
 from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
-from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, size_of, unknown
+from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, size_of, unknown
 
 #: What is known of an equation's results, of its operands; None: as if there were no rule.
 Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
@@ -44,7 +45,7 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
     divisor, is_mean = x.find("divisor") or (None, False)
     # Elements of one example may sum to a global batch by chance: of those, only jnp.mean counts.
-    num_axes = len(eqn.outvars[0].aval.shape) - len(eqn.invars[0].aval.shape)
+    num_axes = len(shape_of(eqn.outvars[0])) - len(shape_of(eqn.invars[0]))
     if is_close(weight, 1.0) and (num_axes == 1 or is_mean):
         return [x.having(mean=seed, grad=seed)]
     if is_close(weight * walk.num_replicas, 1.0) and is_close(divisor, count * walk.num_replicas):
@@ -63,7 +64,7 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
         return [x.only("grad_squares")]
     if x.find("grad"):
         return [x.only("grad", *SCALES)]
-    if 0 not in axes and eqn.outvars[0].aval.shape:
+    if 0 not in axes and shape_of(eqn.outvars[0]):
         return [x.only("squares")]
     total = DIFFERS.having(total=(count, len(axes)), total_site=walk.site(eqn))
     squares = x.find("squares")
@@ -93,7 +94,7 @@ def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [DIFFERS.having(norm=walk.site(eqn))]
     if name == "sqrt" and x.find("variance"):
         return [x.only("variance")]
-    is_scalar = not eqn.outvars[0].aval.shape
+    is_scalar = not shape_of(eqn.outvars[0])
     inner = x.find("mean") or x.find("ratio")
     if is_scalar and inner and not x.find("grad") and not walk.is_transposed(eqn):
         return [DIFFERS.having(curved=walk.site(eqn))]

@@ -270,6 +270,11 @@ def unknown(ins: Sequence[Fact]) -> Fact:
     return DIFFERS if any(x.differs for x in ins) else EQUAL
 
 
+def shape_of(atom: Var | Literal) -> tuple[int, ...]:
+    """Returns the shape of a value."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def size_of(atom: Var | Literal) -> int:
     """Returns the number of elements of a value."""
-    return math.prod(atom.aval.shape)
+    return math.prod(shape_of(atom))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distjax.jax_compat import Jaxpr, Literal, Var
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.replica.analysis import MERGE_NAME, Analysis
 from distjax.replica.facts import Fact, Site
 from distjax.variables.state import variable_p
@@ -28,8 +28,8 @@ class Reasons:
         self, jaxpr: Jaxpr, env: Mapping[Any, Fact], axis_name: str, arguments: Sequence[str]
     ):
         self._env, self._analysis = env, Analysis(axis_name)
-        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self._arguments = dict(zip(jaxpr.invars, arguments, strict=True))
+        self._made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._arguments: dict[Any, str] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def explain(self, atom: Var | Literal, differs: bool) -> str:
         """Returns why `atom` is equal, or by which lines it came to differ."""

@@ -11,7 +11,7 @@ from distjax.context.finding import Finding
 from distjax.context.findings import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
-from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site, Times
+from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site, Times, shape_of
 from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
@@ -306,10 +306,10 @@ def require_own_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> N
     """Finds equal random numbers that meet each replica's own examples."""
     for bits, data in ((a, b), (b, a)):
         made = bits.find("random")
-        shape = eqn.outvars[0].aval.shape
+        shape = shape_of(eqn.outvars[0])
         if made is None or bits.differs or not data.differs or not shape:
             continue
-        shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+        shapes = [shape_of(v) for v in eqn.invars]
         if shape[0] in walk.leading and all(s in ((), shape) for s in shapes):
             find(
                 walk,

@@ -31,6 +31,8 @@ Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] 
 
 def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """Moves or converts elements: all that is known stays."""
+    if len(eqn.outvars) > 1:  # each operand by itself, as in an optimization barrier
+        return list(ins) if len(eqn.outvars) == len(ins) else [unknown(ins)] * len(eqn.outvars)
     rest = unknown(ins[1:])
     return [ins[0]._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
 
@@ -105,7 +107,8 @@ def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x = ins[0]
     power = eqn.params.get("y", 2)
     if x.number is not None:
-        return [Fact(number=x.number**power) if x.number or power > 0 else EQUAL]
+        is_moderate = 1e-9 < abs(x.number) < 1e9 and abs(power) < 32  # others overflow
+        return [Fact(number=x.number**power) if is_moderate else EQUAL]
     if power != 2:
         return _curve(walk, eqn, ins)
     return [arithmetic.squared(x)]

@@ -102,10 +102,7 @@ def run_in_trace(
     else:
         feedback = Feedback(function_name(fn), names, args, kwargs)
         outer.feedbacks[id(fn)] = fn, feedback
-    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
-        if isinstance(leaf, PerReplica):
-            where = f"argument {user_path(path, names)} of {function_name(fn)}"
-            require_same_topology(leaf, topology, where)
+    _require_same_replicas(fn, partitioned, names, topology)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
     traced = trace_replica(strategy, fn, partitioned, global_values, outer)
     try:
@@ -134,6 +131,15 @@ def run_in_trace(
     )
     feedback.remember(result)
     return result
+
+
+def _require_same_replicas(
+    fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str], topology: Topology
+) -> None:
+    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
+        if isinstance(leaf, PerReplica):
+            where = f"argument {user_path(path, names)} of {function_name(fn)}"
+            require_same_topology(leaf, topology, where)
 
 
 def _tell_findings(

@@ -295,3 +295,21 @@ def test_explanations_are_json_too(two):
     read = json.loads(found.to_json(indent=1))
     assert read["runs"][0]["why"][0][1] == "M" and read["findings"] == []
     assert "why:" in str(found) and "why" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: jnp.float32(1e30) ** 8 + x,
+        lambda x: jnp.zeros(()) ** -1 + x,
+        lambda x: jax.lax.optimization_barrier((x, x * 2))[1],
+        lambda x: jnp.inf * jnp.ones(()) / 3 + x,
+        lambda x: jnp.select([x > 0, x > 1], [x, x * 2], 0.0),
+        lambda x: jax.lax.switch(2, [jnp.sin, jnp.cos, jnp.tan], x),
+        lambda x: jnp.linalg.svd(x)[1] + jnp.fft.rfft(x).real.sum(),
+        lambda x: jax.lax.while_loop(lambda v: v[0] < 3, lambda v: (v[0] + 1, v[1] * 2), (0, x))[1],
+        lambda x: x[:0].sum() + jnp.zeros((0, 3)).mean(0),
+    ],
+)
+def test_odd_programs_are_walked(two, odd):
+    dj.check(lambda w, x: (odd(x), mean(odd(x))), weights(), inputs(two), strategy=two)

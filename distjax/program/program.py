@@ -309,7 +309,7 @@ class Program:
         discovered = discover(self._step, args, kwargs, CreationLog())
         if build is None or not build.covers(discovered):
             return self._rebuild(discovered, args, kwargs)
-        build.offered[threading.get_ident()] = discovered
+        build.offer(discovered, args, kwargs)
         return build
 
     def _rebuild(
@@ -321,8 +321,10 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
-        self._build = make_build(self._step, discovered, self._build)
-        return self._build
+        build = make_build(self._step, discovered, self._build)
+        build.offer(discovered, args, kwargs)
+        self._build = build
+        return build
 
     # -- donated arguments ----------------------------------------------------
 

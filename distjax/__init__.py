@@ -27,11 +27,12 @@ from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.visualizing import visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.locality import Locality
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS
 from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.static import static
 from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
@@ -81,10 +82,12 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_per_replica",
     "jit",
     "lax",
     "locality",
     "set_strategy",
+    "static",
     "testing",
     "visualize",
 ]

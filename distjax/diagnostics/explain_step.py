@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from distjax.replica.arguments import (
     require_callable,
     user_path,
 )
+from distjax.replica.static import mark_modules
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -73,9 +74,12 @@ def explain(
     notes = Notes()
     lowered = lower_step(fn, args, kwargs, strategy, notes, "explain")
     compiled = lowered.compile()
+    arguments = _arguments(fn, args, kwargs)
     return Explanation(
         name=function_name(fn),
-        arguments=_arguments(fn, args, kwargs),
+        arguments={
+            path: "T" if isinstance(leaf, PerReplica) else "M" for path, leaf in arguments.items()
+        },
         results=dict(notes.results),
         runs=tuple(notes.runs),
         variables=_variables(notes),
@@ -85,6 +89,7 @@ def explain(
         memory=_memory(compiled),
         equal_reductions=tuple(notes.equal_reductions),
         findings=tuple(notes.findings),
+        possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
     )
 
 
@@ -170,17 +175,26 @@ def _add_hint(
 
 def _arguments(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, PyTree]
-) -> dict[str, str]:
+) -> dict[str, Any]:
+    """Returns the arguments that are data, by path."""
     if isinstance(fn, CompiledFunction):
         args, kwargs = fn.mark_arguments(tuple(args), kwargs)
     partitioned = PartitionedTree(
-        (tuple(args), kwargs), lambda leaf: is_array(leaf) or is_number(leaf)
+        mark_modules((tuple(args), kwargs)), lambda leaf: is_array(leaf) or is_number(leaf)
     )
     names = positional_names(fn)
-    return {
-        user_path(path, names): "T" if isinstance(leaf, PerReplica) else "M"
-        for path, leaf in zip(partitioned.paths, partitioned.leaves, strict=True)
-    }
+    paths = (user_path(path, names) for path in partitioned.paths)
+    return dict(zip(paths, partitioned.leaves, strict=True))
+
+
+def _possible_rows(arguments: Mapping[str, Any], counts: Collection[int]) -> tuple[str, ...]:
+    """Returns the paths of host arrays whose first dimension is a number of replicas, above 1."""
+    return tuple(
+        path
+        for path, leaf in arguments.items()
+        if not isinstance(leaf, jax.Array) or not leaf.committed
+        if is_array(leaf) and leaf.ndim and 1 < leaf.shape[0] in counts
+    )
 
 
 def _variables(notes: Notes) -> tuple[VariableUse, ...]:

@@ -78,6 +78,8 @@ class Explanation:
       memory: bytes on one device.
       equal_reductions: reductions of values that are equal already.
       findings: what is probably wrong, and what `dj.expect` says is meant.
+      possible_rows: paths of host arrays [R, ...] among the arguments, of which each
+        replica sees the whole; see `Strategy.per_replica`.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Explanation:
     flops: float | None
     memory: Memory
     equal_reductions: tuple[EqualReduction, ...]
+    possible_rows: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -140,6 +143,13 @@ class Explanation:
                 tuple((each.what, each.source) for each in self.equal_reductions),
             )
 
+        if self.possible_rows:
+            yield Table(
+                "arrays with as many rows as there are replicas, each of which sees all rows (if "
+                "row r is the value of replica r: strategy.per_replica(x)):",
+                (),
+                tuple((path,) for path in self.possible_rows),
+            )
         if self.findings:
             yield Table("found:", ("level", "", "line", "meant, since"), self._findings())
 

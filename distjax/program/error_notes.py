@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import jax
+
 from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
 
@@ -22,8 +24,26 @@ def explain_devices(error: Exception, name: str) -> Exception:
     )
 
 
+def add_static_note(error: Exception) -> None:
+    """Adds to an error of JAX about a traced value that an argument can be marked static."""
+    is_traced_value = isinstance(error, _TRACED_VALUE) or re.search(
+        r"of concrete values.*Tracer", str(error)
+    )
+    if is_traced_value and _STATIC_NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_STATIC_NOTE)
+
+
+_TRACED_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
+_STATIC_NOTE = (
+    "A number or bool among the arguments is an input of the program: Python cannot see its "
+    "value.\n"
+    "  Fix: dj.static(x) in place of x, for an argument that is a shape, a length or a flag"
+)
+
+
 def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
     """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
+    add_static_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
     if isinstance(error, NameError) and axis is not None:

@@ -31,6 +31,7 @@ from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
 from distjax.replica.feedback import Feedback
+from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
@@ -38,6 +39,9 @@ from distjax.variables.donation import copy_handles
 
 #: What may mend a call that `jit` refused: returns the arguments to go on with, or None.
 Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+
+#: Raises for arguments (args, kwargs) that no trace can refuse: a trace knows no layouts.
+Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Program:
@@ -49,11 +53,18 @@ class Program:
     Args:
       step: what is compiled.
       on_second_call: is called once, at the second call.
+      require: is called for the arguments of each signature that is new.
     """
 
-    def __init__(self, step: Step, on_second_call: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        step: Step,
+        on_second_call: Callable[[], None] = lambda: None,
+        require: Require | None = None,
+    ):
         self._step = step
         self._on_second_call = on_second_call
+        self._require = require
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
@@ -178,6 +189,8 @@ class Program:
         Each round knows more than the one before: a signature that is compiled, more variables,
         or arguments that `jit` takes.
         """
+        if self._require is not None:
+            self._require(args, kwargs)
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         while True:
             if isinstance(error, UnknownVariables):
@@ -251,7 +264,8 @@ class Program:
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
-        marked = mark_static((args, kwargs), self._step.argument_names)
+        names = tuple(self._step.argument_names)
+        marked = mark_static(mark_modules((args, kwargs), names), names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
             self._marks_objects, self._is_plain = True, False
         return marked

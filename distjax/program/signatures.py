@@ -8,15 +8,24 @@ meet the function of others, which refuses them, and get one of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from distjax.typing import PyTree
 
-#: ``(written, read, kwargs, *args) -> (written anew, output spec, *arrays)``, jitted.
-Jitted: TypeAlias = Any
+
+class Jitted(Protocol):
+    """``(written, read, kwargs, *args) -> (written anew, output spec, *arrays, token)``, jitted."""
+
+    def __call__(self, *operands: PyTree) -> tuple[PyTree, ...]:
+        """Runs the program, compiled if it is not yet."""
+        ...
+
+    def lower(self, *operands: PyTree) -> jax.stages.Lowered:
+        """Returns the program lowered for these operands."""
+        ...
 
 
 class Signatures:

@@ -40,6 +40,7 @@ from distjax.replica.global_value import (
 from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
+from distjax.replica.static import mark_modules
 from distjax.replica.user_merge import UserMerge
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -94,8 +95,10 @@ def run_in_trace(
     topology = strategy.extended.topology
     given = args, kwargs
     args, kwargs = without_expectations(args, kwargs, outer.meant)
-    partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = argument_names(fn, len(args))
+    partitioned = PartitionedTree(
+        mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
+    )
     _, feedback = outer.feedbacks.get(id(fn), (fn, None))
     if feedback is not None:
         feedback.compare(*given)

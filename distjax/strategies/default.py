@@ -25,6 +25,7 @@ from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, on
 from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
+from distjax.replica.static import unmark
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.reducing import require_pairs
@@ -118,6 +119,7 @@ class DefaultExtended:
         )
         args, kwargs = without_expectations(args, kwargs)
         with frames.with_frame(frame):
+            args, kwargs = unmark((args, kwargs))
             return fn(*args, **kwargs)
 
     def place_arguments(self, tree: PyTree) -> Any:

@@ -21,6 +21,7 @@ from distjax.errors import LocalityError, UnsupportedError, describe_value, mess
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_call, run_replicas
@@ -124,9 +125,11 @@ class ReferenceExtended:
         args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
         as_arrays = jax.tree.map(
-            lambda x: jnp.asarray(x) if is_number(x) else x, (args, kwargs), is_leaf=is_per_replica
+            lambda x: jnp.asarray(x) if is_number(x) else x,
+            mark_modules((args, kwargs)),
+            is_leaf=is_per_replica,
         )
-        local = [self._select(i, as_arrays, "an argument of run") for i in self._replicas()]
+        local = [unmark(self._select(i, as_arrays, "an argument of run")) for i in self._replicas()]
         calls = [lambda a=a, k=k: fn(*a, **k) for a, k in local]
         return regroup(run_replicas(self.strategy, calls), self.topology, "a result of run")
 

@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
+from distjax.context.expectation import expect
 from distjax.context.scoping import (
     get_replica_context,
     get_strategy,
@@ -21,6 +22,7 @@ from distjax.data.dataset import DistributedDataset
 from distjax.data.input_context import InputContext
 from distjax.data.iterator import DistributedIterator
 from distjax.data.options import InputOptions
+from distjax.diagnostics.check_step import check
 from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.visualizing import visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
@@ -72,8 +74,10 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "VirtualStrategy",
+    "check",
     "diagnostics",
     "errors",
+    "expect",
     "explain",
     "get_replica_context",
     "get_strategy",

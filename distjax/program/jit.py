@@ -12,12 +12,13 @@ import jax
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
+from distjax.objects.stateful_args import ObjectKeywords, StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.error_notes import add_static_note, explain_devices
 from distjax.program.program import Program, Require
@@ -65,6 +66,7 @@ class CompiledFunction:
         if frame.state is not None:
             if self._require is None:
                 args, kwargs = unmark((args, kwargs))
+            args, kwargs = without_expectations(args, kwargs, frame.state.meant)
             return self._fn(*args, **kwargs)
         try:
             program = self._program(frame)
@@ -193,7 +195,11 @@ class JitStep:
         """Calls the function in the global view."""
         if not self._hands_on_static:
             args, kwargs = unmark((args, kwargs))
-        return emit_call(self._fn, args, kwargs)
+        own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
+        args, own = without_expectations(args, own, state.meant)
+        if isinstance(kwargs, ObjectKeywords):
+            return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
+        return emit_call(self._fn, args, own)
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""

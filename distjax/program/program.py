@@ -30,6 +30,7 @@ from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
+from distjax.replica.feedback import Feedback
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.uninterrupted import call_uninterrupted
@@ -67,6 +68,7 @@ class Program:
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
+        self._feedback: Feedback | None = None
         self._is_plain = False  # a build, and nothing to do before it is started
         self._has_no_objects = False
         self._meets_user_mesh = False
@@ -109,7 +111,20 @@ class Program:
                 return self._run(args, kwargs, error=error)
             except StateFound:
                 self._has_no_objects = self._is_plain = False
-        return self._with_objects(args, kwargs, self._run)
+        return self._run_first_calls(args, kwargs)
+
+    def _run_first_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call that may bring objects; the second is compared with the first's results."""
+        former, self._feedback = self._feedback, None
+        if former is not None:
+            former.compare(args, kwargs)
+        if self._num_calls:
+            return self._with_objects(args, kwargs, self._run)
+        feedback = Feedback(self._step.name, self._step.argument_names, args, kwargs)
+        result = self._with_objects(args, kwargs, self._run)
+        feedback.remember(result)
+        self._feedback = feedback
+        return result
 
     def _with_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]

@@ -15,6 +15,8 @@ from distjax import jax_compat
 from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
+from distjax.context.expectation import without_expectations
+from distjax.context.findings import num_reported
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
@@ -29,6 +31,8 @@ from distjax.replica.arguments import (
 )
 from distjax.replica.body_errors import add_number_note, require_no_other_mesh
 from distjax.replica.emit import JaxprEmitter
+from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
+from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
     as_user_value,
@@ -43,6 +47,7 @@ from distjax.replica.mapped_results import (
     RunOptions,
     stack_results,
 )
+from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.static import mark_modules
@@ -102,13 +107,12 @@ def run_in_trace(
     topology = strategy.extended.topology
     named = renamed_topology(topology, options.axis_name or topology.axis_name)
     names = argument_names(fn, len(args))
+    feedback = _compare_feedback(fn, names, args, kwargs, outer)
+    args, kwargs = without_expectations(args, kwargs, outer.meant)
     partitioned = PartitionedTree(
         mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
     )
-    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
-        if isinstance(leaf, PerReplica):
-            where = f"argument {user_path(path, names)} of {function_name(fn)}"
-            require_same_topology(leaf, topology, where)
+    _require_same_replicas(fn, partitioned, names, topology)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
     try:
         traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
@@ -128,6 +132,8 @@ def run_in_trace(
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
+        if value.varying and topology.num_replicas > 1:
+            find_unequal_start(variable)
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
@@ -135,19 +141,34 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    observer = frames.observer()
-    if observer is not None:
-        ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
-        outs = _proofs(traced.result.paths, results)
-        observer.on_run(topology, function_name(fn), ins, outs)
+    given = Given(function_name(fn), partitioned, names, global_values)
+    _tell_findings(fn, given, traced, results, finals, outer, named, options)
     pinned = _pin_results(results, topology)
     if options.out_axes is not AS_VALUES:
         varying = dict(zip(traced.jaxpr.invars, (v.varying for v in global_values), strict=True))
         flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
         return stack_results(function_name(fn), traced.result, pinned, flow, topology, options)
-    if topology.num_replicas > 1:
-        check_state(fn, names, partitioned, global_values, traced.result, results)
-    return traced.result.combine([as_user_value(r, topology) for r in pinned])
+    result = traced.result.combine([as_user_value(r, topology) for r in pinned])
+    feedback.remember(result)
+    return result
+
+
+def _compare_feedback(
+    fn: Callable[..., Any],
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outer: TraceState,
+) -> Feedback:
+    """Returns the feedback of a function in the trace around; a second call is compared."""
+    _, feedback = outer.feedbacks.get(id(fn), (fn, None))
+    if feedback is not None:
+        feedback.compare(args, kwargs)
+        return feedback
+    args, kwargs = without_expectations(args, kwargs, outer.meant)
+    feedback = Feedback(function_name(fn), names, args, kwargs)
+    outer.feedbacks[id(fn)] = fn, feedback
+    return feedback
 
 
 def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
@@ -169,6 +190,47 @@ def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
             fix="another axis_name for one of the two",
         )
     )
+
+
+def _require_same_replicas(
+    fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str], topology: Topology
+) -> None:
+    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
+        if isinstance(leaf, PerReplica):
+            where = f"argument {user_path(path, names)} of {function_name(fn)}"
+            require_same_topology(leaf, topology, where)
+
+
+def _tell_findings(
+    fn: Callable[..., Any],
+    given: Given,
+    traced: ReplicaTrace,
+    results: Sequence[GlobalValue],
+    finals: Sequence[GlobalValue],
+    outer: TraceState,
+    topology: Topology,
+    options: RunOptions,
+) -> None:
+    """Reports what is probably wrong; tells the observer what is proved, and why."""
+    env: dict[Any, Any] = {}
+    if topology.num_replicas > 1:
+        env = examine(traced.jaxpr, len(results), traced.written, given, topology)
+    observer = frames.observer()
+    if observer is not None:
+        outs = _proofs(traced.result.paths, results)
+        named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
+        reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
+        ends = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
+        why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
+        observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
+    if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
+        before = num_reported()
+        check_state(
+            fn, given.names, given.partitioned, given.values, traced.result, results, outer.meant
+        )
+        if num_reported() == before:
+            ends, paths = traced.jaxpr.outvars[: len(results)], traced.result.paths
+            note_lone_updates(env, ends, paths, results, given, outer.meant)
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

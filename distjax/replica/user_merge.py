@@ -49,6 +49,17 @@ class UserMerge:
         self.result: Any = None
         self.out_avals: list[ShapedArray] = []
 
+    @property
+    def reduces(self) -> tuple[str, int, int] | None:
+        """What a function of distjax's own reduces: the name of the op, and which operands."""
+        owner: Any = getattr(self.fn, "__self__", self.fn)
+        number = getattr(owner, "reduced_argument", None)
+        if not isinstance(number, int):
+            return None
+        prefix = f"[0][{number}]"
+        where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
+        return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
+
     def find_shapes(self) -> None:
         """Runs the function once, abstractly, for shapes and for its variables.
 
@@ -164,6 +175,7 @@ class WeakMerge:
 
     def __init__(self, merge: UserMerge):
         self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
+        self.reduces = merge.reduces
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Emits the merge, which the trace of the replica function keeps alive."""

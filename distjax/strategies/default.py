@@ -15,6 +15,7 @@ from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import Destinations
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext
@@ -116,6 +117,7 @@ class DefaultExtended:
         frame = Frame(
             self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
         )
+        args, kwargs = without_expectations(args, kwargs)
         with frames.with_frame(frame):
             args, kwargs = unmark((args, kwargs))
             return fn(*args, **kwargs)

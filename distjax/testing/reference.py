@@ -14,6 +14,7 @@ from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import Destinations
+from distjax.context.expectation import without_expectations
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
@@ -121,7 +122,7 @@ class ReferenceExtended:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` once per replica, replicas pausing where they meet."""
-        args, kwargs = require_call(args, kwargs, "run")
+        args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
         as_arrays = jax.tree.map(
             lambda x: jnp.asarray(x) if is_number(x) else x,

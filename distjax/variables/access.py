@@ -201,12 +201,18 @@ def _write_in_replica(
             )
         )
     is_equal = rule is Combine.MEAN and is_number(value)
-    if rule is Combine.EACH or is_equal:
-        form, topology = variable.layout.local_form, variable.strategy.extended.topology
-        array = call_on_replica(form.own_part, topology, array)
-    else:
-        array = _combine_in_replica(rule, variable, array)
-    _write_component(variable, state, array.astype(variable.dtype), method)
+    with jax.named_scope(write_scope(variable)):
+        if rule is Combine.EACH or is_equal:
+            form, topology = variable.layout.local_form, variable.strategy.extended.topology
+            array = call_on_replica(form.own_part, topology, array)
+        else:
+            array = _combine_in_replica(rule, variable, array)
+        _write_component(variable, state, array.astype(variable.dtype), method)
+
+
+def write_scope(variable: StoredVariable) -> str:
+    """Returns the scope of the operations that write a variable in a replica function."""
+    return f"distjax_write_{variable.serial_number}"
 
 
 def _combine_in_replica(rule: Combine, variable: StoredVariable, array: jax.Array) -> jax.Array:

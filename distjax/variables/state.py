@@ -111,6 +111,8 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of their first write.
       creations: the log of variables made in this trace, None where none can be.
+      feedbacks: what functions run in this trace returned, by its identity.
+      meant: by identity, arrays that `dj.expect` says may come back different, and why.
     """
 
     def __init__(
@@ -126,6 +128,8 @@ class TraceState:
         self.creations = creations
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
+        self.meant: dict[int, tuple[Any, str]] = {}
+        self.feedbacks: dict[int, tuple[Any, Any]] = {}
         self._values: dict[Any, Any] = {}
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}

@@ -16,7 +16,9 @@ def is_split_over_replicas(value: object, topology: Topology) -> bool:
     sharding = value.sharding
     if topology.mesh is None or sharding.device_set != set(topology.devices):
         return False
-    if sharding == topology.per_replica:  # of a lone replica too
+    if topology.num_replicas == 1:  # JAX may say so of any array: a lone replica has all of it
+        return False
+    if sharding == topology.per_replica:
         return True
     if sharding.is_fully_replicated:
         return False

@@ -213,7 +213,7 @@ def test_what_is_not_split_over_the_replicas():
     for value in (ROWS, 1.0, elsewhere, jnp.asarray(ROWS)):
         assert not is_split_over_replicas(value, topology)
     alone = dj.MirroredStrategy(jax.devices()[:1])
-    assert is_split_over_replicas(alone.per_replica(ROWS[:1]).stacked, alone.extended.topology)
+    assert not is_split_over_replicas(alone.per_replica(ROWS[:1]).stacked, alone.extended.topology)
 
 
 # -- jit ---------------------------------------------------------------------------------

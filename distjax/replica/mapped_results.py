@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distjax import jax_compat
 from distjax.collectives.constraint import constrain_to_replicas
 from distjax.errors import LocalityWarning, message
-from distjax.jax_compat import Literal
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import PartitionedTree
 from distjax.replica.global_value import GlobalValue, as_user_value, stack_replicas
 from distjax.replica.output_layout import AlreadyPlaced
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
 
@@ -48,7 +49,7 @@ class RunOptions:
     """
 
     axis_name: str | None = None
-    out_axes: Any = AS_VALUES
+    out_axes: PyTree = AS_VALUES
     leaves_program: bool = False
 
     def for_first_of(self, count: int) -> RunOptions:
@@ -64,7 +65,7 @@ AS_RUN = RunOptions()
 class DataFlow(NamedTuple):
     """The jaxpr of a replica function, and which of its inputs differ."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     varying: dict[Any, bool]
     analysis: Analysis
 
@@ -74,7 +75,7 @@ class DataFlow(NamedTuple):
         It is the last one on the way to the result where a value that is equal meets one
         that differs, as parameters and a gradient do; else the one that made the result.
         """
-        made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         varying = {**dict.fromkeys(self.jaxpr.constvars, False), **self.varying}
         self.analysis.run(self.jaxpr.eqns, varying)
         eqn = last = made_by.get(self.jaxpr.outvars[index])
@@ -124,7 +125,7 @@ def stack_results(
     return jax.tree_util.tree_unflatten(result.treedef, stacked)
 
 
-def _axis_of_each(name: str, treedef: Any, out_axes: Any) -> list[Any]:
+def _axis_of_each(name: str, treedef: jax.tree_util.PyTreeDef, out_axes: PyTree) -> list[Any]:
     """Returns the axis of each leaf; a leaf here is a number, so that no class sees its fields."""
     try:
         return broadcast_axes(out_axes, treedef)
@@ -139,7 +140,7 @@ def _axis_of_each(name: str, treedef: Any, out_axes: Any) -> list[Any]:
         ) from None
 
 
-def broadcast_axes(axes: Any, treedef: Any) -> list[Any]:
+def broadcast_axes(axes: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
     """Returns the axis of each leaf of a tree.
 
     Args:
@@ -160,7 +161,9 @@ def broadcast_axes(axes: Any, treedef: Any) -> list[Any]:
     ]
 
 
-def _subtrees(prefix: Any, full: Any) -> list[Any]:
+def _subtrees(
+    prefix: jax.tree_util.PyTreeDef, full: jax.tree_util.PyTreeDef
+) -> list[jax.tree_util.PyTreeDef]:
     """Returns what stands in a tree in the places of the leaves of its prefix."""
     if prefix.node_data() is None:
         return [full]
@@ -170,7 +173,7 @@ def _subtrees(prefix: Any, full: Any) -> list[Any]:
     return [tree for child, of in pairs for tree in _subtrees(child, of)]
 
 
-def _node_text(treedef: Any) -> str:
+def _node_text(treedef: jax.tree_util.PyTreeDef) -> str:
     node = treedef.node_data()
     if node is None:
         return "a leaf" if treedef.num_leaves else "None"
@@ -198,8 +201,10 @@ def _warn_of_lost(name: str, paths: Sequence[str], line: str, options: RunOption
     )
 
 
-def _with_axis(leaf: Any, axis: Any, topology: Topology, options: RunOptions) -> Any:
-    if axis is AS_VALUES:
+def _with_axis(
+    leaf: PyTree, axis: int | _AsValues | None, topology: Topology, options: RunOptions
+) -> Any:
+    if isinstance(axis, _AsValues):
         return as_user_value(leaf, topology) if isinstance(leaf, GlobalValue) else leaf
     if is_number(leaf):
         leaf = GlobalValue(jnp.asarray(leaf), False)

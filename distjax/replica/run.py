@@ -73,7 +73,7 @@ class ReplicaTrace:
         outputs are their initial values only.
     """
 
-    jaxpr: Any
+    jaxpr: jax_compat.Jaxpr
     consts: list[Any]
     result: PartitionedTree
     written: list[Any]
@@ -171,7 +171,7 @@ def _compare_feedback(
     return feedback
 
 
-def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
+def _require_own_axis(name: str, jaxpr: jax_compat.Jaxpr, topology: Topology) -> None:
     """Raises if the collectives of `jaxpr` would be those of a `jax.vmap` around it.
 
     JAX gives them the axis of the vmap where a mesh has an axis of the same name.

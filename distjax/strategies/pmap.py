@@ -176,9 +176,9 @@ def pmap(
 ) -> MappedFunction:
     """Returns ``fn`` mapped over rows, one replica a row: `jax.pmap` with replicas.
 
-    R is the size of the mapped axes. The replicas are those of `strategy` or of the active
-    strategy; with neither, one on each of the first R local devices. The body is a replica
-    function: `merge_call`, variables and `dj.get_replica_context()` work in it.
+    R is the size of the mapped axes. The replicas are those of `strategy` or of the active one;
+    with neither, one on each of the first R local devices. The body is a replica function:
+    `merge_call`, variables and `dj.get_replica_context()` work in it.
 
     Args:
       fn: the replica function.
@@ -186,7 +186,8 @@ def pmap(
       in_axes: a prefix of the positional arguments: the axis of the rows, or None for a
         value that all replicas share. Keyword arguments have axis 0.
       out_axes: a prefix of the results: where their replica axis comes to stand. None: one
-        value. Where it is not proved equal, that of replica 0, and a LocalityWarning.
+        value. Where it is not proved equal, that of replica 0, and a LocalityWarning, which
+        `dj.expect` silences.
       static_broadcasted_argnums: numbers of positional arguments that are Python values,
         part of the program.
       devices: the replicas' devices, of which the first R are taken.

@@ -1,7 +1,6 @@
 """The only door to what differs between JAX versions, and to its machinery.
 
-Everything here uses `jax.*`, `jax.core`, `jax.extend.core` and
-`jax.interpreters` only. Supported: JAX 0.10.2 to 0.12.
+It uses `jax.*`, `jax.core`, `jax.extend.core` and `jax.interpreters` only, of JAX 0.10.2 to 0.12.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
 
 Primitive = jec.Primitive
 Jaxpr = jec.Jaxpr
+ClosedJaxpr = jec.ClosedJaxpr
 JaxprEqn = jec.JaxprEqn
 Literal = jec.Literal
 Var = jec.Var

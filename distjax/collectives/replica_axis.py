@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.jax_compat import Literal
+from distjax.jax_compat import Jaxpr, Literal
 from distjax.placement.topology import Topology
 
 
@@ -27,7 +28,7 @@ def is_bound_axis(name: str) -> bool:
     return True
 
 
-def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: Any) -> Any:
+def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: jax.Array) -> Any:
     """Returns ``fn(*arrays)``, one array, of a function that names the axis of `topology`."""
     axis_name = frames.replica_axis(topology)
     if axis_name == topology.axis_name:
@@ -40,7 +41,7 @@ def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: Any) ->
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], names: dict[str, str]
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], names: dict[str, str]
 ) -> list[Any]:
     """Evaluates a jaxpr with the axes that its equations name exchanged, those of `jit` too."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -57,7 +58,7 @@ def _evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def _exchange(value: Any, names: dict[str, str]) -> Any:
+def _exchange(value: object, names: dict[str, str]) -> Any:
     if isinstance(value, tuple):
         return tuple(names.get(x, x) if isinstance(x, str) else x for x in value)
     return names.get(value, value) if isinstance(value, str) else value

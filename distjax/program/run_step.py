@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from distjax import jax_compat
-from distjax.context.contracts import ExtendedLike
+from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import is_placeholder
@@ -16,9 +17,10 @@ from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_object
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
+from distjax.program.jit import CompiledFunction, as_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.replica.arguments import function_name, positional_names, user_path
+from distjax.replica.arguments import function_name, positional_names, require_callable, user_path
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -112,3 +114,20 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
     on_second_call = fresh_functions.record(resolve(), extended.strategy)
     step = RunStep(extended, resolve)
     return Program(step, on_second_call, step.require_no_bare_rows)
+
+
+def compile_on_replicas(
+    strategy: StrategyLike, fn: Callable[..., Any], donate_argnums: int | Sequence[int]
+) -> CompiledFunction:
+    """Returns the program that runs ``fn`` on every replica: see `Strategy.jit`."""
+    require_callable(fn, "jit")
+
+    @functools.wraps(fn)
+    def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
+        return strategy.run(fn, args, kwargs)
+
+    donated = as_numbers(donate_argnums, "donate_argnums")
+    require = functools.partial(
+        require_no_bare_rows, strategy.extended.topology, function_name(fn), positional_names(fn)
+    )
+    return CompiledFunction(run_on_replicas, donated, frozenset(), require)

@@ -8,6 +8,7 @@ from typing import Any
 
 from distjax import jax_compat
 from distjax.errors import MergeError, message
+from distjax.jax_compat import Jaxpr, JaxprEqn
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.emit import holds_merge
@@ -32,7 +33,7 @@ def add_number_note(
     )
 
 
-def require_no_other_mesh(name: str, jaxpr: Any, topology: Topology) -> None:
+def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
     """Raises if a replica function holds a `shard_map`, or `pmap`, over other devices.
 
     Raises:
@@ -56,7 +57,7 @@ def require_no_other_mesh(name: str, jaxpr: Any, topology: Topology) -> None:
         )
 
 
-def _shard_maps(eqn: Any) -> list[Any]:
+def _shard_maps(eqn: JaxprEqn) -> list[JaxprEqn]:
     if eqn.primitive.name == "shard_map":
         return [eqn]
     return [e for sub in jax_compat.sub_jaxprs(eqn) for s in sub.eqns for e in _shard_maps(s)]

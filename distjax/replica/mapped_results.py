@@ -7,7 +7,6 @@ back: [R, ...] in either case, or for None one value, with a warning where the o
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax import jax_compat
 from distjax.collectives.constraint import constrain_to_replicas
+from distjax.context.expectation import reason_in
+from distjax.context.finding import Finding
+from distjax.context.findings import report
 from distjax.errors import LocalityWarning, message
-from distjax.jax_compat import Literal
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import PartitionedTree
 from distjax.replica.global_value import GlobalValue, as_user_value, stack_replicas
 from distjax.replica.output_layout import AlreadyPlaced
+from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
 
@@ -48,7 +51,7 @@ class RunOptions:
     """
 
     axis_name: str | None = None
-    out_axes: Any = AS_VALUES
+    out_axes: PyTree = AS_VALUES
     leaves_program: bool = False
 
     def for_first_of(self, count: int) -> RunOptions:
@@ -64,26 +67,30 @@ AS_RUN = RunOptions()
 class DataFlow(NamedTuple):
     """The jaxpr of a replica function, and which of its inputs differ."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     varying: dict[Any, bool]
     analysis: Analysis
 
-    def line_of(self, index: int) -> str:
-        """Returns the user's line that made result `index` differ.
+    def origins(self, indices: Sequence[int]) -> list[JaxprEqn | None]:
+        """Returns the equations that made these results differ; None for an argument.
 
-        It is the last one on the way to the result where a value that is equal meets one
+        Each is the last one on the way to the result where a value that is equal meets one
         that differs, as parameters and a gradient do; else the one that made the result.
         """
-        made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         varying = {**dict.fromkeys(self.jaxpr.constvars, False), **self.varying}
         self.analysis.run(self.jaxpr.eqns, varying)
-        eqn = last = made_by.get(self.jaxpr.outvars[index])
-        while eqn is not None:
-            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-            if not all(varying[v] for v in inputs):
-                return jax_compat.source_line(eqn)
-            eqn = made_by.get(inputs[0]) if inputs else None
-        return "an argument" if last is None else jax_compat.source_line(last)
+
+        def find(last: JaxprEqn | None) -> JaxprEqn | None:
+            eqn = last
+            while eqn is not None:
+                inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
+                if not all(varying[v] for v in inputs):
+                    return eqn
+                eqn = made_by.get(inputs[0]) if inputs else None
+            return last
+
+        return [find(made_by.get(self.jaxpr.outvars[index])) for index in indices]
 
 
 def stack_results(
@@ -117,14 +124,14 @@ def stack_results(
         if axis is None and value.varying
     ]
     if lost and topology.num_replicas > 1:
-        _warn_of_lost(name, [result.paths[i] for i in lost], flow.line_of(lost[0]), options)
+        _report_lost(name, [result.paths[i] for i in lost], flow.origins(lost), options)
     stacked = [
         _with_axis(leaf, axis, topology, options) for leaf, axis in zip(leaves, axes, strict=True)
     ]
     return jax.tree_util.tree_unflatten(result.treedef, stacked)
 
 
-def _axis_of_each(name: str, treedef: Any, out_axes: Any) -> list[Any]:
+def _axis_of_each(name: str, treedef: jax.tree_util.PyTreeDef, out_axes: PyTree) -> list[Any]:
     """Returns the axis of each leaf; a leaf here is a number, so that no class sees its fields."""
     try:
         return broadcast_axes(out_axes, treedef)
@@ -139,7 +146,7 @@ def _axis_of_each(name: str, treedef: Any, out_axes: Any) -> list[Any]:
         ) from None
 
 
-def broadcast_axes(axes: Any, treedef: Any) -> list[Any]:
+def broadcast_axes(axes: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
     """Returns the axis of each leaf of a tree.
 
     Args:
@@ -160,7 +167,9 @@ def broadcast_axes(axes: Any, treedef: Any) -> list[Any]:
     ]
 
 
-def _subtrees(prefix: Any, full: Any) -> list[Any]:
+def _subtrees(
+    prefix: jax.tree_util.PyTreeDef, full: jax.tree_util.PyTreeDef
+) -> list[jax.tree_util.PyTreeDef]:
     """Returns what stands in a tree in the places of the leaves of its prefix."""
     if prefix.node_data() is None:
         return [full]
@@ -170,7 +179,7 @@ def _subtrees(prefix: Any, full: Any) -> list[Any]:
     return [tree for child, of in pairs for tree in _subtrees(child, of)]
 
 
-def _node_text(treedef: Any) -> str:
+def _node_text(treedef: jax.tree_util.PyTreeDef) -> str:
     node = treedef.node_data()
     if node is None:
         return "a leaf" if treedef.num_leaves else "None"
@@ -181,25 +190,33 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-def _warn_of_lost(name: str, paths: Sequence[str], line: str, options: RunOptions) -> None:
-    where = ", ".join(f"result{path}" for path in paths[:8])
-    more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
+def _report_lost(
+    name: str, paths: Sequence[str], origins: Sequence[JaxprEqn | None], options: RunOptions
+) -> None:
+    """Warns of values of which one comes back; those that are meant apart, by `dj.expect`."""
+    reasons = [None if e is None else reason_in(str(e.source_info.name_stack)) for e in origins]
     axis = "the axis" if options.axis_name is None else repr(options.axis_name)
-    warnings.warn(
-        message(
+    for reason in dict.fromkeys(reasons):
+        own = [f"result{p}" for p, r in zip(paths, reasons, strict=True) if r == reason]
+        origin = origins[reasons.index(reason)]
+        line = "an argument" if origin is None else jax_compat.source_line(origin)
+        more = f" and {len(own) - 8} more" if len(own) > 8 else ""
+        text = message(
             f"{name} needs to return what is equal on every replica where out_axes is None",
-            got=f"values that differ per replica at {where}{more}; made different at {line}",
+            got=f"values that differ per replica at {', '.join(own[:8])}{more}; made different at "
+            f"{line}",
             why="one value comes back for all: that of replica 0, and the others are lost",
             fix=f"jax.lax.pmean(x, {axis}) of the gradients, or of the value itself; out_axes=0 "
             "for a value per replica",
-        ),
-        LocalityWarning,
-        stacklevel=jax_compat.user_stacklevel(),
-    )
+        )
+        rule = "one value of those that differ"
+        report(Finding("warning", rule, text, line, reason), LocalityWarning)
 
 
-def _with_axis(leaf: Any, axis: Any, topology: Topology, options: RunOptions) -> Any:
-    if axis is AS_VALUES:
+def _with_axis(
+    leaf: PyTree, axis: int | _AsValues | None, topology: Topology, options: RunOptions
+) -> Any:
+    if isinstance(axis, _AsValues):
         return as_user_value(leaf, topology) if isinstance(leaf, GlobalValue) else leaf
     if is_number(leaf):
         leaf = GlobalValue(jnp.asarray(leaf), False)

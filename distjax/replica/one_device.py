@@ -8,7 +8,7 @@ are evaluated here by what they mean; all others are left to JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 
 from distjax import jax_compat
-from distjax.jax_compat import Literal
+from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from distjax.replica.analysis import Analysis
+from distjax.typing import ArrayLike
 
 #: Primitives whose inner jaxpr is evaluated in their place.
 _INLINED = frozenset("jit pjit closed_call core_call custom_vmap_call".split())
@@ -41,7 +42,7 @@ class OneDevice:
         self._analysis, self.num_replicas = analysis, num_replicas
         self.axis_name = analysis.axis_name
 
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of `jaxpr`, as devices would give them."""
         if not any(map(self._is_special, jaxpr.eqns)):
             return jax_compat.eval_jaxpr(jaxpr, consts, args)
@@ -53,7 +54,7 @@ class OneDevice:
             env.update(zip(eqn.outvars, rule(eqn, ins), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _is_special(self, eqn: Any) -> bool:
+    def _is_special(self, eqn: JaxprEqn) -> bool:
         name, params = eqn.primitive.name, eqn.params
         if name in _ALL_MAPPED or name == "custom_vmap_call":
             return True
@@ -66,7 +67,7 @@ class OneDevice:
             return is_partial or name == "all_to_all" or bool(params.get("axis_index_groups"))
         return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 
-    def _equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
         if self._analysis.over_replicas(eqn):
             return [self._collective(name, ins[0], params)]
@@ -84,25 +85,25 @@ class OneDevice:
             return self._one_by_one(eqn, ins)
         return _bind(eqn, ins)  # JAX says what it does not map
 
-    def _one_by_one(self, eqn: Any, ins: list[Any]) -> list[Any]:
+    def _one_by_one(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """Returns the results of an equation that runs for one replica after the other."""
         rows = [lax.all_gather(x, self.axis_name) for x in ins]
         run = lambda row: list(_bind(eqn, row[1:]))
         outs = lax.map(run, [jnp.arange(self.num_replicas), *rows])
         return [self.own_row(out) for out in outs]
 
-    def own_row(self, rows: Any) -> jax.Array:
+    def own_row(self, rows: ArrayLike) -> jax.Array:
         """Returns this replica's row of an array, or table, that all share."""
         return jnp.asarray(rows)[lax.axis_index(self.axis_name)]
 
-    def _spread(self, x: Any) -> jax.Array:
+    def _spread(self, x: ArrayLike) -> jax.Array:
         """Returns `x` as a value per replica, also where it is equal on all."""
         is_any = jnp.broadcast_to(lax.axis_index(self.axis_name) >= 0, jnp.shape(x))
         return lax.select(is_any, jnp.asarray(x), jnp.asarray(x))
 
     # -- collectives -----------------------------------------------------------
 
-    def _collective(self, name: str, x: Any, params: Any) -> jax.Array:
+    def _collective(self, name: str, x: ArrayLike, params: Mapping[str, Any]) -> jax.Array:
         groups = params.get("axis_index_groups")
         if name == "ppermute":
             return self._permute(x, params["perm"])
@@ -121,7 +122,7 @@ class OneDevice:
         reduce = {"pmax": jnp.max, "pmin": jnp.min}.get(name)
         return group.reduce(jnp.sum, 0) if reduce is None else group.reduce(reduce, None)
 
-    def _permute(self, x: Any, perm: Sequence[tuple[int, int]]) -> jax.Array:
+    def _permute(self, x: ArrayLike, perm: Sequence[tuple[int, int]]) -> jax.Array:
         source, has_source = np.zeros(self.num_replicas, int), np.zeros(self.num_replicas, bool)
         for sender, receiver in perm:
             source[receiver], has_source[receiver] = sender, True
@@ -130,7 +131,7 @@ class OneDevice:
 
     # -- loops and branches ----------------------------------------------------
 
-    def _scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def _scan(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         num_consts, num_carry = jax_compat.scan_sizes(eqn)
         jaxpr, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
         shared, xs = ins[:num_consts], ins[num_consts + num_carry :]
@@ -143,7 +144,7 @@ class OneDevice:
         carry, ys = lax.scan(body, ins[num_consts : num_consts + num_carry], xs, **options)
         return [*carry, *ys]
 
-    def _while(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def _while(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         first, last = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_cond, of_body, carry = ins[:first], ins[first : first + last], ins[first + last :]
         cond, body = self._branch(eqn.params["cond_jaxpr"]), self._branch(eqn.params["body_jaxpr"])
@@ -153,10 +154,10 @@ class OneDevice:
             carry,
         )
 
-    def _cond(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def _cond(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         return lax.switch(ins[0], list(map(self._branch, eqn.params["branches"])), *ins[1:])
 
-    def _branch(self, closed: Any) -> Callable[..., list[Any]]:
+    def _branch(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
         jaxpr, consts = jax_compat.open_jaxpr(closed)
         return lambda *args: self.evaluate(jaxpr, consts, args)
 
@@ -168,7 +169,7 @@ class _Group:
       rows: [k, ...], in the order of the group; k is the size of the largest.
     """
 
-    def __init__(self, device: OneDevice, x: Any, groups: Sequence[Sequence[int]]):
+    def __init__(self, device: OneDevice, x: ArrayLike, groups: Sequence[Sequence[int]]):
         self.size = max(map(len, groups))
         members = np.zeros((device.num_replicas, self.size), int)
         position, sizes = np.zeros(device.num_replicas, int), np.zeros(device.num_replicas, int)
@@ -179,7 +180,7 @@ class _Group:
         self.rows = lax.all_gather(x, device.axis_name)[device.own_row(members)]
         self._position, self._num_members = device.own_row(position), device.own_row(sizes)
 
-    def reduce(self, reduce: Callable[..., Any], missing: Any) -> jax.Array:
+    def reduce(self, reduce: Callable[..., Any], missing: int | None) -> jax.Array:
         """Returns the rows reduced; `missing` stands for those of a smaller group."""
         rows = self.rows
         if missing is not None:
@@ -205,7 +206,7 @@ def _join(rows: jax.Array, axis: int, tiled: bool) -> jax.Array:
     return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
-def _bind(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+def _bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
     with eqn.ctx.manager:
         outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
     return outs if eqn.primitive.multiple_results else [outs]

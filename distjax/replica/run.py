@@ -73,7 +73,7 @@ class ReplicaTrace:
         outputs are their initial values only.
     """
 
-    jaxpr: Any
+    jaxpr: jax_compat.Jaxpr
     consts: list[Any]
     result: PartitionedTree
     written: list[Any]
@@ -114,14 +114,10 @@ def run_in_trace(
     )
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
-    try:
-        traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
-    except (TypeError, jax.errors.JAXTypeError) as error:
-        add_number_note(error, fn, partitioned, names)
-        raise
-    require_no_other_mesh(function_name(fn), traced.jaxpr, named)
+    given = Given(function_name(fn), partitioned, names, global_values)
+    traced = _trace_valid(strategy, fn, given, outer, named)
     if options.axis_name is not None:
-        _require_own_axis(function_name(fn), traced.jaxpr, named)
+        _require_own_axis(given.name, traced.jaxpr, named)
     try:
         outs = _emit(named, traced, global_values, outer)
     except BaseException as error:
@@ -131,23 +127,17 @@ def run_in_trace(
         outs = _emit(named, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
-    for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
-        if value.varying and topology.num_replicas > 1:
-            find_unequal_start(variable)
-        first = value.array[0] if value.varying else value.array
-        outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
-        outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
+    _bind_created(traced.created, outs[num_results + num_written :], outer, topology)
     if traced.error is not None:
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    given = Given(function_name(fn), partitioned, names, global_values)
     _tell_findings(fn, given, traced, results, finals, outer, named, options)
     pinned = _pin_results(results, topology)
     if options.out_axes is not AS_VALUES:
         varying = dict(zip(traced.jaxpr.invars, (v.varying for v in global_values), strict=True))
         flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
-        return stack_results(function_name(fn), traced.result, pinned, flow, topology, options)
+        return stack_results(given.name, traced.result, pinned, flow, topology, options)
     result = traced.result.combine([as_user_value(r, topology) for r in pinned])
     feedback.remember(result)
     return result
@@ -171,7 +161,7 @@ def _compare_feedback(
     return feedback
 
 
-def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
+def _require_own_axis(name: str, jaxpr: jax_compat.Jaxpr, topology: Topology) -> None:
     """Raises if the collectives of `jaxpr` would be those of a `jax.vmap` around it.
 
     JAX gives them the axis of the vmap where a mesh has an axis of the same name.
@@ -255,6 +245,23 @@ def _as_global_value(leaf: PyTree) -> GlobalValue:
 
 
 # -- tracing ------------------------------------------------------------------
+
+
+def _trace_valid(
+    strategy: StrategyLike,
+    fn: Callable[..., Any],
+    given: Given,
+    outer: TraceState,
+    topology: Topology,
+) -> ReplicaTrace:
+    """Traces ``fn``; raises where it needs more than a replica has."""
+    try:
+        traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        add_number_note(error, fn, given.partitioned, given.names)
+        raise
+    require_no_other_mesh(given.name, traced.jaxpr, topology)
+    return traced
 
 
 def trace_replica(
@@ -345,6 +352,18 @@ def _replica_axis_in_scope(topology: Topology) -> Any:
     manual = (jax.sharding.AxisType.Manual,)
     sizes, names = (topology.num_replicas,), (topology.axis_name,)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
+
+
+def _bind_created(
+    created: Sequence[Any], values: Sequence[GlobalValue], outer: TraceState, topology: Topology
+) -> None:
+    """Makes the variables that the function created known around it, with replica 0's values."""
+    for variable, value in zip(created, values, strict=True):
+        if value.varying and topology.num_replicas > 1:
+            find_unequal_start(variable)
+        first = value.array[0] if value.varying else value.array
+        outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
+        outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
 
 
 def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:

@@ -55,6 +55,8 @@ class MappedFunction:
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._arguments, self._options = fn, arguments, options
+        if strategy is not None and strategy.extended.is_default:
+            strategy = None
         self._devices, self._strategy, self._donate_argnums = devices, strategy, donate_argnums
         self._programs: dict[StrategyLike, Program] = {}
         self._own: dict[int, Strategy] = {}  # by R, where the call names none
@@ -174,9 +176,9 @@ def pmap(
 ) -> MappedFunction:
     """Returns ``fn`` mapped over rows, one replica a row: `jax.pmap` with replicas.
 
-    R is the size of the mapped axes. The replicas are those of `strategy` or of the active
-    strategy; with neither, one on each of the first R local devices. The body is a replica
-    function: `merge_call`, variables and `dj.get_replica_context()` work in it.
+    R is the size of the mapped axes. The replicas are those of `strategy` or of the active one;
+    with neither, one on each of the first R local devices. The body is a replica function:
+    `merge_call`, variables and `dj.get_replica_context()` work in it.
 
     Args:
       fn: the replica function.
@@ -184,7 +186,8 @@ def pmap(
       in_axes: a prefix of the positional arguments: the axis of the rows, or None for a
         value that all replicas share. Keyword arguments have axis 0.
       out_axes: a prefix of the results: where their replica axis comes to stand. None: one
-        value. Where it is not proved equal, that of replica 0, and a LocalityWarning.
+        value. Where it is not proved equal, that of replica 0, and a LocalityWarning, which
+        `dj.expect` silences.
       static_broadcasted_argnums: numbers of positional arguments that are Python values,
         part of the program.
       devices: the replicas' devices, of which the first R are taken.
@@ -196,7 +199,7 @@ def pmap(
 
     Locality: rows, a PerReplica, or M for None in; stacked, M for None, or as `run` out.
     Context: cross-replica or default; inside `dj.jit`, `jit`, `vmap`, `grad` and loops too.
-    Cost: as `run`.
+    Cost: as `run`. Source: jax.pmap.
 
     Raises:
       TypeError: no function; an axis that is no int.
@@ -209,38 +212,48 @@ def pmap(
       >>> step = dj.pmap(lambda x: x / jax.lax.psum(x, "i"), axis_name="i")
       >>> step(jnp.arange(4.0))
       Array([0.        , 0.16666667, 0.33333334, 0.5       ], dtype=float32)
-
-    Source: jax.pmap.
     """
     require_callable(fn, "pmap")
-    static = _numbers(static_broadcasted_argnums, "static_broadcasted_argnums")
+    static, donated = _static_and_donated(static_broadcasted_argnums, donate_argnums)
+    own = _own_devices(function_name(fn), devices, backend, strategy)
+    options = RunOptions(axis_name, _axes_of_results(out_axes, results))
+    name, names = function_name(fn), positional_names(fn)
+    arguments = MappedArguments(name, names, as_axes(in_axes, "in_axes"), axis_size, static)
+    return MappedFunction(fn, arguments, options, own, strategy, donated)
+
+
+def _static_and_donated(
+    static_argnums: int | Iterable[int], donate_argnums: int | Iterable[int]
+) -> tuple[frozenset[int], tuple[int, ...]]:
+    static = _numbers(static_argnums, "static_broadcasted_argnums")
     donated = _numbers(donate_argnums, "donate_argnums")
     if set(static) & set(donated):
         raise ValueError(_both_text(static, donated))
+    return frozenset(static), donated
+
+
+def _own_devices(
+    name: str,
+    devices: Sequence[jax.Device] | None,
+    backend: str | None,
+    strategy: Strategy | None,
+) -> tuple[jax.Device, ...] | None:
+    """Returns the devices that the user named for the replicas, or None."""
     require_strategy(strategy, "pmap")
+    if devices is None and backend is None:
+        return None
+    if strategy is not None:
+        raise ValueError(_devices_text(strategy))
+    devices = jax.local_devices(backend=backend) if devices is None else devices
+    if not len(devices):
+        raise ValueError(_too_few_text(name, 1, ()))
+    return tuple(devices)
+
+
+def _axes_of_results(out_axes: PyTree, results: str) -> Any:
     if results not in ("stacked", "values"):
         raise ValueError(_results_text(results))
-    given = devices is not None or backend is not None
-    if strategy is not None and given:
-        raise ValueError(_devices_text(strategy))
-    if devices is not None and not len(devices):
-        raise ValueError(_too_few_text(function_name(fn), 1, ()))
-    if backend is not None and devices is None:
-        devices = jax.local_devices(backend=backend)
-    if strategy is not None and strategy.extended.is_default:
-        strategy = None
-    axes = as_axes(out_axes, "out_axes") if results == "stacked" else AS_VALUES
-    arguments = MappedArguments(
-        function_name(fn),
-        positional_names(fn),
-        as_axes(in_axes, "in_axes"),
-        axis_size,
-        frozenset(static),
-    )
-    options = RunOptions(axis_name, axes)
-    return MappedFunction(
-        fn, arguments, options, tuple(devices) if devices is not None else None, strategy, donated
-    )
+    return as_axes(out_axes, "out_axes") if results == "stacked" else AS_VALUES
 
 
 def _numbers(given: int | Iterable[int], argument: str) -> tuple[int, ...]:

@@ -19,9 +19,10 @@ from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import Static, is_array, user_path
 from distjax.replica.mapped_results import broadcast_axes
+from distjax.typing import PyTree
 
 
-def as_axes(axes: Any, argument: str) -> Any:
+def as_axes(axes: PyTree, argument: str) -> Any:
     """Returns `in_axes` or `out_axes` as pmap takes it; a list of arguments' axes as a tuple.
 
     Raises:
@@ -57,7 +58,7 @@ class MappedArguments:
 
     function: str
     names: Sequence[str]
-    in_axes: Any
+    in_axes: PyTree
     axis_size: int | None = None
     static: frozenset[int] = frozenset()
 
@@ -86,7 +87,7 @@ class MappedArguments:
         )
 
     def as_values(
-        self, args: tuple[Any, ...], kwargs: Any, topology: Topology
+        self, args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords, topology: Topology
     ) -> tuple[tuple[Any, ...], Any]:
         """Returns the arguments of `run`: a PerReplica where rows are mapped.
 
@@ -98,12 +99,14 @@ class MappedArguments:
         values = [self._as_value(path, leaf, axis, topology) for path, leaf, axis in leaves]
         return jax.tree_util.tree_unflatten(treedef, values)
 
-    def placed(self, args: tuple[Any, ...], kwargs: Any, topology: Topology) -> Any:
+    def placed(
+        self, args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords, topology: Topology
+    ) -> Any:
         """Returns the arguments, arrays from elsewhere on the devices of the replicas."""
         treedef, leaves = self._leaves(args, kwargs)
         devices = set(topology.devices)
 
-        def place(leaf: Any, axis: int | None) -> Any:
+        def place(leaf: PyTree, axis: int | None) -> Any:
             is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
             if not is_concrete or not leaf.committed or leaf.sharding.device_set == devices:
                 return leaf
@@ -115,7 +118,7 @@ class MappedArguments:
         return jax.tree_util.tree_unflatten(treedef, [place(x, axis) for _, x, axis in leaves])
 
     def _leaves(
-        self, args: tuple[Any, ...], kwargs: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords
     ) -> tuple[Any, list[tuple[str, Any, int | None]]]:
         """Returns the tree of (args, kwargs), and each leaf with its user's path and axis."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
@@ -144,7 +147,7 @@ class MappedArguments:
             return axes
         return tuple(None if i in self.static else axes[i] for i in range(count))
 
-    def _as_value(self, path: str, leaf: Any, axis: int | None, topology: Topology) -> Any:
+    def _as_value(self, path: str, leaf: PyTree, axis: int | None, topology: Topology) -> Any:
         if axis is None:
             if isinstance(leaf, PerReplica):
                 raise LocalityError(_per_replica_text(path, self.function, leaf))
@@ -177,7 +180,7 @@ class MappedArguments:
         )
 
 
-def _rows_of(tree: Any) -> int | None:
+def _rows_of(tree: PyTree) -> int | None:
     """Returns the first size of an array of `tree`; None where there is none at first sight."""
     while True:
         if type(tree) is dict and tree:
@@ -191,14 +194,14 @@ def _rows_of(tree: Any) -> int | None:
     return shape[0] if shape else None
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     if isinstance(value, Static) or is_per_replica(value) or is_placeholder(value):
         return True
     bridge = active_bridge()
     return bridge is not None and bridge.is_stateful(value)
 
 
-def _size(leaf: Any, axis: int, path: str, function: str) -> int:
+def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
     """Returns the number of rows of an argument.
 
     Raises:

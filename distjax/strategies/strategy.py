@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -10,12 +9,10 @@ from jax.sharding import Mesh
 
 from distjax.context import frames, scoping
 from distjax.data.options import InputOptions
-from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
-from distjax.program.jit import CompiledFunction, as_numbers
-from distjax.program.run_step import require_no_bare_rows
-from distjax.replica.arguments import function_name, positional_names, require_callable
+from distjax.program.run_step import compile_on_replicas
 from distjax.strategies.contracts import ExtendedContract
+from distjax.strategies.identity import refuse_copy, refuse_pickle
 from distjax.strategies.mirrored_check import require_equal_copies
 from distjax.strategies.rows import stack_rows, take_first
 from distjax.strategies.strategy_description import StrategyDescription, describe
@@ -66,8 +63,7 @@ class Strategy:
 
         Raises:
           StrategyMismatchError: another strategy is active.
-          ContextError: in a replica context; when left out of order, twice, or in another
-            thread than it was entered in.
+          ContextError: in a replica context; left out of order, twice, or in another thread.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -90,18 +86,15 @@ class Strategy:
 
         Args:
           fn: the replica function, traced once per signature.
-          args: positional arguments, a tuple or list. PerReplica leaves give each
-            replica its own value; arrays and numbers are given to all; anything
-            else is passed as it is.
+          args: positional arguments, a tuple or list. PerReplica leaves give each replica
+            its own value; arrays and numbers are given to all; anything else as it is.
           kwargs: keyword arguments.
 
         Returns:
-          The results: an array where proved equal on every replica, a PerReplica
-          where not; Python objects and variables as they are. What ``fn`` raises comes
-          out unchanged.
+          The results: an array where proved equal on every replica, a PerReplica where not;
+          Python objects and variables as they are. What ``fn`` raises comes out unchanged.
 
-        Locality: T, M and variables in; M or T out. Context: cross-replica or
-          default.
+        Locality: T, M and variables in; M or T out. Context: cross-replica or default.
         Cost: a compilation per signature; collectives where ``fn`` asks for them.
 
         Raises:
@@ -138,20 +131,17 @@ class Strategy:
 
         Args:
           op: a ReduceOp or its name. A mean with an axis is over all elements.
-          value: a tree of PerReplica (or Mirrored, as R copies); with an axis, one
-            value.
+          value: a tree of PerReplica (or Mirrored, as R copies); with an axis, one value.
           axis: None, an int or a tuple of ints: axes of one replica's value.
           mask: bool [B] per replica: which examples count.
 
-        Locality: T or M in, M out. Context: cross-replica or default.
-        Cost: one all-reduce per value.
+        Locality: T or M in, M out. Context: cross-replica or default. Cost: an all-reduce a value.
 
         Raises:
-          ValueError: SUM of a value that is not on the replicas, an unknown `op`, an
-            axis that the value does not have.
+          ValueError: SUM of a value not on the replicas, an unknown `op`, an axis not there.
           TypeError: an axis, or a mask, for a tree.
-          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas, an
-            array that is no PerReplica and lies split over the replicas.
+          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas, an array
+            that is no PerReplica and lies split over the replicas.
           BatchError: a mask of another dtype or shape.
 
         Example:
@@ -175,8 +165,7 @@ class Strategy:
         Returns:
           [..., R * B, ...]; what is not on the replicas as it is.
 
-        Locality: T or M in, M out. Context: cross-replica or default.
-        Cost: an all-gather per value.
+        Locality: T or M in, M out. Context: cross-replica or default. Cost: an all-gather a value.
 
         Raises:
           ValueError: a scalar, or an axis that the value does not have.
@@ -196,8 +185,7 @@ class Strategy:
         Raises:
           LocalityError: a PerReplica of other replicas.
 
-        Source: tf.distribute.Strategy.experimental_local_results (TF 1.15); `unwrap`
-          (TF 1.13).
+        Source: tf.distribute.Strategy.experimental_local_results (TF 1.15); `unwrap` (TF 1.13).
         """
         return self._extended.local_results(value)
 
@@ -264,17 +252,7 @@ class Strategy:
           >>> step(jnp.ones(2), strategy.per_replica(np.arange(4.0).reshape(2, 2)))
           Array([ 0., -1.], dtype=float32)
         """
-        require_callable(fn, "jit")
-
-        @functools.wraps(fn)
-        def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
-            return self.run(fn, args, kwargs)
-
-        donated = as_numbers(donate_argnums, "donate_argnums")
-        require = functools.partial(
-            require_no_bare_rows, self._extended.topology, function_name(fn), positional_names(fn)
-        )
-        return CompiledFunction(run_on_replicas, donated, frozenset(), require)
+        return compile_on_replicas(self, fn, donate_argnums)
 
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Returns the batches of `dataset`, split over the replicas.
@@ -294,8 +272,7 @@ class Strategy:
         Locality: T out. Context: cross-replica or default.
 
         Raises:
-          BatchError: a batch that cannot be split; before the first element where the
-            dataset has a length and items that tell.
+          BatchError: a batch that cannot be split; at once where length and items tell.
 
         Example:
           >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
@@ -314,14 +291,12 @@ class Strategy:
     ) -> Any:
         """Returns the elements that ``fn(InputContext)`` gives, one per replica and step.
 
-        Nothing is split or batched anew: consecutive elements go to consecutive
-        replicas.
+        Nothing is split or batched anew: consecutive elements go to consecutive replicas.
 
         Args:
           fn: called once (one process has one input pipeline); returns an iterable of
             trees of arrays, of any rank, equal in shape within one step.
-          options: a `dj.InputOptions`; it says what happens to a last step with missing
-            or smaller elements.
+          options: a `dj.InputOptions`: what happens to a last step that lacks elements.
 
         Returns:
           A `dj.DistributedDataset`, as `distribute_dataset` gives.
@@ -329,8 +304,7 @@ class Strategy:
         Locality: T out. Context: cross-replica or default.
 
         Raises:
-          BatchError: elements of one step that differ in shape or structure, or a last
-            step with missing ones.
+          BatchError: elements of one step that differ in shape or structure, or are missing.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -350,12 +324,10 @@ class Strategy:
         """Returns a PerReplica of ``fn(ValueContext)`` for each replica.
 
         Args:
-          fn: called once per replica, in order; returns a tree of arrays of equal
-            shapes.
+          fn: called once per replica, in order; returns a tree of arrays of equal shapes.
 
         Locality: T out; a strategy that never wraps returns the one value.
-        Context: any. Source: tf.distribute
-          `experimental_distribute_values_from_function`.
+        Context: any. Source: tf.distribute `experimental_distribute_values_from_function`.
         """
         return self._extended.distribute_values_from_function(fn)
 
@@ -392,8 +364,7 @@ class Strategy:
         Args:
           tree: a tree of arrays and variables; other leaves have no copies.
 
-        Context: cross-replica or default. Cost: every copy of this process is moved to
-          the host.
+        Context: cross-replica or default. Cost: each copy of this process comes to the host.
 
         Raises:
           LocalityError: copies that differ (it names path, replica, first index and
@@ -405,8 +376,7 @@ class Strategy:
           >>> state = strategy.extended.broadcast_to({"w": np.ones(3)})
           >>> strategy.assert_mirrored(state)
           >>> copies = [jax.device_put(np.float32(r), d) for r, d in enumerate(jax.devices()[:2])]
-          >>> drifted = jax.make_array_from_single_device_arrays(
-          ...     (), state["w"].sharding, copies)
+          >>> drifted = jax.make_array_from_single_device_arrays((), state["w"].sharding, copies)
           >>> strategy.assert_mirrored({"w": drifted})
           Traceback (most recent call last):
           ...
@@ -420,25 +390,10 @@ class Strategy:
         return f"{type(self).__name__}({self._extended.topology!r})"
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError(
-            message(
-                f"{self!r} needs to stay one object",
-                got="copy.copy or copy.deepcopy of a strategy",
-                why="variables and compiled programs belong to this very object",
-                fix="pass the strategy itself around, or construct a second one",
-            )
-        )
+        refuse_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__copy__()
+        refuse_copy(self)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            message(
-                f"{self!r} needs to stay in its process",
-                got="pickle of a strategy, or of what holds one",
-                why="its devices, variables and compiled programs belong to this process",
-                fix=f"construct a {type(self).__name__} there, and take the state with "
-                "dj.checkpoint.Checkpointer(directory): save(step, tree) here, restore(tree) there",
-            )
-        )
+        refuse_pickle(self)

@@ -61,7 +61,8 @@ def test_on_every_strategy(strategy, how, name):
 def test_sums_by_default(strategy, how):
     """Gradients of the local means are summed: R times the gradient of the global mean."""
     count = strategy.num_replicas_in_sync
-    variables, _ = train(strategy, optax.sgd(0.01), 3, how, reduce_op="sum")
+    with dj.expect("the sum of means is what is tested"):
+        variables, _ = train(strategy, optax.sgd(0.01), 3, how, reduce_op="sum")
     assert_close(variables, plain(optax.sgd(0.01 * count), 3))
 
 

@@ -143,6 +143,27 @@ def test_a_forgotten_reduction_is_one_warning_with_its_line(few):
     assert dj.locality(out["b"]).kind == "mirrored"
 
 
+def test_a_value_that_is_lost_on_purpose_is_expected(few):
+    def step(x):
+        with dj.expect("the first row tells enough"):
+            sample = x * 2
+        return sample, x + 1
+
+    meant = lambda x: step(x)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside = few.pmap(meant, out_axes=None)(few.rows())
+        with dj.expect("one row is as good as another"):
+            both = few.pmap(step, out_axes=None)(few.rows())
+    first = few.rows()[0]
+    np.testing.assert_array_equal([inside, *both], [2 * first, 2 * first, first + 1])
+    with pytest.warns(
+        dj.errors.LocalityWarning, match=r"per replica at result\[1\]; made"
+    ) as found:
+        few.pmap(step, out_axes=None)(few.rows())
+    assert len(found) == 1
+
+
 def test_the_right_step_is_silent(few):
     step = few.pmap(right_step, "batch", in_axes=(None, 0), out_axes=None)
     with warnings.catch_warnings():

@@ -14,6 +14,8 @@ WORKERS ?= auto
 PYTEST_FLAGS ?=
 # How many sequences of mixed calls `make laws` draws for each strategy; the tests draw a few.
 EXAMPLES ?= 50
+# How many random programs `make fuzz` draws; the tests draw a few.
+SEEDS ?= 500
 # NOTEBOOK_FLAGS=--write writes the .ipynb files anew from the .py files.
 NOTEBOOK_FLAGS ?=
 # Enough steps to see an example run to its end, too few to see it learn.
@@ -30,7 +32,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test laws doctest examples notebooks docs table bench golden lint types format clean
+.PHONY: help venv demo test laws fuzz doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +47,10 @@ test: $(INSTALLED)  ## all tests
 
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
 	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
+
+FUZZED := $(wildcard tests/pmap/test_random.py) tests/differential/test_proofs.py
+fuzz: $(INSTALLED)  ## random programs: what is proved equal on every replica is, SEEDS of them
+	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(FUZZED) $(PYTEST_FLAGS)
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
 	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \

@@ -21,7 +21,7 @@ EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_inva
 #: Primitives that run one inner jaxpr on their own operands.
 CALLS = frozenset(
     "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint custom_jvp_call "
-    "custom_vjp_call custom_vjp_call_jaxpr custom_lin composite compute_on".split()
+    "custom_vjp_call custom_vjp_call_jaxpr composite compute_on".split()
 )
 #: Primitives with a predicate, and what users call them.
 _CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
@@ -31,7 +31,7 @@ EACH = frozenset(("optimization_barrier", "device_put"))
 #: they draw, run code that JAX does not see, leave memory as it was, or ask which process it is.
 IMPURE = frozenset(
     "rng_uniform infeed pure_callback io_callback buffer_callback ffi_call call_exported "
-    "tpu_custom_call mosaic_gpu_p empty empty2 global_array_to_host_local_array "
+    "tpu_custom_call mosaic_gpu_p empty global_array_to_host_local_array "
     "host_local_array_to_global_array".split()
 )
 #: Classes of JAX behind a `call_hi_primitive` that are functions of arrays, without a jaxpr.

@@ -1,4 +1,4 @@
-"""At the end of a run with FUZZ_SEEDS: what its random programs proved, and which rules they hit."""
+"""At the end of a run with FUZZ_SEEDS: what was proved of its programs, by which rules."""
 
 import collections
 import os
@@ -19,7 +19,9 @@ def pytest_terminal_summary(terminalreporter):
     write = terminalreporter.write_line
     terminalreporter.section("proofs in random programs")
     write("{programs} programs, {refused} refused as divergent".format_map(counts))
-    write("{values} results, {proved} proved equal and compared on every replica".format_map(counts))
+    write(
+        "{values} results, {proved} proved equal and compared on every replica".format_map(counts)
+    )
     names = sorted({key.split()[0] for key in counts if " " in key})
     for rule in RULES:
         hit = [name for name in names if name in rule.names]

@@ -22,6 +22,8 @@ WEIGHTS = {
 }
 #: What a body may hold whose transformation calls it without the axis.
 LOCAL = ("set", "swap", "apply", "draw")
+#: The register that a predicate looks at.
+PREDICATES = (0, 1)
 #: What stands at the top of a program only.
 OUTERMOST = ("ref", "merge")
 
@@ -47,8 +49,11 @@ class Drawing:
         """Returns one of the options."""
         return self._random.choice(tuple(options))
 
-    def body(self, depth, size=2, smooth=False, local=False):
-        """Returns statements; `smooth` ones have derivatives, `local` ones name no axis."""
+    def body(self, depth, size=2, smooth="", local=False):
+        """Returns statements; `local` ones name no axis.
+
+        Those in a derivative are `smooth`: "reverse", or "forward" if one around them is.
+        """
         return tuple(
             self.statement(depth, smooth, local) for _ in range(self._random.randint(1, size))
         )
@@ -99,24 +104,25 @@ class Drawing:
         return self._register(), self.choice(("sum", "mean")), self._expr()
 
     def _within(self, depth, smooth, local):
-        # A function with a rule for vmap has no derivative.
-        kind = self.choice(k for k in transformed.WITHIN if not (smooth and k == "custom_vmap"))
-        inside = smooth or kind in transformed.DERIVATIVES
+        options = set(transformed.WITHIN) - set(transformed.REFUSED.get(smooth, ()))
+        kind = self.choice(sorted(options))
+        derived = "forward" if smooth == "forward" or "jvp" in kind else "reverse"
+        inside = derived if kind in transformed.DERIVATIVES else smooth
         return kind, self.body(depth - 1, smooth=inside, local=kind == "custom_vmap")
 
     def _branch(self, depth, smooth, local):
         bodies = tuple(self.body(depth - 1, 2, smooth) for _ in range(self.choice((2, 3))))
-        return self.choice(("argument", "register")), bodies
+        return self.choice(("argument", *PREDICATES)), bodies
 
     def _solve(self, depth, smooth, local):
         collective = self.choice(("pmean", "psum", "gathered", "ppermute"))
         return self._register(), self.choice(transformed.SOLVERS), collective, self._expr()
 
     def _while(self, depth, smooth, local):
-        return self.choice(("count", "register")), self.body(depth - 1)
+        return self.choice(("count", *PREDICATES)), self.body(depth - 1)
 
     def _call_back(self, depth, smooth, local):
-        kinds = ("pure", "count", "io") if depth == 2 else ("pure", "count")  # no io in branches
+        kinds = ("pure", "count", "count", *(["io"] if depth == 2 else []))  # no io in branches
         return self._register(), self.choice(kinds), self._expr()
 
     def _ref(self, depth, smooth, local):

@@ -10,8 +10,8 @@ Statements beside those of `programs`, on the same two registers, none of which 
   ("solve", register, kind, collective, expr)    see SOLVERS
   ("ref", register, expr)               through a mutable reference
   ("within", kind, body)                a body inside a transformation: see WITHIN
-  ("while", kind, body)                 jax.lax.while_loop that ends by a count or by a register
-  ("branch", kind, bodies)              jax.lax.cond or switch by the argument or by a register
+  ("while", kind, body)                 jax.lax.while_loop that ends by a "count" or a register
+  ("branch", kind, bodies)              jax.lax.switch by the "argument" or by a register
 
 Values are squashed, not clipped: what differs between replicas still does.
 """
@@ -121,7 +121,7 @@ class TransformedMachine(Machine):
 
     def _while(self, flag, registers, kind, body):
         def far(carry):
-            near = kind == "register" and jnp.sum(jnp.sin(carry[1][1])) > 0.3
+            near = kind != "count" and jnp.sum(jnp.sin(carry[1][kind])) > 0.3
             return (carry[0] < 3) & ~jnp.bool_(near)
 
         again = lambda carry: (carry[0] + 1, self.body(body, flag, carry[1]))
@@ -129,8 +129,8 @@ class TransformedMachine(Machine):
 
     def _branch(self, flag, registers, kind, bodies):
         branches = [lambda r, body=body: self.body(body, flag, r) for body in bodies]
-        if kind == "register":
-            flag = jnp.int32(jnp.sum(jnp.abs(registers[1])) * 2) % len(branches)
+        if kind != "argument":
+            flag = jnp.int32(jnp.sum(jnp.abs(registers[kind])) * 2) % len(branches)
         return lax.switch(flag, branches, registers)
 
 
@@ -173,7 +173,8 @@ def _scattered(count, number, x):
 
 
 def _exchanged(count, number, x):
-    rows = jnp.outer(jnp.arange(1.0, count + 1), x)
+    # JAX 0.10 cannot batch an exchange of values that are the same in the whole batch.
+    rows = jnp.outer(jnp.arange(1.0, count + 1), x + 0 * lax.axis_index(AXIS))
     return lax.all_to_all(rows, AXIS, 0, 0, tiled=True)[number % count]
 
 
@@ -277,7 +278,14 @@ def _mapped(inner, registers):
 
 def _scanned(inner, registers):
     last, seen = lax.scan(lambda r, x: (inner((r[0] + x, r[1])), r[1]), registers, X)
-    return last[0], seen[-1] + last[1]
+    return last[0], seen[-1]
+
+
+def _delayed(inner, registers):
+    """What comes out second has been in another carry for a step, and in the register before."""
+    step = lambda c, _: ((inner(c[0]), c[0][1]), None)
+    last, delayed = lax.scan(step, (registers, jnp.float32([0.3, -0.2])), length=3)[0]
+    return last[0], delayed
 
 
 X = np.float32([0.5, -1.0, 0.25])
@@ -287,6 +295,7 @@ WITHIN = {
     "jit": lambda inner, registers: jax.jit(inner)(registers),
     "remat": lambda inner, registers: jax.checkpoint(inner)(registers),
     "scan": _scanned,
+    "delayed_scan": _delayed,
     "reverse_scan": lambda inner, registers: lax.scan(
         lambda r, _: (inner(r), None), registers, None, length=2, reverse=True, unroll=2
     )[0],
@@ -306,11 +315,16 @@ WITHIN = {
     "jvp_by_rule": lambda inner, registers: jax.jvp(
         _with_jvp(inner), (registers,), (registers[::-1],)
     )[1],
-    "grad_by_rule": lambda inner, registers: jax.grad(
-        functools.partial(_loss, _with_vjp(inner))
-    )(registers),
+    "grad_by_rule": lambda inner, registers: jax.grad(functools.partial(_loss, _with_vjp(inner)))(
+        registers
+    ),
 }
 DERIVATIVES = ("grad", "vjp", "jvp", "grad_of_remat", "grad_of_scan", "jvp_by_rule", "grad_by_rule")
+#: What JAX does not differentiate.
+REFUSED = {
+    "reverse": ("custom_vmap",),
+    "forward": ("custom_vmap", "custom_vjp", "grad_by_rule"),
+}
 
 
 def maker(program, flag):

@@ -93,12 +93,12 @@ _FUNCTIONS = """
     clz complex concatenate conj conv_general_dilated convert_element_type coo_fromdense
     coo_matmat coo_matvec coo_spmm coo_spmv coo_todense copy cos cosh create_token csr_fromdense
     csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cumlogsumexp cummax cummin cumprod cumsum
-    digamma dim_as_value dimension_size div dot_general dot_product_attention_bwd
+    custom_lin digamma dim_as_value dimension_size div dot_general dot_product_attention_bwd
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
     dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper dynamic_slice dynamic_update_slice eig eigh eq eq_to erf
-    erf_inv erfc exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg
+    dot_product_attention_fwd_wrapper dynamic_slice dynamic_update_slice empty2 eig eigh eq eq_to
+    erf erf_inv erfc exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg
     householder_product igamma igamma_grad_a igammac imag integer_pow iota iota_2x32_shape
     is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to lu
     lu_pivots_to_permutation max min mul mulhi name ne neg nextafter not one_minus_square or ormqr

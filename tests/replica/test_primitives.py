@@ -147,3 +147,11 @@ def test_jaxs_own_primitive_objects_are_functions(pair):
     edges = jnp.arange(3.0)
     out = pair.run(lambda w: jnp.searchsorted(edges, w), args=(np.float32(1.5),))
     assert isinstance(out, jax.Array) and int(out) == 2
+
+
+def test_a_forward_derivative_of_a_function_with_a_vjp_is_jaxs_error(pair):
+    """Its equation (custom_lin) holds no jaxpr, and JAX refuses it when it is lowered."""
+    double = jax.custom_vjp(lambda x: 2 * x)
+    double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    with pytest.raises(TypeError, match="forward-mode autodiff .* custom_vjp"):
+        pair.run(lambda x: jax.jvp(double, (x,), (x,))[1], args=(np.float32(1),))

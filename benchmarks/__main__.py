@@ -11,6 +11,7 @@ from benchmarks import (
     dispatch,
     flax_steps,
     input_batches,
+    mapped_calls,
     parity,
     steps_in_flight,
     steps_on_iterator,
@@ -28,6 +29,7 @@ BENCHMARKS = {
         steps_on_iterator,
         flax_steps,
         input_batches,
+        mapped_calls,
     )
 }
 

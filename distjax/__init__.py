@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
+from distjax.context.expectation import expect
 from distjax.context.scoping import (
     get_replica_context,
     get_strategy,
@@ -21,20 +22,23 @@ from distjax.data.dataset import DistributedDataset
 from distjax.data.input_context import InputContext
 from distjax.data.iterator import DistributedIterator
 from distjax.data.options import InputOptions
+from distjax.diagnostics.check_step import check
 from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.visualizing import visualize
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.locality import Locality
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS
 from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.static import static
 from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.one_device import OneDeviceStrategy
+from distjax.strategies.pmap import pmap
 from distjax.strategies.sharded import ShardedStrategy
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
@@ -70,17 +74,22 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "VirtualStrategy",
+    "check",
     "diagnostics",
     "errors",
+    "expect",
     "explain",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_per_replica",
     "jit",
     "lax",
     "locality",
+    "pmap",
     "set_strategy",
+    "static",
     "testing",
     "visualize",
 ]

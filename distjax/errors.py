@@ -43,6 +43,22 @@ class LocalityWarning(UserWarning):
     """State went into a step equal on every replica and came out different."""
 
 
+class ReductionWarning(UserWarning):
+    """Values of replicas are combined in a way that is probably wrong."""
+
+
+class CheckError(ValueError):
+    """`dj.check` found something in a step.
+
+    Attributes:
+      findings: all of it, as `distjax.diagnostics.Finding`.
+    """
+
+    def __init__(self, text: str, findings: tuple[object, ...] = ()):
+        super().__init__(text)
+        self.findings = findings
+
+
 class RecompilationWarning(UserWarning):
     """The same function is compiled again and again."""
 

@@ -18,6 +18,7 @@ from distjax import jax_compat
 from distjax.context.contracts import StrategyLike, VariableLike
 from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
+from distjax.placement.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Frame:
       in_update: whether `extended.update` is running a function on components.
       colocate_with: the variable that new variables are colocated with, or None.
       allows_both: whether no context was entered, so that methods of either may be called.
+      axis_name: the name of the replica axis in this call (`dj.pmap`); None: the strategy's.
       from_set_strategy: whether `set_strategy` pushed it.
       observer: who is told what traces prove, from here inwards (an `Observer`); None
         leaves it to the frames around, MUTED silences them.
@@ -42,6 +44,7 @@ class Frame:
     in_update: bool = False
     colocate_with: Any = None
     allows_both: bool = False
+    axis_name: str | None = None
     from_set_strategy: bool = False
     observer: Any = None
 
@@ -211,6 +214,11 @@ def without_observer() -> Generator[None]:
         return
     with with_frame(dataclasses.replace(current(), observer=MUTED)):
         yield
+
+
+def replica_axis(topology: Topology) -> str:
+    """Returns the name of the replica axis of `topology` in the code that runs now."""
+    return current().axis_name or topology.axis_name
 
 
 # -- who may ------------------------------------------------------------------

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from distjax import jax_compat
+from distjax.context.finding import Finding
 from distjax.placement.topology import Topology
 
 #: A path in the user's tree, and whether the value there may differ per replica (T).
@@ -24,7 +25,12 @@ class Observer(Protocol):
     """Watches traces from a frame of the stack: see `frames.observer`.
 
     Traces that are made for shapes only are not shown.
+
+    Attributes:
+      collects_findings: whether findings are neither raised nor warned of.
     """
+
+    collects_findings: bool
 
     def on_program(
         self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
@@ -33,9 +39,14 @@ class Observer(Protocol):
         ...
 
     def on_run(
-        self, topology: Topology, name: str, args: Sequence[Proof], results: Sequence[Proof]
+        self,
+        topology: Topology,
+        name: str,
+        args: Sequence[Proof],
+        results: Sequence[Proof],
+        why: Sequence[tuple[str, bool, str]],
     ) -> None:
-        """A replica function was traced and its values were proved."""
+        """A replica function was traced and its values were proved; `why`: of its results."""
         ...
 
     def on_segment(
@@ -50,4 +61,8 @@ class Observer(Protocol):
 
     def on_equal_reduction(self, what: str) -> None:
         """Cross-replica code reduces a value that is equal on every replica."""
+        ...
+
+    def on_finding(self, finding: Finding) -> None:
+        """Something is probably wrong."""
         ...

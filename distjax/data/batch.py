@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -32,6 +32,9 @@ class Batch:
       14.0
       5.0
     """
+
+    #: Tells steps that are traced with a batch to read its mask.
+    masks_examples: ClassVar[bool] = True
 
     data: Any
     mask: Any

@@ -1,5 +1,7 @@
 """Seeing what happens: what a step does, where values live, how training goes."""
 
+from distjax.context.finding import Finding
+from distjax.diagnostics.check_step import check
 from distjax.diagnostics.explain_step import explain
 from distjax.diagnostics.explanation import Explanation
 from distjax.diagnostics.first_process import is_first_process, progress
@@ -8,7 +10,9 @@ from distjax.diagnostics.visualizing import visualize
 
 __all__ = [
     "Explanation",
+    "Finding",
     "SummaryWriter",
+    "check",
     "explain",
     "is_first_process",
     "progress",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from distjax.replica.arguments import (
     require_callable,
     user_path,
 )
+from distjax.replica.static import mark_modules
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -69,25 +70,16 @@ def explain(
       >>> [each.what for each in found.equal_reductions]  # x is equal on both replicas
       ['psum']
     """
-    _require_outside_traces()
-    require_callable(fn, "explain")
-    require_strategy(strategy, "explain")
-    notes = Notes()
-    watched = dataclasses.replace(frames.current(), observer=notes)
     fn, args = _with_object(fn, args)
-    if strategy is not None:
-        args, kwargs = strategy.extended.place_arguments((args, kwargs))
-    step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(_in_replicas(fn, strategy))
-    with frames.with_frame(watched):
-        try:
-            lowered = step.lower(*args, **kwargs)
-        except Exception as error:
-            _add_hint(error, fn, strategy, notes)
-            raise
+    notes = Notes()
+    lowered = lower_step(fn, args, kwargs, strategy, notes, "explain")
     compiled = lowered.compile()
+    arguments = _arguments(fn, args, kwargs)
     return Explanation(
         name=function_name(fn),
-        arguments=_arguments(fn, args, kwargs),
+        arguments={
+            path: "T" if isinstance(leaf, PerReplica) else "M" for path, leaf in arguments.items()
+        },
         results=dict(notes.results),
         runs=tuple(notes.runs),
         variables=_variables(notes),
@@ -96,18 +88,54 @@ def explain(
         flops=_flops(compiled),
         memory=_memory(compiled),
         equal_reductions=tuple(notes.equal_reductions),
+        findings=tuple(notes.findings),
+        possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
     )
 
 
-def _require_outside_traces() -> None:
+def lower_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    strategy: Strategy | None,
+    notes: Notes,
+    method: str,
+) -> jax.stages.Lowered:
+    """Returns a step traced anew and lowered; `notes` is told what the trace proves.
+
+    Args:
+      fn: what `explain` takes.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      strategy: whose replicas run ``fn``; None: it is cross-replica code.
+      notes: the observer.
+      method: the function of distjax that the user called.
+    """
+    _require_outside_traces(method)
+    require_callable(fn, method)
+    require_strategy(strategy, method)
+    watched = dataclasses.replace(frames.current(), observer=notes)
+    fn, args = _with_object(fn, args)
+    if strategy is not None:
+        args, kwargs = strategy.extended.place_arguments((args, kwargs))
+    step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(_in_replicas(fn, strategy))
+    with frames.with_frame(watched):
+        try:
+            return step.lower(*args, **kwargs)
+        except Exception as error:
+            _add_hint(error, fn, strategy, notes, method)
+            raise
+
+
+def _require_outside_traces(method: str) -> None:
     if frames.current().state is None and not jax_compat.tracing():
         return
     raise ContextError(
         message(
-            "dj.explain needs to be called outside of run, dj.jit and other traces",
+            f"dj.{method} needs to be called outside of run, dj.jit and other traces",
             got=f"a call inside a trace, in {frames.current().name}",
-            why="it traces and compiles a step by itself",
-            fix="dj.explain(step, x) where you would call step(x)",
+            why="it traces a step by itself",
+            fix=f"dj.{method}(step, x) where you would call step(x)",
         )
     )
 
@@ -131,14 +159,14 @@ def _in_replicas(fn: Callable[..., Any], strategy: Strategy | None) -> Callable[
 
 
 def _add_hint(
-    error: Exception, fn: Callable[..., Any], strategy: Strategy | None, notes: Notes
+    error: Exception, fn: Callable[..., Any], strategy: Strategy | None, notes: Notes, method: str
 ) -> None:
     is_cross_replica = not frames.in_replica_context()
     if strategy is None and is_cross_replica and not notes.runs:
         name = function_name(fn)
         error.add_note(
-            f"dj.explain ran {name} as cross-replica code. If it is a replica function: "
-            f"dj.explain({name}, ..., strategy=strategy)"
+            f"dj.{method} ran {name} as cross-replica code. If it is a replica function: "
+            f"dj.{method}({name}, ..., strategy=strategy)"
         )
 
 
@@ -147,17 +175,26 @@ def _add_hint(
 
 def _arguments(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, PyTree]
-) -> dict[str, str]:
+) -> dict[str, Any]:
+    """Returns the arguments that are data, by path."""
     if isinstance(fn, CompiledFunction):
         args, kwargs = fn.mark_arguments(tuple(args), kwargs)
     partitioned = PartitionedTree(
-        (tuple(args), kwargs), lambda leaf: is_array(leaf) or is_number(leaf)
+        mark_modules((tuple(args), kwargs)), lambda leaf: is_array(leaf) or is_number(leaf)
     )
     names = positional_names(fn)
-    return {
-        user_path(path, names): "T" if isinstance(leaf, PerReplica) else "M"
-        for path, leaf in zip(partitioned.paths, partitioned.leaves, strict=True)
-    }
+    paths = (user_path(path, names) for path in partitioned.paths)
+    return dict(zip(paths, partitioned.leaves, strict=True))
+
+
+def _possible_rows(arguments: Mapping[str, Any], counts: Collection[int]) -> tuple[str, ...]:
+    """Returns the paths of host arrays whose first dimension is a number of replicas, above 1."""
+    return tuple(
+        path
+        for path, leaf in arguments.items()
+        if not isinstance(leaf, jax.Array) or not leaf.committed
+        if is_array(leaf) and leaf.ndim and 1 < leaf.shape[0] in counts
+    )
 
 
 def _variables(notes: Notes) -> tuple[VariableUse, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distjax.context.finding import Finding
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.notes import EqualReduction, RunProof
 from distjax.diagnostics.program_collectives import Collective, count_by_kind
@@ -75,6 +77,9 @@ class Explanation:
         None where it does not say.
       memory: bytes on one device.
       equal_reductions: reductions of values that are equal already.
+      findings: what is probably wrong, and what `dj.expect` says is meant.
+      possible_rows: paths of host arrays [R, ...] among the arguments, of which each
+        replica sees the whole; see `Strategy.per_replica`.
     """
 
     name: str
@@ -87,6 +92,8 @@ class Explanation:
     flops: float | None
     memory: Memory
     equal_reductions: tuple[EqualReduction, ...]
+    possible_rows: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
@@ -97,6 +104,14 @@ class Explanation:
     def compiled_counts(self) -> dict[str, CollectiveCount]:
         """Number and bytes of the collectives as compiled, by kind."""
         return count_by_kind(self.compiled)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns all of it as JSON, for other programs to read.
+
+        Args:
+          indent: spaces to indent by; None: one line.
+        """
+        return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def __str__(self) -> str:
         return as_text(list(self._tables()))
@@ -115,6 +130,9 @@ class Explanation:
             ("", "value", ""),
             tuple(self._proofs()),
         )
+        why = [(path or "the result", *rest) for run in self.runs for path, *rest in run.why]
+        if why:
+            yield Table("why:", ("", "", ""), tuple(why))
         if self.variables:
             yield Table("variables:", ("name", "", "lives", "use"), self._uses())
         if self.equal_reductions:
@@ -124,6 +142,19 @@ class Explanation:
                 ("", "line"),
                 tuple((each.what, each.source) for each in self.equal_reductions),
             )
+
+        if self.possible_rows:
+            yield Table(
+                "arrays with as many rows as there are replicas, each of which sees all rows (if "
+                "row r is the value of replica r: strategy.per_replica(x)):",
+                (),
+                tuple((path,) for path in self.possible_rows),
+            )
+        if self.findings:
+            yield Table("found:", ("level", "", "line", "meant, since"), self._findings())
+
+    def _findings(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((f.level, f.rule, f.source, f.expected or "") for f in self.findings)
 
     def _counts(self) -> tuple[tuple[str, ...], ...]:
         written, compiled = self.written_counts, self.compiled_counts

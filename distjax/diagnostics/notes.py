@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
+from distjax.context.finding import Finding
 from distjax.context.observer import Proof, ProvesLocality
 from distjax.diagnostics import sources
 from distjax.diagnostics.equal_reductions import equal_reductions
@@ -26,6 +27,8 @@ class RunProof:
       source: the line of the call.
       arguments: path -> "T" (per replica) or "M" (equal everywhere).
       results: the same of its array results.
+      why: for each result, and each variable that it writes, the letter and the reason: the
+        reductions that made it equal, or the lines by which it came to differ.
     """
 
     function: str
@@ -33,6 +36,7 @@ class RunProof:
     source: str
     arguments: tuple[tuple[str, str], ...]
     results: tuple[tuple[str, str], ...]
+    why: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +56,14 @@ class Notes:
     """The observer of `dj.explain` (see `distjax.context.observer`).
 
     What is shown twice is noted once: JAX traces some bodies more than once.
+
+    Args:
+      collects_findings: whether findings are noted only, neither raised nor warned of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, collects_findings: bool = False) -> None:
+        self.collects_findings = collects_findings
+        self.findings: dict[Finding, None] = {}
         self.runs: dict[RunProof, None] = {}
         self.equal_reductions: dict[EqualReduction, None] = {}
         self.reads: Sequence[Any] = ()
@@ -70,11 +79,17 @@ class Notes:
         self.reads, self.writes, self.results = reads, writes, _letters(results)
 
     def on_run(
-        self, topology: Topology, name: str, args: Sequence[Proof], results: Sequence[Proof]
+        self,
+        topology: Topology,
+        name: str,
+        args: Sequence[Proof],
+        results: Sequence[Proof],
+        why: Sequence[tuple[str, bool, str]],
     ) -> None:
         """Notes what was proved of one replica function."""
         line, count = self._calling_line(), topology.num_replicas
-        self.runs[RunProof(name, count, line, _letters(args), _letters(results))] = None
+        reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
+        self.runs[RunProof(name, count, line, _letters(args), _letters(results), reasons)] = None
 
     def on_segment(
         self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
@@ -96,6 +111,10 @@ class Notes:
     def on_equal_reduction(self, what: str) -> None:
         """Notes a reduction of an equal value in cross-replica code."""
         self._note_reduction(what, self._calling_line())
+
+    def on_finding(self, finding: Finding) -> None:
+        """Notes what is probably wrong."""
+        self.findings[finding] = None
 
     def _note_reduction(self, what: str, source: str) -> None:
         self.equal_reductions[EqualReduction(what, source)] = None

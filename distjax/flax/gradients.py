@@ -156,6 +156,14 @@ def apply_gradients(
 class _Update:
     """One update of an optimizer: values of one replica in, a merge function, values out."""
 
+    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
+    reduced_argument = 1
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        """How the replicas' gradients combine."""
+        return self._op
+
     def __init__(
         self,
         optimizer: nnx.Optimizer[Any],

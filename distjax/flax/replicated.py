@@ -10,48 +10,62 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.errors import LocalityError, describe_value, message
+from distjax.errors import ContextError, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.placement.topology import Topology
 from distjax.replica.arguments import is_array
+from distjax.strategies.rows import place_rows, require_rows
 from distjax.typing import PyTree
 
 
-def from_replicated(tree: PyTree) -> Any:
+def from_replicated(tree: PyTree, compare: bool = False) -> Any:
     """Returns a tree of [R, ...] arrays as what `run` takes.
 
-    Leaves whose R rows are equal become one mirrored array [...], others (batch
-    statistics that no one synchronised) a PerReplica.
+    Every array becomes a PerReplica, whatever its rows hold: the values of an array never
+    decide how a step is compiled. For parameters, which are equal, `Strategy.first` (or
+    the tree as it was before `replicate`) is what distjax can prove things of.
 
     Args:
       tree: as `jax_utils.replicate` and functions under `jax.pmap` give it.
+      compare: whether leaves whose R rows are equal bit by bit become one mirrored
+        array [...].
 
-    Locality: unplaced in, M or T out. Context: cross-replica. Cost: every leaf is
-      compared on the host.
+    Locality: unplaced in, T out (M for equal rows that are compared). Context:
+      cross-replica. Cost: none; every leaf is compared on the host if `compare`.
 
     Raises:
+      ContextError: no strategy is active.
       LocalityError: a leaf without a leading dimension of R.
 
     Example:
       >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
       >>> with strategy.scope():
-      ...     tree = dj.flax.from_replicated({"w": np.ones((2, 3)), "mean": np.arange(2.0)})
+      ...     tree = dj.flax.from_replicated(
+      ...         {"w": np.ones((2, 3)), "mean": np.arange(2.0)}, compare=True)
       >>> tree["w"].shape, type(tree["mean"]).__name__
       ((3,), 'PerReplica')
 
     Source: flax.jax_utils.
     """
-    strategy = frames.current().strategy
-    topology = strategy.extended.topology
-    wraps = strategy.extended.wraps
+    frame = frames.current()
+    if not frame.has_strategy:
+        raise ContextError(
+            message(
+                "from_replicated needs the scope of the strategy that takes the tree",
+                got="a call with no active strategy",
+                why="a row belongs to a replica, and the strategy says where that is",
+                fix="with strategy.scope(): state = dj.flax.from_replicated(state)",
+            )
+        )
+    extended = frame.strategy.extended
+    topology = extended.topology
 
     def take_in(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if not is_array(leaf):
             return leaf
-        _require_rows(leaf, jax.tree_util.keystr(path), topology)
-        if _rows_are_equal(leaf) or not wraps:
+        require_rows(leaf, f"from_replicated: {jax.tree_util.keystr(path)}", topology)
+        if compare and _rows_are_equal(leaf):
             return jax.device_put(leaf[0], topology.mirrored)
-        return PerReplica(jax.device_put(leaf, topology.per_replica), topology)
+        return place_rows(extended, leaf)
 
     return jax.tree_util.tree_map_with_path(take_in, tree)
 
@@ -83,20 +97,6 @@ def to_replicated(tree: PyTree) -> Any:
         return jax.device_put(rows, topology.per_replica)
 
     return jax.tree.map(give_back, tree, is_leaf=is_per_replica)
-
-
-def _require_rows(leaf: PyTree, path: str, topology: Topology) -> None:
-    if leaf.ndim and leaf.shape[0] == topology.num_replicas:
-        return
-    raise LocalityError(
-        message(
-            f"from_replicated: {path} needs a leading dimension of {topology.num_replicas}, a row "
-            "per replica",
-            got=describe_value(leaf),
-            why="jax_utils.replicate stacks one copy for each device",
-            fix="pass trees without that dimension to run as they are",
-        )
-    )
 
 
 def _rows_are_equal(leaf: PyTree) -> bool:

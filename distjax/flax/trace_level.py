@@ -15,8 +15,9 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH
 from distjax.typing import PyTree
 
-#: The mark of what was made outside of all traces; None where this module was imported in one.
-_OUTSIDE = None if jax_compat.tracing() else tracers.TraceState()
+#: The mark of what was made outside of all traces, in one of which this module may be imported.
+with jax_compat.outside_traces():
+    _OUTSIDE = tracers.TraceState()
 #: The names under which functions of Flax hold what they refuse to change.
 _NAMES = ("self", "value")
 

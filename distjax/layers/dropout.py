@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax.context import frames
+from distjax.context.expectation import expect
 from distjax.errors import ContextError, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import ArrayLike
@@ -56,7 +57,7 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
             )
         )
     frame = frames.current()
-    apply = _with_shared_mask if synchronized else _with_own_mask
+    apply = _with_one_mask if synchronized else _with_own_mask
     if frame.replica_context is None:
         return frame.strategy.run(apply, args=(key, rate, x))
     if is_per_replica(x):
@@ -73,6 +74,11 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
 
 def _with_own_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     return _with_shared_mask(frames.current().replica_context.fold_in(key), rate, x)
+
+
+def _with_one_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
+    with expect("dropout(..., synchronized=True)"):
+        return _with_shared_mask(key, rate, x)
 
 
 def _with_shared_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:

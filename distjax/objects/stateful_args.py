@@ -31,6 +31,7 @@ from distjax.objects.stateful import (
 )
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import Static
+from distjax.replica.mapped_results import AS_RUN, RunOptions
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.run import run_in_trace
@@ -164,6 +165,7 @@ class StatefulArgs:
         args: tuple[PyTree, ...],
         keywords: ObjectKeywords,
         state: TraceState,
+        options: RunOptions = AS_RUN,
     ) -> tuple[Any, Any, Any]:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, True)
@@ -175,7 +177,12 @@ class StatefulArgs:
 
         functools.update_wrapper(on_replica, fn, updated=())
         result, outcome, finals = run_in_trace(
-            strategy, on_replica, (*args, keywords.captured), keywords.kwargs, state
+            strategy,
+            on_replica,
+            (*args, keywords.captured),
+            keywords.kwargs,
+            state,
+            options.for_first_of(3),
         )
         return result, outcome, self._split.combine_writes(outcome, finals, strategy)
 
@@ -306,13 +313,14 @@ def run_here(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     state: TraceState,
+    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
     try:
         if stateful is None:
-            return run_in_trace(strategy, fn, args, kwargs, state)
-        emitted = stateful.emit_run(strategy, fn, stateful.args, stateful.kwargs, state)
+            return run_in_trace(strategy, fn, args, kwargs, state, options)
+        emitted = stateful.emit_run(strategy, fn, stateful.args, stateful.kwargs, state, options)
         return stateful.finish(emitted)
     except Exception as error:
         _explain(error)
@@ -325,6 +333,7 @@ def emit_run(
     args: tuple[Any, ...],
     kwargs: dict[str, PyTree] | ObjectKeywords,
     state: TraceState,
+    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica; objects are arrays among the arguments.
 
@@ -333,9 +342,9 @@ def emit_run(
     """
     try:
         if isinstance(kwargs, ObjectKeywords):
-            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state)
+            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
         _require_no_state(fn, args, kwargs)
-        return run_in_trace(strategy, fn, args, kwargs, state)
+        return run_in_trace(strategy, fn, args, kwargs, state, options)
     except Exception as error:
         _explain(error)
         raise

@@ -59,6 +59,9 @@ class Optimizer:
       "How to update a variable" (TF 1.13, 1.15).
     """
 
+    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
+    reduced_argument = 0
+
     def __init__(
         self,
         tx: optax.GradientTransformation,
@@ -76,6 +79,11 @@ class Optimizer:
         self._state: OptimizerState | None = None
         self._accumulation: Accumulation | None = None
         self._step: Callable[..., None] = self._step_in_trace
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        """How the replicas' gradients combine."""
+        return self._op
 
     @property
     def variables(self) -> Any:

@@ -10,12 +10,20 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
-from distjax.errors import LocalityError, message
+from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.topology import Topology, unplaced_topology
 from distjax.typing import PyTree
 
+#: What a treedef remembers of a PerReplica: the topology, and the shape [R, ...]. All of it counts
+#: for equality, since JAX finds compiled programs by treedefs that are equal.
+Form = tuple[Topology, tuple[int, ...]]
+
+_ARRAYS = (jax.Array, np.ndarray)
+
 
 def _refuse(self: PerReplica, *_: object) -> NoReturn:
+    if not isinstance(self.stacked, _ARRAYS):
+        raise TypeError(_no_array_text("an operator", self))
     raise TypeError(
         message(
             "an operator needs one value, not one value per replica",
@@ -31,16 +39,21 @@ class PerReplica:
     """One value per replica, held as one global array of shape [R, ...].
 
     A PerReplica has no arithmetic and no silent conversion: reduce it, or use
-    it as an argument of `run`. As a pytree node it is transparent to
-    `jax.tree.map`, which sees the stacked array; distjax's own functions treat
-    it as a leaf; `map` applies a function to each replica's value.
+    it as an argument of `run`. distjax's own functions treat it as a leaf; `map`
+    applies a function to each replica's value.
+
+    As a pytree node it holds one leaf, the stacked array, which is what `jax.tree.map`
+    sees. Its treedef remembers ``stacked.shape``: of an array of exactly this shape,
+    and any dtype, a tree is built with a PerReplica; an array of another shape (a row, a
+    mean) and a float are no values per replica any more, and stand in the tree as they
+    are. What is no value (a sharding, a spec, an axis, None) stays in its PerReplica.
 
     What `pickle`, `copy.copy` and `copy.deepcopy` make of it is a numpy array [R, ...]
     on no devices: the first strategy with R replicas that uses it places it.
 
     Attributes:
       stacked: array of shape [R, ...]; slice r belongs to replica r.
-      topology: where the replicas live.
+      form: (topology, shape of `stacked`), what is static of it.
 
     Locality: T (per replica), sharded over the replica axis.
 
@@ -50,17 +63,24 @@ class PerReplica:
       ...     lambda ctx: np.float32(ctx.replica_id_in_sync_group))
       >>> strategy.local_results(x.map(lambda v: v + 1))
       (Array(1., dtype=float32), Array(2., dtype=float32))
-      >>> jax.tree.map(lambda stacked: stacked.shape, x).stacked  # sees [R, ...]
-      (2,)
+      >>> type(jax.tree.map(lambda stacked: 2 * stacked, x)).__name__  # sees [R, ...]
+      'PerReplica'
+      >>> jax.tree.map(lambda stacked: stacked[0], x), jax.tree.map(jnp.mean, x)
+      (Array(0., dtype=float32), Array(0.5, dtype=float32))
 
     Source: tf.distribute.StrategyExtended, "Wrapped values" (TF 1.13); PerReplica.
     """
 
-    __slots__ = ("stacked", "topology")
+    __slots__ = ("form", "stacked")
 
     def __init__(self, stacked: PyTree, topology: Topology):
         self.stacked = stacked
-        self.topology = topology
+        self.form: Form = topology, tuple(stacked.shape)
+
+    @property
+    def topology(self) -> Topology:
+        """Where the replicas live."""
+        return self.form[0]
 
     @property
     def num_replicas(self) -> int:
@@ -70,7 +90,7 @@ class PerReplica:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of each replica's value, without the replica axis."""
-        return tuple(self.stacked.shape[1:])
+        return self.form[1][1:]
 
     @property
     def dtype(self) -> Any:
@@ -83,7 +103,7 @@ class PerReplica:
         return jax.tree.map(lambda leaf: PerReplica(leaf, self.topology), out)
 
     def __repr__(self) -> str:
-        if isinstance(self.stacked, jax_compat.Tracer) or not hasattr(self.stacked, "shape"):
+        if not isinstance(self.stacked, _ARRAYS) or isinstance(self.stacked, jax_compat.Tracer):
             return f"PerReplica(R={self.num_replicas}, {self.stacked})"
         return "PerReplica({\n" + "".join(f"  {row}\n" for row in self._rows()) + "})"
 
@@ -100,11 +120,11 @@ class PerReplica:
         return ["<in another process>"] * self.num_replicas
 
     def __reduce__(self) -> Any:
-        if jax_compat.is_key_dtype(getattr(self.stacked, "dtype", None)):
-            data = np.asarray(jax.random.key_data(self.stacked))
-            return _from_host, (data, self.num_replicas, jax_compat.key_impl(self.dtype))
-        host = np.asarray(self.stacked) if hasattr(self.stacked, "dtype") else self.stacked
-        return _from_host, (host, self.num_replicas, None)
+        host, key_impl = self.stacked, None
+        if isinstance(host, jax.Array) and jax_compat.is_key_dtype(host.dtype):
+            host, key_impl = jax.random.key_data(host), jax_compat.key_impl(host.dtype)
+        host = np.asarray(host) if isinstance(host, _ARRAYS) else host
+        return _from_host, (host, self.form[1], key_impl)
 
     def _place(self, replica: int) -> str:
         if not self.topology.is_placed:
@@ -112,9 +132,9 @@ class PerReplica:
         return ", ".join(str(d) for d in self.topology.replica_devices(replica))
 
     def _repr_html_(self) -> str:
-        head = f"PerReplica &middot; {html.escape(str(self.dtype))}{list(self.shape)}"
-        if isinstance(self.stacked, jax_compat.Tracer):
+        if not isinstance(self.stacked, _ARRAYS) or isinstance(self.stacked, jax_compat.Tracer):
             return f"<code>{html.escape(repr(self))}</code>"
+        head = f"PerReplica &middot; {html.escape(str(self.dtype))}{list(self.shape)}"
         with np.printoptions(threshold=20, edgeitems=3, precision=4):
             body = "".join(
                 f"<tr><td>{r}</td><td>{html.escape(self._place(r))}</td>"
@@ -147,21 +167,47 @@ for _name in _OPERATORS:
 for _name in "neg pos abs invert round lt le gt ge eq ne".split():
     setattr(PerReplica, f"__{_name}__", _refuse)
 
-jax.tree_util.register_pytree_node(
-    PerReplica,
-    lambda x: ((x.stacked,), x.topology),
-    lambda topology, children: PerReplica(children[0], topology),
-)
+
+def with_form(stacked: PyTree, form: Form) -> PerReplica:
+    """Returns the PerReplica of an array [R, ...] that is known to have this form."""
+    value = _new(PerReplica)
+    value.stacked, value.form = stacked, form
+    return value
 
 
-def _from_host(host: PyTree, num_replicas: int, key_impl: str | None) -> PerReplica:
+def _unflatten(form: Form, children: tuple[Any, ...]) -> Any:
+    # `jax.tree.map` comes here for each leaf: hence no call for the common case.
+    (child,) = children
+    try:
+        if child.shape != form[1] and isinstance(child.shape, tuple):
+            return child
+    except AttributeError:
+        if isinstance(child, (float, complex)):
+            return child
+    value = _new(PerReplica)
+    value.stacked, value.form = child, form
+    return value
+
+
+_new = object.__new__
+jax.tree_util.register_pytree_node(PerReplica, lambda x: ((x.stacked,), x.form), _unflatten)
+
+
+def _from_host(host: PyTree, shape: tuple[int, ...], key_impl: str | None) -> PerReplica:
     """Returns a PerReplica that was pickled, or copied."""
     stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
-    return PerReplica(stacked, unplaced_topology(num_replicas))
+    return with_form(stacked, (unplaced_topology(shape[0]), shape))
 
 
 def is_per_replica(value: object) -> bool:
-    """Returns whether `value` is a PerReplica (for ``is_leaf=``)."""
+    """Returns whether `value` is a PerReplica: for ``is_leaf=``.
+
+    Example:
+      >>> strategy = dj.VirtualStrategy(2)
+      >>> tree = {"x": strategy.per_replica(np.ones((2, 3)))}
+      >>> jax.tree.map(lambda x: x.shape, tree, is_leaf=dj.is_per_replica)
+      {'x': (3,)}
+    """
     return isinstance(value, PerReplica)
 
 
@@ -175,13 +221,15 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
       topology: the replicas that are needed.
       where: the user's name of the argument, e.g. "argument args[0]['x'] of f".
     """
+    if not isinstance(value.stacked, _ARRAYS):
+        raise LocalityError(_no_array_text(where, value))
     if value.topology == topology:
         return
     if not value.topology.is_placed and value.num_replicas == topology.num_replicas:
         if not isinstance(value.stacked, jax_compat.Tracer):
             with jax_compat.outside_traces():
                 value.stacked = jax.device_put(value.stacked, topology.per_replica)
-        value.topology = topology
+        value.form = topology, value.form[1]
         return
     raise LocalityError(
         message(
@@ -191,6 +239,16 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
             fix="make the value with the strategy that uses it, or move it: "
             "strategy.distribute_values_from_function(lambda ctx: value of that replica)",
         )
+    )
+
+
+def _no_array_text(where: str, value: PerReplica) -> str:
+    return message(
+        f"{where} needs one array [R, ...] of a value per replica",
+        got=f"a PerReplica that holds no array: {describe_value(value.stacked)}",
+        why="jax.tree.map leaves in its place what a function gives for the array of a PerReplica, "
+        "if it is neither an array nor a float",
+        fix="take it out: jax.tree.leaves(x)[0]",
     )
 
 

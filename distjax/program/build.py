@@ -1,8 +1,8 @@
 """Build: a program compiled for the variables that its traces have met so far.
 
-The variables that a trace reads or writes become inputs and (donated) outputs of one `jax.jit`,
-which is the cache for shapes, trees and shardings. A signature is traced before `jit` sees it, and
-offered to it. One that meets more variables makes the next build, which threads these too.
+The variables that a trace reads or writes become inputs and (donated) outputs of a `jax.jit`. A
+signature is traced before `jit` sees it, and offered to it. One that meets more variables makes the
+next build, which threads these too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 from distjax.collectives.throttle import make_token
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
+from distjax.program.signatures import Jitted, Signatures
 from distjax.program.step import Step
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
@@ -43,7 +44,7 @@ class Build:
 
     Attributes:
       name: the user's name of the function.
-      jitted: ``(written, read, kwargs, *args) -> (written anew, output spec, *arrays)``.
+      signatures: the compiled functions.
       writes: variables whose arrays are donated and replaced.
       reads: variables that are only read.
       stepped: the arrays of `writes`.
@@ -55,7 +56,7 @@ class Build:
     """
 
     name: str
-    jitted: Any
+    signatures: Signatures
     writes: tuple[Variable, ...]
     reads: tuple[Variable, ...]
     stepped: SteppedArrays
@@ -78,8 +79,11 @@ class Build:
         for variable in self.variables:
             if variable.storage is None:  # deleted is no matter here: another thread may step it
                 variable.stored.require()
+        jitted = self.signatures.find(args, kwargs)
+        if jitted is None:
+            raise NotCompiled
         try:
-            return self.jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
+            return jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
         finally:
             self.offered.pop(threading.get_ident(), None)
 
@@ -92,6 +96,11 @@ class Build:
             and (self.spans_devices or not found.spans_devices)
         )
 
+    def offer(self, found: Discovered, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Offers a trace of these arguments to the next call of this thread."""
+        self.signatures.add(args, kwargs)
+        self.offered[threading.get_ident()] = found
+
     def _collect_written(self) -> Sequence[Any]:
         return [variable.stored.read() for variable in self.writes]
 
@@ -101,7 +110,7 @@ class Build:
 
 
 def make_build(step: Step, discovered: Discovered, former: Build | None) -> Build:
-    """Returns the build that threads the variables of one more trace, and is offered that trace.
+    """Returns the build that threads the variables of one more trace.
 
     Args:
       step: what is compiled.
@@ -112,9 +121,9 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
     writes = dict.fromkeys((*known[0], *discovered.writes))
     reads = dict.fromkeys(v for v in (*known[1], *discovered.reads) if v not in writes)
     threaded = (*writes, *reads)
-    offered: dict[int, Discovered | None] = {threading.get_ident(): discovered}
+    offered: dict[int, Discovered | None] = {}
 
-    def body(
+    def emit(
         written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
     ) -> Any:
         thread = threading.get_ident()
@@ -133,11 +142,16 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         written = [new.get(v, values[v]) for v in writes]
         return written, as_static_output(spec), *arrays, token
 
-    body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
     donated = (0, *(3 + number for number in step.donate_argnums))
+
+    def jit_anew() -> Jitted:
+        body = lambda *operands: emit(*operands)  # JAX shares caches between jits of one function
+        body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
+        return jax.jit(body, donate_argnums=donated)
+
     build = Build(
         name=step.name,
-        jitted=jax.jit(body, donate_argnums=donated),
+        signatures=Signatures(jit_anew),
         writes=tuple(writes),
         reads=tuple(reads),
         stepped=SteppedArrays(),

@@ -23,8 +23,9 @@ from distjax import jax_compat
 from distjax.collectives.throttle import throttle
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
-from distjax.program.build import Build
+from distjax.program.build import Build, NotCompiled
 from distjax.program.output_spec import OutputSpec, spec_of
+from distjax.program.signatures import Jitted
 from distjax.variables.donation import copy_aliased
 
 #: Makes the user's results final; called once more where a signal raises in it.
@@ -51,8 +52,11 @@ def start(
     Raises:
       NotCompiled: the signature is new; nothing has happened.
     """
+    jitted = build.signatures.only or build.signatures.find(args, kwargs)
+    if jitted is None:
+        raise NotCompiled
     if not build.writes:
-        return _start_reader(build, args, kwargs, finish)
+        return _start_reader(build, jitted, args, kwargs, finish)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
     stepped, cell = build.stepped, build.stepped.cell
@@ -67,7 +71,7 @@ def start(
                 copy_aliased(stepped)
             read = build.collect_read() if build.reads else []
             try:
-                cell[:] = itertools.starmap(build.jitted, ((cell[0], read, kwargs, *args),))
+                cell[:] = itertools.starmap(jitted, ((cell[0], read, kwargs, *args),))
                 returned = cell[0]
                 cell[0] = returned[0]
                 (spec,) = returned[1]
@@ -105,6 +109,7 @@ def trace_and_start(
 
 def _start_reader(
     build: Build,
+    jitted: Jitted,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     finish: Finish | None,
@@ -116,9 +121,9 @@ def _start_reader(
             require_outside_traces(build)
             with build.lock:  # else another program may donate what is read
                 operands = [], build.collect_read(), kwargs, *args
-                cell[:] = itertools.starmap(build.jitted, (operands,))
+                cell[:] = itertools.starmap(jitted, (operands,))
         else:
-            cell[:] = itertools.starmap(build.jitted, (([], [], kwargs, *args),))
+            cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
         returned = cell[0]
         (spec,) = returned[1]
         result = spec.unpack(returned)

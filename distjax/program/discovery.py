@@ -177,7 +177,7 @@ def discover(
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
-        wrappers = tuple(r.topology if isinstance(r, PerReplica) else None for r in results)
+        wrappers = tuple(r.form if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)
         found.update(partitioned=partitioned, wrappers=wrappers, writes=writes)
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
@@ -221,7 +221,7 @@ def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:
         node = ahead.pop()
         data = node.node_data()
         if data is not None and data[0] is PerReplica:
-            yield data[1]
+            yield data[1][0]
         ahead.extend(node.children())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import jax
+
 from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
 
@@ -22,16 +24,47 @@ def explain_devices(error: Exception, name: str) -> Exception:
     )
 
 
-def add_cause_note(error: Exception, strategy: StrategyLike) -> None:
-    """Adds to an error of JAX what distjax knows of its cause, as a note under its text."""
+def add_static_note(error: Exception) -> None:
+    """Adds to an error of JAX about a traced value that an argument can be marked static."""
+    is_traced_value = isinstance(error, _TRACED_VALUE) or re.search(
+        r"of concrete values.*Tracer", str(error)
+    )
+    if is_traced_value and _STATIC_NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_STATIC_NOTE)
+
+
+_TRACED_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
+_STATIC_NOTE = (
+    "A number or bool among the arguments is an input of the program: Python cannot see its "
+    "value.\n"
+    "  Fix: dj.static(x) in place of x, for an argument that is a shape, a length or a flag"
+)
+
+
+def add_cause_note(error: Exception, strategy: StrategyLike, axis_name: str | None = None) -> None:
+    """Adds to an error of JAX what distjax knows of its cause, as a note under its text.
+
+    Args:
+      error: what was raised.
+      strategy: the strategy that ran.
+      axis_name: the name of its replica axis in this call, where it has one of its own.
+    """
+    add_static_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
     if isinstance(error, NameError) and axis is not None:
-        name = strategy.extended.public_axis_name
+        name = axis_name or strategy.extended.public_axis_name
         error.add_note(
             f"The replica axis of {strategy!r} {f'is named {name!r}' if name else 'has no name'}.\n"
-            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), or "
+            f"  Fix: dj.MirroredStrategy(axis_name={axis[1]!r}), dj.pmap(fn, {axis[1]!r}), or "
             "dj.get_replica_context().all_reduce('mean', x)"
+        )
+    elif isinstance(error, TypeError) and "is not a valid JAX array type" in text:
+        error.add_note(
+            "An array of strings or of Python objects stands where devices compute: they have "
+            "none.\n"
+            "  Fix: leave it out of the batch; or numbers in its place: "
+            "np.unique(names, return_inverse=True)[1]"
         )
     elif isinstance(error, ValueError) and text.startswith("Triggering __jax_array__()"):
         error.add_note(

@@ -12,15 +12,16 @@ import jax
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
+from distjax.objects.stateful_args import ObjectKeywords, StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
-from distjax.program.error_notes import explain_devices
-from distjax.program.program import Program
+from distjax.program.error_notes import add_static_note, explain_devices
+from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import (
     Static,
@@ -29,19 +30,33 @@ from distjax.replica.arguments import (
     positional_names,
     require_callable,
 )
+from distjax.replica.static import unmark
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
 
 class CompiledFunction:
-    """What `dj.jit` returns: the function, compiled at its first call."""
+    """What `dj.jit` returns: the function, compiled at its first call.
+
+    Args:
+      fn: the function.
+      donate_argnums: the positional arguments whose buffers are donated.
+      static: names of arguments that are Python values.
+      require: of a function that hands its arguments on to `run`: raises for those that `run`
+        refuses. Such a function is given static values as they are marked.
+    """
 
     def __init__(
-        self, fn: Callable[..., Any], donate_argnums: tuple[int, ...], static: frozenset[str]
+        self,
+        fn: Callable[..., Any],
+        donate_argnums: tuple[int, ...],
+        static: frozenset[str],
+        require: Require | None = None,
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
+        self._require = require
         self._programs: dict[Any, Program] = {}
         self._off_mesh: set[Program] = set()
 
@@ -49,7 +64,10 @@ class CompiledFunction:
         """Runs the program; inside a trace of distjax the function itself."""
         frame = frames.current()
         if frame.state is not None:
-            return self._fn(*_unmark(args), **kwargs)
+            if self._require is None:
+                args, kwargs = unmark((args, kwargs))
+            args, kwargs = without_expectations(args, kwargs, frame.state.meant)
+            return self._fn(*args, **kwargs)
         try:
             program = self._program(frame)
             if self._static:
@@ -58,6 +76,7 @@ class CompiledFunction:
                 return self._under_user_mesh(program, program, args, kwargs)
             return program(args, kwargs)
         except Exception as error:
+            add_static_note(error)
             keep_user_lines(error)
             explained = explain_devices(error, repr(self))
             if explained is not error:
@@ -100,7 +119,7 @@ class CompiledFunction:
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns the same function, compiled anew at its first call."""
-        return CompiledFunction(self._fn, self._donate_argnums, self._static)
+        return CompiledFunction(self._fn, self._donate_argnums, self._static, self._require)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
@@ -114,8 +133,9 @@ class CompiledFunction:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
         program = self._programs.get(key)
         if program is None:
-            step = JitStep(self._fn, frame, self._donate_argnums)
-            program = Program(step, fresh_functions.record(self._fn, frame.strategy))
+            step = JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
+            on_second_call = fresh_functions.record(self._fn, frame.strategy)
+            program = Program(step, on_second_call, self._require)
             self._programs[key] = program
         return program
 
@@ -143,14 +163,6 @@ def _off_their_devices(tree: PyTree) -> Any:
     return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)
 
 
-def _unmark(tree: PyTree) -> Any:
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, Static) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Static),
-    )
-
-
 class JitStep:
     """A function of `dj.jit`, as the step of a program.
 
@@ -158,12 +170,20 @@ class JitStep:
       fn: the function.
       frame: the frame that it was called in.
       donate_argnums: the positional arguments whose buffers are donated.
+      hands_on_static: whether the function is given static values as they are marked, since it
+        hands its arguments on to `run`.
     """
 
     ignores_user_mesh = False  # its code may name the mesh
 
-    def __init__(self, fn: Callable[..., Any], frame: Frame, donate_argnums: tuple[int, ...]):
-        self._fn, self._frame = fn, frame
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        frame: Frame,
+        donate_argnums: tuple[int, ...],
+        hands_on_static: bool,
+    ):
+        self._fn, self._frame, self._hands_on_static = fn, frame, hands_on_static
         self.name, self.argument_names = function_name(fn), positional_names(fn)
         self.donate_argnums = donate_argnums
 
@@ -173,7 +193,13 @@ class JitStep:
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in the global view."""
-        return emit_call(self._fn, *_unmark((args, kwargs)))
+        if not self._hands_on_static:
+            args, kwargs = unmark((args, kwargs))
+        own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
+        args, own = without_expectations(args, own, state.meant)
+        if isinstance(kwargs, ObjectKeywords):
+            return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
+        return emit_call(self._fn, args, own)
 
     def place(self, tree: PyTree) -> Any:
         """Returns the arguments with arrays that the program may move to its devices."""
@@ -234,14 +260,14 @@ def jit(
             static_argnames=static_argnames,
         )
     require_callable(fn, "jit")
-    donate = _numbers(donate_argnums, "donate_argnums")
-    numbers = _numbers(static_argnums, "static_argnums")
+    donate = as_numbers(donate_argnums, "donate_argnums")
+    numbers = as_numbers(static_argnums, "static_argnums")
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
     return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
 
 
-def _numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
+def as_numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
     """Returns one number or several as a tuple."""
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if all(map(is_int, numbers)):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distjax.placement.per_replica import PerReplica
-from distjax.placement.topology import Topology
+from distjax.placement.per_replica import Form, with_form
 from distjax.replica.arguments import PartitionedTree
 
 
@@ -19,7 +18,7 @@ class OutputSpec:
 
     Attributes:
       partitioned: the user's tree of results.
-      wrappers: per array the topology of its PerReplica, or None.
+      wrappers: per array the form of its PerReplica, or None.
       recreated: the names of variables made before that constructors were handed.
       treedef: the tree of results of which every leaf is an array or PerReplica, else None.
       is_plain: whether all results are bare arrays.
@@ -30,7 +29,7 @@ class OutputSpec:
     def __init__(
         self,
         partitioned: PartitionedTree,
-        wrappers: tuple[Topology | None, ...],
+        wrappers: tuple[Form | None, ...],
         recreated: tuple[str, ...],
     ):
         self.partitioned, self.wrappers = partitioned, wrappers
@@ -41,8 +40,8 @@ class OutputSpec:
     def unpack(self, returned: tuple[Any, ...]) -> Any:
         """Returns the user's results, of what the compiled program returned."""
         arrays = [
-            array if topology is None else PerReplica(array, topology)
-            for array, topology in zip(returned[2:-1], self.wrappers, strict=True)
+            array if form is None else with_form(array, form)
+            for array, form in zip(returned[2:-1], self.wrappers, strict=True)
         ]
         if self.treedef is not None:
             return self.treedef.unflatten(arrays)

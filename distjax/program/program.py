@@ -30,6 +30,8 @@ from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.arguments import mark_static
+from distjax.replica.feedback import Feedback
+from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
@@ -37,6 +39,9 @@ from distjax.variables.donation import copy_handles
 
 #: What may mend a call that `jit` refused: returns the arguments to go on with, or None.
 Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+
+#: Raises for arguments (args, kwargs) that no trace can refuse: a trace knows no layouts.
+Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Program:
@@ -48,14 +53,22 @@ class Program:
     Args:
       step: what is compiled.
       on_second_call: is called once, at the second call.
+      require: is called for the arguments of each signature that is new.
     """
 
-    def __init__(self, step: Step, on_second_call: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        step: Step,
+        on_second_call: Callable[[], None] = lambda: None,
+        require: Require | None = None,
+    ):
         self._step = step
         self._on_second_call = on_second_call
+        self._require = require
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
+        self._feedback: Feedback | None = None
         self._is_plain = False  # a build, and nothing to do before it is started
         self._has_no_objects = False
         self._meets_user_mesh = False
@@ -98,7 +111,20 @@ class Program:
                 return self._run(args, kwargs, error=error)
             except StateFound:
                 self._has_no_objects = self._is_plain = False
-        return self._with_objects(args, kwargs, self._run)
+        return self._run_first_calls(args, kwargs)
+
+    def _run_first_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call that may bring objects; the second is compared with the first's results."""
+        former, self._feedback = self._feedback, None
+        if former is not None:
+            former.compare(args, kwargs)
+        if self._num_calls:
+            return self._with_objects(args, kwargs, self._run)
+        feedback = Feedback(self._step.name, self._step.argument_names, args, kwargs)
+        result = self._with_objects(args, kwargs, self._run)
+        feedback.remember(result)
+        self._feedback = feedback
+        return result
 
     def _with_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
@@ -163,6 +189,8 @@ class Program:
         Each round knows more than the one before: a signature that is compiled, more variables,
         or arguments that `jit` takes.
         """
+        if self._require is not None:
+            self._require(args, kwargs)
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         while True:
             if isinstance(error, UnknownVariables):
@@ -236,7 +264,8 @@ class Program:
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with Python objects as static nodes, and notes if there are any."""
-        marked = mark_static((args, kwargs), self._step.argument_names)
+        names = tuple(self._step.argument_names)
+        marked = mark_static(mark_modules((args, kwargs), names), names)
         if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
             self._marks_objects, self._is_plain = True, False
         return marked
@@ -294,7 +323,7 @@ class Program:
         discovered = discover(self._step, args, kwargs, CreationLog())
         if build is None or not build.covers(discovered):
             return self._rebuild(discovered, args, kwargs)
-        build.offered[threading.get_ident()] = discovered
+        build.offer(discovered, args, kwargs)
         return build
 
     def _rebuild(
@@ -306,8 +335,10 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initialize_created(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
-        self._build = make_build(self._step, discovered, self._build)
-        return self._build
+        build = make_build(self._step, discovered, self._build)
+        build.offer(discovered, args, kwargs)
+        self._build = build
+        return build
 
     # -- donated arguments ----------------------------------------------------
 

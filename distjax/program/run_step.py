@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,14 @@ from distjax import jax_compat
 from distjax.context.contracts import ExtendedLike
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful import is_placeholder
 from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
+from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.replica.arguments import function_name, positional_names
+from distjax.replica.arguments import function_name, positional_names, user_path
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -55,6 +57,37 @@ class RunStep:
         """Returns the objects with state that a call takes or the function captured."""
         return extract_objects(self._resolve(), args, kwargs, self._extended.strategy, (), held)
 
+    def require_no_bare_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises for an array that is split over the replicas, and no PerReplica."""
+        require_no_bare_rows(self._extended.topology, self.name, self.argument_names, args, kwargs)
+
+
+def require_no_bare_rows(
+    topology: Topology,
+    name: str,
+    argument_names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raises for an array that is split over the replicas, and no PerReplica.
+
+    Args:
+      topology: the replicas.
+      name: the user's name of the function.
+      argument_names: the user's names of its positional arguments.
+      args: positional arguments.
+      kwargs: keyword arguments.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            where = user_path(jax.tree_util.keystr(path), argument_names)
+            require_not_split(leaf, topology, f"argument {where} of {name}")
+
+
+def _is_one_argument(value: object) -> bool:
+    return is_per_replica(value) or is_placeholder(value)
+
 
 def place_arguments(topology: Topology, tree: PyTree) -> Any:
     """Returns the arguments of `run` with arrays from elsewhere on the strategy's devices."""
@@ -77,4 +110,5 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
       resolve: returns the function; a program keeps none alive.
     """
     on_second_call = fresh_functions.record(resolve(), extended.strategy)
-    return Program(RunStep(extended, resolve), on_second_call)
+    step = RunStep(extended, resolve)
+    return Program(step, on_second_call, step.require_no_bare_rows)

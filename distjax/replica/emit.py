@@ -18,6 +18,7 @@ from distjax.placement.topology import Topology
 from distjax.replica import control_flow
 from distjax.replica.analysis import MERGE_NAME, Analysis
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.one_device import OneDevice
 
 
 class JaxprEmitter:
@@ -26,6 +27,9 @@ class JaxprEmitter:
     def __init__(self, topology: Topology):
         self.topology = topology
         self.analysis = Analysis(topology.axis_name)
+        self._evaluate = jax_compat.eval_jaxpr
+        if topology.mesh is None:
+            self._evaluate = OneDevice(self.analysis, topology.num_replicas).evaluate
 
     def emit(
         self,
@@ -87,7 +91,7 @@ class JaxprEmitter:
             observer.on_segment(part, [env[v].varying for v in ins], self.analysis)
         values = map_replicas(
             self.topology,
-            lambda *local: jax_compat.eval_jaxpr(part, (), local),
+            lambda *local: self._evaluate(part, (), local),
             [env[v].array for v in ins],
             [env[v].varying for v in ins],
             flags,

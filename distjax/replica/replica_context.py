@@ -57,7 +57,11 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Any:
         """This replica's number, 0 to R - 1: a traced int32 scalar."""
         self._require_current("replica_id_in_sync_group")
-        return lax.axis_index(self._strategy.extended.axis_name)
+        return lax.axis_index(self._axis_name)
+
+    @property
+    def _axis_name(self) -> str:
+        return frames.replica_axis(self._strategy.extended.topology)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -134,11 +138,10 @@ class ReplicaContext:
         op = ops.as_reduce_op(op)
         self._require_current("all_reduce")
         require_dense(value, "all_reduce")
-        extended = self._strategy.extended
+        axis_name, count = self._axis_name, self._strategy.extended.num_replicas
 
         def leaf(x: PyTree) -> Any:
-            x = _local_array(x, "all_reduce")
-            return ops.all_reduce(op, x, extended.axis_name, extended.num_replicas)
+            return ops.all_reduce(op, _local_array(x, "all_reduce"), axis_name, count)
 
         return jax.tree.map(leaf, value, is_leaf=_is_leaf)
 
@@ -166,7 +169,7 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         require_dense(value, "all_gather")
-        axis_name = self._strategy.extended.axis_name
+        axis_name = self._axis_name
 
         def leaf(x: PyTree) -> Any:
             x = _local_array(x, "all_gather")

@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
+from distjax.context.expectation import without_expectations
+from distjax.context.findings import num_reported
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
-from distjax.placement.topology import Topology
+from distjax.placement.topology import Topology, renamed_topology
+from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import (
     PartitionedTree,
     argument_names,
@@ -25,7 +29,10 @@ from distjax.replica.arguments import (
     is_array,
     user_path,
 )
+from distjax.replica.body_errors import add_number_note, require_no_other_mesh
 from distjax.replica.emit import JaxprEmitter
+from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
+from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
     as_user_value,
@@ -33,8 +40,17 @@ from distjax.replica.global_value import (
     replica_aval,
     to_variable,
 )
+from distjax.replica.mapped_results import (
+    AS_RUN,
+    AS_VALUES,
+    DataFlow,
+    RunOptions,
+    stack_results,
+)
+from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
+from distjax.replica.static import mark_modules
 from distjax.replica.user_merge import UserMerge
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -72,6 +88,7 @@ def run_in_trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outer: TraceState,
+    options: RunOptions = AS_RUN,
 ) -> Any:
     """Emits ``fn`` on every replica into the current trace.
 
@@ -81,30 +98,42 @@ def run_in_trace(
       args: positional arguments, in the global view.
       kwargs: keyword arguments.
       outer: the state of variables around the call.
+      options: what this call does in another way than `run`.
 
     Returns:
       The results in the global view: arrays where proved equal, PerReplica
-      where not, Python objects and variables as they are.
+      where not, Python objects and variables as they are; or as `options` say.
     """
     topology = strategy.extended.topology
-    partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
+    named = renamed_topology(topology, options.axis_name or topology.axis_name)
     names = argument_names(fn, len(args))
-    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
-        if isinstance(leaf, PerReplica):
-            where = f"argument {user_path(path, names)} of {function_name(fn)}"
-            require_same_topology(leaf, topology, where)
+    feedback = _compare_feedback(fn, names, args, kwargs, outer)
+    args, kwargs = without_expectations(args, kwargs, outer.meant)
+    partitioned = PartitionedTree(
+        mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
+    )
+    _require_same_replicas(fn, partitioned, names, topology)
     global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
-    traced = trace_replica(strategy, fn, partitioned, global_values, outer)
     try:
-        outs = _emit(topology, traced, global_values, outer)
+        traced = trace_replica(strategy, fn, partitioned, global_values, outer, named)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        add_number_note(error, fn, partitioned, names)
+        raise
+    require_no_other_mesh(function_name(fn), traced.jaxpr, named)
+    if options.axis_name is not None:
+        _require_own_axis(function_name(fn), traced.jaxpr, named)
+    try:
+        outs = _emit(named, traced, global_values, outer)
     except BaseException as error:
         if not traced.created:
             raise
         traced = _keep_created(traced, error)
-        outs = _emit(topology, traced, global_values, outer)
+        outs = _emit(named, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
     for variable, value in zip(traced.created, outs[num_results + num_written :], strict=True):
+        if value.varying and topology.num_replicas > 1:
+            find_unequal_start(variable)
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
@@ -112,16 +141,96 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
+    given = Given(function_name(fn), partitioned, names, global_values)
+    _tell_findings(fn, given, traced, results, finals, outer, named, options)
+    pinned = _pin_results(results, topology)
+    if options.out_axes is not AS_VALUES:
+        varying = dict(zip(traced.jaxpr.invars, (v.varying for v in global_values), strict=True))
+        flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
+        return stack_results(function_name(fn), traced.result, pinned, flow, topology, options)
+    result = traced.result.combine([as_user_value(r, topology) for r in pinned])
+    feedback.remember(result)
+    return result
+
+
+def _compare_feedback(
+    fn: Callable[..., Any],
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outer: TraceState,
+) -> Feedback:
+    """Returns the feedback of a function in the trace around; a second call is compared."""
+    _, feedback = outer.feedbacks.get(id(fn), (fn, None))
+    if feedback is not None:
+        feedback.compare(args, kwargs)
+        return feedback
+    args, kwargs = without_expectations(args, kwargs, outer.meant)
+    feedback = Feedback(function_name(fn), names, args, kwargs)
+    outer.feedbacks[id(fn)] = fn, feedback
+    return feedback
+
+
+def _require_own_axis(name: str, jaxpr: Any, topology: Topology) -> None:
+    """Raises if the collectives of `jaxpr` would be those of a `jax.vmap` around it.
+
+    JAX gives them the axis of the vmap where a mesh has an axis of the same name.
+    """
+    axis_name = topology.axis_name
+    in_replica = any(frame.replica_context is not None for frame in frames.stack())
+    if topology.mesh is None or in_replica or not is_bound_axis(axis_name):
+        return
+    if next(Analysis(axis_name).collectives(jaxpr), None) is None:
+        return
+    raise ValueError(
+        message(
+            f"pmap of {name} needs an axis_name that no jax.vmap around it has",
+            got=f"{axis_name!r}, for both",
+            why="JAX takes the collectives in it for those of the vmap (jax.pmap does so too)",
+            fix="another axis_name for one of the two",
+        )
+    )
+
+
+def _require_same_replicas(
+    fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str], topology: Topology
+) -> None:
+    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
+        if isinstance(leaf, PerReplica):
+            where = f"argument {user_path(path, names)} of {function_name(fn)}"
+            require_same_topology(leaf, topology, where)
+
+
+def _tell_findings(
+    fn: Callable[..., Any],
+    given: Given,
+    traced: ReplicaTrace,
+    results: Sequence[GlobalValue],
+    finals: Sequence[GlobalValue],
+    outer: TraceState,
+    topology: Topology,
+    options: RunOptions,
+) -> None:
+    """Reports what is probably wrong; tells the observer what is proved, and why."""
+    env: dict[Any, Any] = {}
+    if topology.num_replicas > 1:
+        env = examine(traced.jaxpr, len(results), traced.written, given, topology)
     observer = frames.observer()
     if observer is not None:
-        ins = _proofs([user_path(path, names) for path in partitioned.paths], global_values)
         outs = _proofs(traced.result.paths, results)
-        observer.on_run(topology, function_name(fn), ins, outs)
-    if topology.num_replicas > 1:
-        check_state(fn, names, partitioned, global_values, traced.result, results)
-    return traced.result.combine(
-        [as_user_value(r, topology) for r in _pin_results(results, topology)]
-    )
+        named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
+        reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
+        ends = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
+        why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
+        observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
+    if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
+        before = num_reported()
+        check_state(
+            fn, given.names, given.partitioned, given.values, traced.result, results, outer.meant
+        )
+        if num_reported() == before:
+            ends, paths = traced.jaxpr.outvars[: len(results)], traced.result.paths
+            note_lone_updates(env, ends, paths, results, given, outer.meant)
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:
@@ -154,9 +263,9 @@ def trace_replica(
     partitioned: PartitionedTree,
     global_values: Sequence[GlobalValue],
     outer: TraceState,
+    topology: Topology,
 ) -> ReplicaTrace:
-    """Traces ``fn`` once, as one replica sees it."""
-    topology = strategy.extended.topology
+    """Traces ``fn`` once, as one replica sees it, its axis named as in `topology`."""
     found: dict[str, Any] = {}
 
     def traced(*local: jax.Array) -> list[Any]:
@@ -166,7 +275,8 @@ def trace_replica(
         context = ReplicaContext(strategy)
         error, written = None, []
         try:
-            with frames.with_frame(Frame(strategy, context, state)):
+            frame = Frame(strategy, context, state, axis_name=topology.axis_name)
+            with frames.with_frame(frame):
                 result = PartitionedTree(fn(*args, **kwargs), is_array)
             if context.merge_error is not None:
                 raise context.merge_error
@@ -185,8 +295,14 @@ def trace_replica(
     _name_after(traced, fn)
     avals = [replica_aval(x) for x in global_values]
     axis_env = [(topology.axis_name, topology.num_replicas)]
-    with _model_axes_in_scope(topology):
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    try:
+        with _model_axes_in_scope(topology):
+            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+    except AssertionError as error:
+        if not str(error).startswith("ManualAxisType"):
+            raise
+        with _replica_axis_in_scope(topology):  # where lax.pcast is the identity
+            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
     trace = ReplicaTrace(jaxpr, consts, **found)
     return trace if trace.error is None else _keep_created(trace, trace.error)
 
@@ -217,6 +333,18 @@ def _model_axes_in_scope(topology: Topology) -> Any:
     if topology.mesh is None or not topology.model_axes:
         return contextlib.nullcontext()
     return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+
+
+def _replica_axis_in_scope(topology: Topology) -> Any:
+    """Returns a context in which `lax.pcast` may name the replica axis.
+
+    Not for every trace: arrays that a function closes over would have to be of this mesh.
+    """
+    if topology.mesh is not None:
+        return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+    manual = (jax.sharding.AxisType.Manual,)
+    sizes, names = (topology.num_replicas,), (topology.axis_name,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
 
 
 def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:

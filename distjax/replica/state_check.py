@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distjax import jax_compat
+from distjax.context.finding import Finding
+from distjax.context.findings import STATE, calling_line, report
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.global_value import GlobalValue
@@ -56,19 +56,24 @@ def check_state(
     global_values: Sequence[GlobalValue],
     result: PartitionedTree,
     results: Sequence[GlobalValue],
+    meant: Mapping[int, tuple[Any, str]],
 ) -> None:
     """Warns (for Flax parameters: raises) where state went in M and came out T."""
-    args, _ = _take_apart(partitioned, global_values).children()
+    args, kwargs = _take_apart(partitioned, global_values).children()
     candidates = _subtrees(_take_apart(result, results))
-    for arg in args.children():
+    for arg in (*args.children(), *kwargs.children()):
         if arg.treedef.node_data() is None:  # a lone value is no state
             continue
         for candidate in candidates:
             if candidate.treedef != arg.treedef:
                 continue
-            changed = _changed_paths(arg, candidate)
+            changed = _changed_leaves(arg, candidate)
             if changed:
-                _report(fn, arg, [user_path(path, names) for path in changed])
+                reasons = [meant.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
+                paths = [user_path(leaf.path, names) for leaf in changed]
+                for reason in dict.fromkeys(reasons):
+                    own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
+                    _report(fn, arg, own, reason)
                 break
 
 
@@ -87,9 +92,9 @@ def _subtrees(tree: _Tree) -> list[_Tree]:
     return found
 
 
-def _changed_paths(arg: _Tree, out: _Tree) -> list[str]:
+def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
     return [
-        before.path
+        before
         for before, after in zip(arg.leaves, out.leaves, strict=True)
         if isinstance(before, _Leaf)
         and isinstance(after, _Leaf)
@@ -99,7 +104,7 @@ def _changed_paths(arg: _Tree, out: _Tree) -> list[str]:
     ]
 
 
-def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str]) -> None:
+def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | None) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
@@ -110,6 +115,6 @@ def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str]) -> None:
         why="a missing all_reduce makes every replica train a model of its own",
         fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update",
     )
-    if strict:
-        raise LocalityError(text)
-    warnings.warn(text, LocalityWarning, stacklevel=jax_compat.user_stacklevel())
+    level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)
+    source = calling_line()
+    report(Finding(level, STATE, text, source, reason), kind)

@@ -49,6 +49,17 @@ class UserMerge:
         self.result: Any = None
         self.out_avals: list[ShapedArray] = []
 
+    @property
+    def reduces(self) -> tuple[str, int, int] | None:
+        """What a function of distjax's own reduces: the name of the op, and which operands."""
+        owner: Any = getattr(self.fn, "__self__", self.fn)
+        number = getattr(owner, "reduced_argument", None)
+        if not isinstance(number, int):
+            return None
+        prefix = f"[0][{number}]"
+        where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
+        return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
+
     def find_shapes(self) -> None:
         """Runs the function once, abstractly, for shapes and for its variables.
 
@@ -120,8 +131,9 @@ class UserMerge:
         creation = CreationLog(made=self.created, makes_at_once=True)
         state = TraceState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
-            state.bind(variable, to_variable(variable, value, topology))
-        result = self._call([as_user_value(v, topology) for v in values[:num_args]], state)
+            state.bind(variable, to_variable(variable, value, self.topology))
+        values = [as_user_value(v, self.topology) for v in values[:num_args]]
+        result = self._call(values, state)
         outs = self._as_global_values(result.leaves)
         if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
             raise MergeError(
@@ -137,14 +149,15 @@ class UserMerge:
         return outs + [from_variable(v, x) for v, x in written]
 
     def _require_no_bare_collective(self, jaxpr: jax_compat.Jaxpr) -> None:
-        found = next(Analysis(self.topology.axis_name).collectives(jaxpr), None)
+        axis_name = frames.replica_axis(self.topology)
+        found = next(Analysis(axis_name).collectives(jaxpr), None)
         if found is None:
             return
         raise MergeError(
             message(
                 f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
                 "of replicas",
-                got=f"a bare {found.primitive.name} over axis {self.topology.axis_name!r}, at "
+                got=f"a bare {found.primitive.name} over axis {axis_name!r}, at "
                 f"{jax_compat.source_line(found)}",
                 why="a merge function runs once, in cross-replica context, where there is no "
                 "replica axis",
@@ -162,6 +175,7 @@ class WeakMerge:
 
     def __init__(self, merge: UserMerge):
         self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
+        self.reduces = merge.reduces
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Emits the merge, which the trace of the replica function keeps alive."""

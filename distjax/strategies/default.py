@@ -15,6 +15,7 @@ from distjax.collectives.communication import DEFAULT_OPTIONS
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import Destinations
+from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
 from distjax.data import dataset as datasets
 from distjax.data.input_context import InputContext
@@ -24,6 +25,7 @@ from distjax.placement.topology import REPLICA_AXIS, Topology, local_devices, on
 from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
+from distjax.replica.static import unmark
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.reducing import require_pairs
@@ -115,7 +117,9 @@ class DefaultExtended:
         frame = Frame(
             self.strategy, DefaultReplicaContext(self.strategy), state=frames.current().state
         )
+        args, kwargs = without_expectations(args, kwargs)
         with frames.with_frame(frame):
+            args, kwargs = unmark((args, kwargs))
             return fn(*args, **kwargs)
 
     def place_arguments(self, tree: PyTree) -> Any:

@@ -23,10 +23,12 @@ from distjax.data.masks import require_mask
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.modes import ReduceOp
+from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
+from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored, off_device
@@ -107,6 +109,7 @@ def _as_global_value(
         return _locate_variable(extended, op, leaf)
     if is_mirrored(extended.topology, leaf):
         return GlobalValue(leaf, False)
+    require_not_split(leaf, extended.topology, role)
     return None
 
 
@@ -308,7 +311,8 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
             return place_output(x, extended.topology)
         return place_on(x, target)
 
-    return jax.tree.map(leaf, value, is_leaf=is_per_replica)
+    ((value,), _) = mark_modules(((value,), {}))
+    return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))
 
 
 # -- gather -------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jax.sharding import Mesh
@@ -11,8 +12,12 @@ from distjax.context import frames, scoping
 from distjax.data.options import InputOptions
 from distjax.errors import message
 from distjax.program.error_notes import add_cause_note
+from distjax.program.jit import CompiledFunction, as_numbers
+from distjax.program.run_step import require_no_bare_rows
+from distjax.replica.arguments import function_name, positional_names, require_callable
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.mirrored_check import require_equal_copies
+from distjax.strategies.rows import stack_rows, take_first
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
@@ -101,7 +106,8 @@ class Strategy:
 
         Raises:
           ValueError: args or kwargs of another type, an object that is not hashable.
-          LocalityError: a PerReplica of other replicas.
+          LocalityError: a PerReplica of other replicas, an array that is no PerReplica
+            and lies split over the replicas.
           ContextError, StrategyMismatchError: in a replica, or under another strategy.
           DivergenceError: a collective under a predicate that differs per replica.
 
@@ -144,7 +150,8 @@ class Strategy:
           ValueError: SUM of a value that is not on the replicas, an unknown `op`, an
             axis that the value does not have.
           TypeError: an axis, or a mask, for a tree.
-          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas.
+          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas, an
+            array that is no PerReplica and lies split over the replicas.
           BatchError: a mask of another dtype or shape.
 
         Example:
@@ -193,6 +200,81 @@ class Strategy:
           (TF 1.13).
         """
         return self._extended.local_results(value)
+
+    def per_replica(self, stacked: PyTree) -> Any:
+        """Returns a tree of [R, ...] arrays as PerReplica: row r is the value of replica r.
+
+        Args:
+          stacked: a tree of arrays [R, ...], as functions under `jax.pmap` take and give
+            them. PerReplica leaves, Python numbers and objects stay as they are.
+
+        Locality: T out, whatever the rows hold: nothing is compared; a strategy that
+          never wraps gives the row. Context: any. Cost: the rows are moved to their replicas.
+
+        Raises:
+          LocalityError: an array without a leading dimension of R, no array at all, a
+            PerReplica of other replicas.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> keys = strategy.per_replica(jax.random.split(jax.random.key(0), 2))
+          >>> strategy.run(lambda key: jax.random.normal(key, (3,)), args=(keys,)).shape
+          (3,)
+        """
+        return stack_rows(self._extended, stacked)
+
+    def first(self, tree: PyTree) -> Any:
+        """Returns the first replica's values of a tree, as arrays that every replica holds.
+
+        What `flax.jax_utils.unreplicate` is for pmap: row 0 of a PerReplica, and of an
+        array that is split over the replicas. A variable gives its first component; one
+        value that all replicas share stays as it is.
+
+        Locality: T or M in, M out. Context: any. Cost: a row is sent to all replicas.
+
+        Raises:
+          LocalityError: a PerReplica of other replicas, a split array without a leading
+            dimension of R.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> strategy.first({"w": strategy.per_replica(np.arange(6.0).reshape(2, 3))})
+          {'w': Array([0., 1., 2.], dtype=float32)}
+        """
+        return take_first(self._extended, tree)
+
+    def jit(
+        self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()
+    ) -> Callable[..., Any]:
+        """Returns a function that runs ``fn`` on every replica, to be called as ``fn`` is.
+
+        The same as ``dj.jit(lambda *args: strategy.run(fn, args), ...)``.
+
+        Args:
+          fn: the replica function.
+          donate_argnums: positional arguments whose buffers the program may reuse.
+
+        Raises:
+          TypeError: ``fn`` is no function.
+          ValueError: a donated argument that is no number.
+
+        Example:
+          >>> strategy = dj.VirtualStrategy(2)
+          >>> step = strategy.jit(lambda w, x: w - jax.lax.pmean(x, "replica"), donate_argnums=0)
+          >>> step(jnp.ones(2), strategy.per_replica(np.arange(4.0).reshape(2, 2)))
+          Array([ 0., -1.], dtype=float32)
+        """
+        require_callable(fn, "jit")
+
+        @functools.wraps(fn)
+        def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
+            return self.run(fn, args, kwargs)
+
+        donated = as_numbers(donate_argnums, "donate_argnums")
+        require = functools.partial(
+            require_no_bare_rows, self._extended.topology, function_name(fn), positional_names(fn)
+        )
+        return CompiledFunction(run_on_replicas, donated, frozenset(), require)
 
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
         """Returns the batches of `dataset`, split over the replicas.

@@ -127,11 +127,13 @@ def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
     return (leaf,)
 
 
-def split(topology: Topology, array: jax.Array, varying: bool) -> tuple[jax.Array, ...]:
+def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
     """Returns R arrays [...]: the slices of [R, ...], or the copies of a mirrored array."""
     count = topology.num_replicas
-    is_traced = isinstance(array, jax_compat.Tracer)
-    if is_traced or topology.mesh is None or topology.model_axes:
+    is_on_devices = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
+    if varying and is_on_devices:  # a user's jax.tree.map may have laid it out in another way
+        is_on_devices = array.sharding.is_equivalent_to(topology.per_replica, array.ndim)
+    if not is_on_devices or topology.mesh is None or topology.model_axes:
         return tuple(array[i] for i in range(count)) if varying else (array,) * count
     if not varying and not array.is_fully_replicated:  # one value, however it is laid out
         return (array,) * count

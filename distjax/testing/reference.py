@@ -14,12 +14,14 @@ from distjax import jax_compat
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import Destinations
+from distjax.context.expectation import without_expectations
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
 from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_call, run_replicas
@@ -120,12 +122,14 @@ class ReferenceExtended:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` once per replica, replicas pausing where they meet."""
-        args, kwargs = require_call(args, kwargs, "run")
+        args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
         as_arrays = jax.tree.map(
-            lambda x: jnp.asarray(x) if is_number(x) else x, (args, kwargs), is_leaf=is_per_replica
+            lambda x: jnp.asarray(x) if is_number(x) else x,
+            mark_modules((args, kwargs)),
+            is_leaf=is_per_replica,
         )
-        local = [self._select(i, as_arrays, "an argument of run") for i in self._replicas()]
+        local = [unmark(self._select(i, as_arrays, "an argument of run")) for i in self._replicas()]
         calls = [lambda a=a, k=k: fn(*a, **k) for a, k in local]
         return regroup(run_replicas(self.strategy, calls), self.topology, "a result of run")
 

@@ -12,6 +12,7 @@ from distjax import jax_compat
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
+from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.context.frames import Frame
 from distjax.errors import (
@@ -200,18 +201,27 @@ def _write_in_replica(
             )
         )
     is_equal = rule is Combine.MEAN and is_number(value)
-    if rule is Combine.EACH or is_equal:
-        array = variable.layout.local_form.own_part(array)
-    else:
-        array = _combine_in_replica(rule, variable, array)
-    _write_component(variable, state, array.astype(variable.dtype), method)
+    with jax.named_scope(write_scope(variable)):
+        if rule is Combine.EACH or is_equal:
+            form, topology = variable.layout.local_form, variable.strategy.extended.topology
+            array = call_on_replica(form.own_part, topology, array)
+        else:
+            array = _combine_in_replica(rule, variable, array)
+        _write_component(variable, state, array.astype(variable.dtype), method)
+
+
+def write_scope(variable: StoredVariable) -> str:
+    """Returns the scope of the operations that write a variable in a replica function."""
+    return f"distjax_write_{variable.serial_number}"
 
 
 def _combine_in_replica(rule: Combine, variable: StoredVariable, array: jax.Array) -> jax.Array:
     topology, form = variable.strategy.extended.topology, variable.layout.local_form
     if rule is Combine.FIRST:
-        return form.own_part(ops.from_first_replica(array, topology.axis_name))
-    return form.reduce(ReduceOp[rule.name], array, topology)
+        first = ops.from_first_replica(array, frames.replica_axis(topology))
+        return call_on_replica(form.own_part, topology, first)
+    reduce = lambda x: form.reduce(ReduceOp[rule.name], x, topology)
+    return call_on_replica(reduce, topology, array)
 
 
 def _write_across(variable: StoredVariable, state: State, array: jax.Array, method: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.ops import from_first_replica
+from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
@@ -76,8 +77,10 @@ def make_variable(
     else:
         state.creations.collect(variable, value)
         if state.local_view:  # replica 0's value wins: equal everywhere from the start
-            value = from_first_replica(value, strategy.extended.axis_name)
-            state.bind(variable, variable.layout.local_form.own_part(value))
+            topology = strategy.extended.topology
+            value = from_first_replica(value, frames.replica_axis(topology))
+            own_part = variable.layout.local_form.own_part
+            state.bind(variable, call_on_replica(own_part, topology, value))
         else:
             state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
     return variable

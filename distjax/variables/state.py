@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import jax
 
 from distjax import jax_compat
+from distjax.collectives.replica_axis import call_on_replica
+from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
 from distjax.typing import DTypeLike, PyTree
@@ -109,6 +111,8 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of their first write.
       creations: the log of variables made in this trace, None where none can be.
+      feedbacks: what functions run in this trace returned, by its identity.
+      meant: by identity, arrays that `dj.expect` says may come back different, and why.
     """
 
     def __init__(
@@ -124,6 +128,8 @@ class TraceState:
         self.creations = creations
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
+        self.meant: dict[int, tuple[Any, str]] = {}
+        self.feedbacks: dict[int, tuple[Any, Any]] = {}
         self._values: dict[Any, Any] = {}
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}
@@ -151,10 +157,10 @@ class TraceState:
         """
         shard = self.read(variable)
         if jax_compat.current_trace() is not self.trace:
-            return variable.layout.local_form.gather(shard)
+            return _gathered(variable, shard)
         held, whole = self._gathered.get(variable, (None, None))
         if held is not shard:
-            whole = variable.layout.local_form.gather(shard)
+            whole = _gathered(variable, shard)
             self._gathered[variable] = (shard, whole)
         return whole
 
@@ -164,7 +170,8 @@ class TraceState:
         Whoever handles the whole as one value can go back to the shard: then the
         gather is dead code.
         """
-        whole = form.gather(shard)
+        topology = frames.current().strategy.extended.topology
+        whole = call_on_replica(form.gather, topology, shard)
         self._shards[id(whole)] = (whole, shard, form)
         return whole
 
@@ -205,6 +212,11 @@ class ShapeState(TraceState):
         shape = variable.local_shape if self.local_view else variable.global_shape
         with jax_compat.in_trace(self.trace):
             return _placeholder(shape, variable.dtype)
+
+
+def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:
+    form, topology = variable.layout.local_form, variable.strategy.extended.topology
+    return call_on_replica(form.gather, topology, shard)
 
 
 def _placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Any:

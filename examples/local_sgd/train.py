@@ -81,7 +81,9 @@ def train(local_steps: int, num_steps: int) -> tuple[float, float, int]:
 
     @dj.jit
     def local_step(batch):
-        return strategy.reduce("mean", strategy.run(classifier.train_step, args=batch))
+        with dj.expect("replicas train apart and are averaged every few steps"):
+            losses = strategy.run(classifier.train_step, args=batch)
+        return strategy.reduce("mean", losses)
 
     average = dj.jit(lambda: strategy.average(classifier.variables))
     num_averages = 0

@@ -312,3 +312,15 @@ def test_pictures(several):
     for part in ("flops", "at most at once", "argument", "psum", "as written", __file__):
         assert part in text and part in page
     assert "<b>" in text and "&lt;b&gt;" in page and "<b>" not in page
+
+
+def test_an_array_with_a_row_for_each_replica_is_pointed_out(pair):
+    rows, other = np.zeros((2, 3)), np.zeros((3, 2))
+    step = lambda batch, n: jax.lax.psum(batch["x"].sum() + batch["y"].sum(), pair.axis_name) + n
+    found = dj.explain(step, {"x": rows, "y": other}, 1, strategy=pair)
+    assert found.possible_rows == ("batch['x']",) and found.arguments["batch['x']"] == "M"
+    assert "arrays with as many rows as there are replicas" in str(found)
+    wrapped = dj.explain(step, {"x": pair.per_replica(rows), "y": other}, 1, strategy=pair)
+    assert wrapped.possible_rows == () and "as many rows" not in str(wrapped)
+    lone = dj.explain(step, {"x": rows[:1], "y": other}, 1, strategy=dj.VirtualStrategy(1))
+    assert lone.possible_rows == ()

@@ -22,7 +22,10 @@ from tests.differential.outcomes import per_replica_leaves
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "12"))
 
-pytestmark = pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning"),
+    pytest.mark.filterwarnings("ignore::distjax.errors.ReductionWarning"),
+]
 
 
 @contextlib.contextmanager

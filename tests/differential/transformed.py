@@ -90,8 +90,6 @@ class TransformedMachine(Machine):
     def collective(self, kind, number=1):
         """Returns a function of an array [2] that names the replica axis."""
         count = self.strategy.num_replicas_in_sync
-        if self.strategy.extended.topology.mesh is None and kind in ON_DEVICES:
-            kind = "ppermute"  # vmap has neither groups nor partial permutes
         return functools.partial(COLLECTIVES[kind], count, number)
 
     def _call_back(self, flag, registers, index, kind, expr):
@@ -203,7 +201,6 @@ COLLECTIVES = {
         x, AXIS, axis_index_groups=_groups(count, number)
     )[0],
 }
-ON_DEVICES = ("partial", "group_sum", "group_max", "group_gathered")
 #: Those that JAX can differentiate.
 SMOOTH = ("psum", "psum_of_two", "pmean", "gathered", "gathered_mean", "own_row", "index",
           "ppermute", "scattered", "exchanged", "partial")  # fmt: skip

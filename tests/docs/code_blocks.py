@@ -45,6 +45,7 @@ class Block:
         failure = None
         with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
             warnings.simplefilter("error", errors.LocalityWarning)
+            warnings.simplefilter("error", errors.ReductionWarning)
             warnings.simplefilter("error", errors.RecompilationWarning)
             try:
                 exec(code, namespace)

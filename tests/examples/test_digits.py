@@ -101,6 +101,18 @@ def test_modules_train_the_same_on_eight_replicas_and_on_one(tmp_path):
     np.testing.assert_allclose(*curves, rtol=0, atol=1e-4)
 
 
+def test_equinox_trains_the_same_on_eight_replicas_and_on_one(tmp_path):
+    pytest.importorskip("equinox")
+    curves = []
+    for strategy in ("mirrored", "default"):
+        losses = tmp_path / f"{strategy}.json"
+        flags = ["--strategy", strategy, "--steps", "12", "--dump-losses", str(losses)]
+        last_line("digits/equinox_form.py", *flags, "--out", str(tmp_path))
+        curves.append(json.loads(losses.read_text()))
+    assert curves[0][0] > 2 > curves[0][-1]
+    np.testing.assert_allclose(*curves, rtol=0, atol=1e-4)
+
+
 def test_a_file_takes_the_place_of_the_digits(tmp_path):
     """Its images may have another size; eight of them are two steps of batch four."""
     images = np.random.default_rng(0).integers(0, 256, (8, 6, 6), np.uint8)

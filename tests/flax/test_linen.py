@@ -73,8 +73,10 @@ def test_statistics_can_be_averaged_as_under_pmap(pmapped, ours):
     theirs = cross_replica_mean(pmapped[0].batch_stats)
     for a, b in zip(jax.tree.leaves(averaged), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    mean = state.replace(batch_stats=averaged).batch_stats["BatchNorm_0"]["mean"]
-    assert isinstance(mean, dj.PerReplica) and mean.shape == (8,)
+    mean = averaged["BatchNorm_0"]["mean"]
+    assert isinstance(mean, jax.Array) and mean.shape == (NUM_REPLICAS, 8)
+    state = state.replace(batch_stats=strategy.per_replica(averaged))
+    assert state.batch_stats["BatchNorm_0"]["mean"].shape == (8,)
 
 
 def test_with_synchronised_statistics_the_curve_is_that_of_one_device():
@@ -118,13 +120,21 @@ def test_a_forgotten_pmean_is_refused():
 def test_replicated_trees_are_taken_in_and_given_back(pmapped):
     for strategy in strategies():
         with strategy.scope():
-            taken = dj.flax.from_replicated(pmapped[0])
+            taken = dj.flax.from_replicated(pmapped[0], compare=True)
             given = dj.flax.to_replicated(taken)
         assert isinstance(taken.batch_stats["BatchNorm_0"]["mean"], dj.PerReplica)
         assert taken.params["Dense_1"]["bias"].shape == (10,)
         for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(pmapped[0]), strict=True):
             np.testing.assert_array_equal(a, b)
         assert strategy.run(lambda s: s.step, args=(taken,)) == len(BATCHES)
+
+
+def test_rows_of_replicated_trees_are_not_compared_unless_it_is_asked(pmapped):
+    for strategy in strategies():
+        with strategy.scope():
+            taken = dj.flax.from_replicated(pmapped[0])
+        assert isinstance(taken.params["Dense_1"]["bias"], dj.PerReplica)
+        assert strategy.first(taken).params["Dense_1"]["bias"].shape == (10,)
 
 
 def test_a_tree_that_is_not_replicated():

@@ -1,8 +1,10 @@
 """A warm call of a program is short: what it passes of distjax, counted."""
 
+import gc
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -11,21 +13,24 @@ from distjax.collectives.throttle import is_throttled
 from distjax.variables import donation
 
 PACKAGE = str(Path(dj.__file__).parent)
+JAX = str(Path(jax.__file__).parent)
 
 
-def passed(call):
-    """Returns the files of distjax whose functions one call of `call` runs, with repetitions."""
+def passed(call, package=PACKAGE):
+    """Returns the files of a package whose functions one call of `call` runs, with repetitions."""
     found = []
 
     def profile(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
             found.append(frame.f_code.co_filename)
 
+    gc.disable()  # finalizers of what other tests have left would be counted too
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 
@@ -76,3 +81,17 @@ def test_jit_with_donated_state(pair, total, monkeypatch):
         files = passed(call)
         assert len(files) <= 11
         assert len(set(files)) <= 6 + is_throttled()
+
+
+@pytest.mark.parametrize("with_variable", [False, True])
+def test_each_signature_takes_the_short_way_through_jax(pair, total, with_variable):
+    """A signature whose first call raised inside of `jax.jit` never would."""
+    step = step_of(total) if with_variable else (lambda x: x * 2)
+    batches = [jnp.ones(3), jnp.ones(3, jnp.bfloat16), jnp.float32(1)]
+    step_again = lambda x: step(jnp.float32(x) * jnp.ones(3))
+    for _ in range(2):
+        for batch in batches:
+            pair.run(step_again, args=(batch,))
+    for batch in batches:
+        files = passed(lambda x=batch: pair.run(step_again, args=(x,)), JAX)
+        assert not [file for file in files if "pjit" in file]

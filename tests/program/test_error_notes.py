@@ -18,7 +18,7 @@ def test_a_collective_over_another_axis():
         strategy.run(lambda x: jax.lax.pmean(x, "batch"), args=(1.0,))
     assert notes_of(caught.value) == (
         f"The replica axis of {strategy!r} is named 'replica'.\n"
-        "  Fix: dj.MirroredStrategy(axis_name='batch'), or "
+        "  Fix: dj.MirroredStrategy(axis_name='batch'), dj.pmap(fn, 'batch'), or "
         "dj.get_replica_context().all_reduce('mean', x)"
     )
 

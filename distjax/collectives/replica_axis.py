@@ -1,0 +1,63 @@
+"""Code of a strategy in a call that gives the replica axis another name.
+
+`dj.pmap(axis_name="batch")` names the axis for one call: the user's code is traced and mapped
+under that name. Layouts of variables, which may be the user's too, name the axis of their
+strategy: what they do on a replica is traced by itself, and evaluated with the name exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from distjax import jax_compat
+from distjax.context import frames
+from distjax.jax_compat import Literal
+from distjax.placement.topology import Topology
+
+
+def is_bound_axis(name: str) -> bool:
+    """Returns whether an axis of this name can be reduced over here."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: Any) -> Any:
+    """Returns ``fn(*arrays)``, one array, of a function that names the axis of `topology`."""
+    axis_name = frames.replica_axis(topology)
+    if axis_name == topology.axis_name:
+        return fn(*arrays)
+    axis_env = [(topology.axis_name, topology.num_replicas)]
+    avals = [jax_compat.aval_of(x) for x in arrays]
+    jaxpr, consts = jax_compat.trace_jaxpr(lambda *local: [fn(*local)], avals, axis_env)
+    names = {topology.axis_name: axis_name}
+    return _evaluate(jaxpr, consts, arrays, names)[0]
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], names: dict[str, str]
+) -> list[Any]:
+    """Evaluates a jaxpr with the axes that its equations name exchanged, those of `jit` too."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in ("jit", "pjit"):
+            outs = _evaluate(*jax_compat.open_jaxpr(eqn.params["jaxpr"]), ins, names)
+        else:
+            params = {key: _exchange(value, names) for key, value in eqn.params.items()}
+            outs = eqn.primitive.bind(*ins, **params)
+            outs = outs if eqn.primitive.multiple_results else [outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _exchange(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(names.get(x, x) if isinstance(x, str) else x for x in value)
+    return names.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,67 @@
+"""Signatures: the compiled functions of a program, one `jax.jit` for each kind of arguments.
+
+One `jit` could hold them all, but for this: where a first call raises, as it does to be traced
+without the lock, JAX takes no fast path for those arguments ever again. So arguments that are new
+meet the function of others, which refuses them, and get one of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from distjax.typing import PyTree
+
+
+class Jitted(Protocol):
+    """``(written, read, kwargs, *args) -> (written anew, output spec, *arrays, token)``, jitted."""
+
+    def __call__(self, *operands: PyTree) -> tuple[PyTree, ...]:
+        """Runs the program, compiled if it is not yet."""
+        ...
+
+    def lower(self, *operands: PyTree) -> jax.stages.Lowered:
+        """Returns the program lowered for these operands."""
+        ...
+
+
+class Signatures:
+    """The compiled functions of one program, by tree, shapes and dtypes of the arguments.
+
+    Args:
+      jit_anew: returns a new jitted function of the program.
+
+    Attributes:
+      only: the function of the one signature; None where there are others, or none yet.
+    """
+
+    __slots__ = ("_by_key", "_jit_anew", "only")
+
+    def __init__(self, jit_anew: Callable[[], Jitted]):
+        self._jit_anew = jit_anew
+        self._by_key: dict[Hashable, Jitted] = {}
+        self.only: Jitted | None = None
+
+    def find(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Jitted | None:
+        """Returns the function for these arguments, None if they are new."""
+        return self._by_key.get(_key_of(args, kwargs))
+
+    def add(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Makes a function for these arguments, if there is none."""
+        self._by_key.setdefault(_key_of(args, kwargs), self._jit_anew())
+        self.only = next(iter(self._by_key.values())) if len(self._by_key) == 1 else None
+
+
+def _key_of(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Hashable:
+    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+    return (treedef, *map(_kind_of, leaves))
+
+
+def _kind_of(leaf: object) -> Hashable:
+    aval = getattr(leaf, "aval", None)  # isinstance(leaf, jax.Array) would cost ten times as much
+    if aval is not None:
+        return aval.shape, aval.dtype, aval.weak_type
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf)

@@ -1,0 +1,202 @@
+"""Examining a traced replica function: facts in, findings out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from distjax.context.expectation import current_reason
+from distjax.context.finding import Finding
+from distjax.context.findings import STATE, calling_line, report
+from distjax.errors import ReductionWarning, message
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.placement.topology import Topology
+from distjax.replica import reduction_findings as findings
+from distjax.replica.arguments import PartitionedTree, user_path
+from distjax.replica.fact_rules import RULES
+from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk
+from distjax.replica.global_value import GlobalValue
+from distjax.variables.state import variable_p
+from distjax.variables.variable import Variable
+
+
+class Given(NamedTuple):
+    """What a replica function is given.
+
+    Attributes:
+      name: the user's name of the function.
+      partitioned: its arguments.
+      names: the user's names of the positional ones.
+      values: the values of their leaves.
+    """
+
+    name: str
+    partitioned: PartitionedTree
+    names: Sequence[str]
+    values: Sequence[GlobalValue]
+
+    @property
+    def paths(self) -> list[str]:
+        """The user's paths of the leaves."""
+        return [user_path(path, self.names) for path in self.partitioned.paths]
+
+
+def examine(
+    jaxpr: Jaxpr, num_results: int, written: Sequence[Variable], given: Given, topology: Topology
+) -> dict[Any, Fact]:
+    """Reports what is probably wrong in a replica function.
+
+    Args:
+      jaxpr: its code.
+      num_results: how many outputs of it are results; the values of `written` follow.
+      written: the variables that it writes.
+      given: its arguments.
+      topology: its replicas.
+
+    Returns:
+      What is known of each value of its code.
+    """
+    args = given.values
+    leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
+    walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
+    walk.written = {v.serial_number: v for v in written}
+    walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
+    ins = [DIFFERS if a.varying else EQUAL.having(base=f"argument {i}") for i, a in enumerate(args)]
+    env = dict(zip(jaxpr.invars, ins, strict=True))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is variable_p:
+            env[eqn.outvars[0]] = _of_variable(eqn.params["variable"]())
+    walk.run(jaxpr, env)
+    finals = [walk.read(env, v) for v in jaxpr.outvars[num_results:]]
+    findings.find_sums(walk)
+    _find_local_training(walk, written, finals)
+    if walk.combines or written:
+        _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
+    for finding in walk.found.values():
+        report(finding, ReductionWarning if finding.level == "warning" else None)
+    return env
+
+
+def _of_variable(variable: Variable) -> Fact:
+    if variable.policy.stacked:
+        return DIFFERS.having(component=variable.name)
+    return EQUAL.having(base=f"variable {variable.name}")
+
+
+def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> None:
+    """Finds gradients that a merge of distjax's own reduces in another way than they need."""
+    walk.combines = True
+    reduces = getattr(eqn.params["merge"], "reduces", None)
+    if reduces is None or walk.is_transposed(eqn):
+        return
+    op, first, last = reduces
+    for x in ins[first:last]:
+        findings.require_fit(walk, op, eqn, x)
+
+
+def _find_local_training(
+    walk: FactWalk, written: Sequence[Variable], finals: Sequence[Fact]
+) -> None:
+    for variable, final in zip(written, finals, strict=False):
+        if variable.policy.stacked and variable.trainable and final.find("grad"):
+            findings.find(
+                walk,
+                "warning",
+                "each replica trains on its own",
+                [final.find("grad")],
+                f"trainable variable {variable.name!r} needs gradients of all replicas",
+                got="an update by gradients of one replica, with synchronization ON_READ",
+                why="each component learns from its replica's examples alone",
+                fix="synchronization=dj.VariableSynchronization.ON_WRITE; for training apart that "
+                "is averaged later: with dj.expect(reason)",
+            )
+
+
+# -- padded examples ----------------------------------------------------------
+
+
+def _find_unread_masks(
+    walk: FactWalk, jaxpr: Jaxpr, partitioned: PartitionedTree, names: Sequence[str]
+) -> None:
+    """Finds batches whose examples are used, but not the mask that says which of them count."""
+    if not any(path.endswith(".mask") for path in partitioned.paths):
+        return
+    if not _holds_mask(partitioned.treedef):
+        return
+    atoms = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+    read = {v for v in atoms if not isinstance(v, Literal)}
+    used = dict(zip(partitioned.paths, (v in read for v in jaxpr.invars), strict=True))
+    for path, is_read in used.items():
+        batch = path.removesuffix(".mask")
+        is_data_read = any(r for p, r in used.items() if p.startswith(f"{batch}.data"))
+        if is_read or batch == path or not is_data_read:
+            continue
+        name, source = user_path(path, names), calling_line()
+        text = message(
+            f"{name} needs to be read where its examples are",
+            got=f"a step that reads {user_path(batch, names)}.data, but never {name}, at {source}",
+            why="a padded batch holds copies of real examples, which would count",
+            fix=f"dj.losses.average_loss(losses, {name}); metric.update(losses, mask={name})",
+        )
+        rule = "padded examples counted"
+        walk.found[rule, name] = Finding("warning", rule, text, source, current_reason())
+
+
+def _holds_mask(treedef: jax.tree_util.PyTreeDef) -> bool:
+    node = treedef.node_data()
+    is_batch = node is not None and getattr(node[0], "masks_examples", False)
+    return is_batch or any(map(_holds_mask, treedef.children()))
+
+
+# -- state --------------------------------------------------------------------
+
+
+def find_unequal_start(variable: Variable) -> None:
+    """Finds an initial value that differs, of a variable that is made in a replica function."""
+    if not (variable.trainable and jnp.issubdtype(variable.dtype, jnp.inexact)):
+        return
+    text = message(
+        f"variable {variable.name!r} needs an initial value that is equal on every replica",
+        got="one that differs: replica 0's counts for all",
+        why="a variable has one initial value, and what other replicas drew is lost",
+        fix="draw it of an equal key, or make the variable outside of the replica function",
+    )
+    finding = Finding("warning", "replica 0's initial value wins", text, calling_line())
+    report(finding, ReductionWarning)
+
+
+def note_lone_updates(
+    env: Mapping[Any, Fact],
+    ends: Sequence[Var | Literal],
+    paths: Sequence[str],
+    results: Sequence[GlobalValue],
+    given: Given,
+    meant: Mapping[int, tuple[Any, str]],
+) -> None:
+    """Notes results that are an update of an equal argument and differ.
+
+    Whether they are fed back is known at the second call: see `feedback`.
+    """
+    name, partitioned, names, args = given
+    for atom, path, out in zip(ends, paths, results, strict=True):
+        base = None if isinstance(atom, Literal) else env[atom].find("base")
+        if not (out.varying and isinstance(base, str) and base.startswith("argument ")):
+            continue
+        index = int(base.removeprefix("argument "))
+        before = args[index].array
+        same = before.shape == out.array.shape[1:] and before.dtype == out.array.dtype
+        if not same or not jnp.issubdtype(before.dtype, jnp.inexact):
+            continue
+        argument, source = user_path(partitioned.paths[index], names), calling_line()
+        text = message(
+            f"{name} takes state that is equal on every replica and needs to return it so",
+            got=f"as {'its result' + path} an update of {argument} that differs per replica",
+            why="a missing all_reduce makes every replica train a model of its own",
+            fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update",
+        )
+        _, reason = meant.get(id(before), (None, None))
+        report(Finding("note", STATE, text, source, reason))

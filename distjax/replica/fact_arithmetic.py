@@ -1,0 +1,251 @@
+"""What arithmetic does to facts: products, quotients, sums, bounds, choices.
+
+The tags are those of `fact_rules`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from distjax.jax_compat import JaxprEqn
+from distjax.replica import reduction_findings as findings
+from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unknown
+
+#: What a linear operation of one tagged operand keeps.
+SCALES = ("mean", "share", "ratio")
+REDUCED = ("averaged", "summed", "gathered", "times_R")
+
+
+def is_close(a: float | None, b: float) -> bool:
+    """Returns whether a number that may be known is `b`, to rounding."""
+    return a is not None and math.isclose(a, b, rel_tol=1e-5)
+
+
+def squared(x: Fact) -> Fact:
+    """Returns what is known of a square."""
+    if not x.differs:
+        return x.only("random")
+    if x.find("grad"):
+        return DIFFERS.having(grad_squares=x.find("grad"))
+    if x.find("centered"):
+        return DIFFERS.having(squares=x.find("centered"))
+    return DIFFERS.having(mean_square=x.find("mean")) if x.find("mean") else DIFFERS
+
+
+def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A product."""
+    a, b = ins
+    if a.number is not None and b.number is not None:
+        return [Fact(False, a.number * b.number, a.tags | b.tags)]
+    if b.number is not None and not b.find("grad"):
+        return [_scaled(walk, eqn, a, b.number)]
+    if a.number is not None and not a.find("grad"):
+        return [_scaled(walk, eqn, b, a.number)]
+    if eqn.invars[0] is eqn.invars[1]:
+        return [squared(a)]
+    return [_product(walk, eqn, a, b)]
+
+
+def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
+    """Returns what is known of `x` times a number."""
+    count = walk.num_replicas
+    if is_close(factor, 1 / count):
+        return findings.divided(walk, eqn, x)
+    if is_close(factor, count):
+        return x.without("mean", "share", "averaged", "total")
+    return x.without("total", "base") if factor == 0 else x.without("total")
+
+
+def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
+    """Returns what is known of a product, or of a quotient of `a`."""
+    if a.differs and b.differs:
+        if a.find("grad") and b.find("norm") or b.find("grad") and a.find("norm"):
+            grad = a if a.find("grad") else b
+            return grad.only("grad", *SCALES).having(clipped=walk.site(eqn))
+        tagged = [x for x in (a, b) if any(x.find(name) for name in SCALES)]
+        if len(tagged) == 1 and walk.is_transposed(eqn):
+            return tagged[0].only("grad", *SCALES)
+        grad = a.find("grad") or b.find("grad")
+        return DIFFERS.having(grad=grad) if grad else _or_norm(a, b)
+    findings.require_own_randomness(walk, eqn, a, b)
+    if a.differs or b.differs:
+        own, other = (a, b) if a.differs else (b, a)
+        scales = other.only("grad", *SCALES)
+        return Fact(True, None, own.without("total").tags | scales.tags)
+    kept = (*REDUCED, "random", "grad", *SCALES)
+    base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
+    return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags | base.only("base").tags)
+
+
+def _or_norm(a: Fact, b: Fact) -> Fact:
+    norm = a.find("norm") or b.find("norm")
+    return DIFFERS.having(norm=norm) if norm else DIFFERS
+
+
+def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A quotient."""
+    a, b = ins
+    if b.number is not None and b.number != 0:
+        if a.number is not None:
+            return [
+                Fact(False, a.number / b.number, a.tags).having(
+                    divisor=(b.number, walk.site(eqn).is_mean)
+                )
+            ]
+        return [_over_number(walk, eqn, a, b.number)]
+    if a.number is not None and a.find("grad") is None:
+        return [_number_over(walk, eqn, a.number, b)]
+    if a.find("total_site") and not walk.is_transposed(eqn):
+        if b.find("total_site") and not shape_of(eqn.outvars[0]):
+            walk.ratio_counts.add(eqn.invars[1])
+            return [DIFFERS.having(ratio=walk.site(eqn))]
+        if not b.differs and b.find("summed"):
+            return [DIFFERS.having(share=walk.site(eqn))]
+    return [_product(walk, eqn, a, b.only("norm", "random"))]
+
+
+def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
+    """Returns what is known of `x` over a number."""
+    (count, num_axes), site = x.find("total") or (0, 0), walk.site(eqn)
+    if x.find("squares") and count:
+        return DIFFERS.having(variance=site)
+    if count > 1 and is_close(number, count) and (num_axes == 1 or site.is_mean):
+        return DIFFERS.having(mean=site)
+    if count > 1 and is_close(number, count * walk.num_replicas):
+        return DIFFERS.having(share=site)
+    return _scaled(walk, eqn, x, 1 / number)
+
+
+def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
+    """Returns what is known of a number over `x`."""
+    site = walk.site(eqn)
+    if walk.is_transposed(eqn):
+        if x.differs and eqn.invars[1] in walk.ratio_counts:
+            return DIFFERS.having(ratio=site, grad=site)
+        if x.find("summed") and is_close(number, 1.0):
+            return EQUAL.having(share=site, grad=site)
+        if x.find("summed") and is_close(number, walk.num_replicas):
+            return EQUAL.having(mean=site, grad=site)
+        return x.only("norm")
+    if x.differs and x.find("mean") and not x.find("grad") and not shape_of(eqn.outvars[0]):
+        return DIFFERS.having(curved=site)
+    return x.only("norm")
+
+
+def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A sum or a difference."""
+    a, b = ins
+    if a.number is not None and b.number is not None and not (a.tags or b.tags):
+        sign = -1 if eqn.primitive.name == "sub" else 1
+        return [Fact(number=a.number + sign * b.number)]
+    findings.require_own_randomness(walk, eqn, a, b)
+    if a.differs and b.differs:
+        return [_sum_of_different(walk, eqn, a, b)]
+    if a.differs or b.differs:
+        own, other = (a, b) if a.differs else (b, a)
+        if own.find("component"):
+            findings.require_own_part(walk, eqn, other)
+        kept = own.without("variance", "curved", "total", "centered", "share")
+        if other.number is None or own.find("share") is None:
+            kept = Fact(True, None, kept.tags | own.only("share").tags)
+        return [Fact(True, None, kept.tags | other.only("base").tags)]
+    findings.require_counted_once(walk, eqn, a, b)
+    kept = (*REDUCED, "random", "base", "grad", *SCALES)
+    return [Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)]
+
+
+def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
+    if eqn.primitive.name == "sub" and not a.find("mean"):
+        if b.find("mean") and shape_of(eqn.outvars[0]) and not b.find("grad"):
+            return DIFFERS.having(centered=walk.site(eqn))
+    if eqn.primitive.name == "sub" and a.find("mean") and b.find("mean_square"):
+        return DIFFERS.having(variance=walk.site(eqn))
+    findings.require_every_part(walk, eqn, a, b)
+    names = [
+        n for n in (*SCALES, "grad_squares", "clipped", "total_site") if a.find(n) and b.find(n)
+    ]
+    if not (a.find("grad") and b.find("grad")):
+        names.extend(n for n in ("clipped",) if a.find(n) or b.find(n))
+    out = a.only(*names)
+    grad, component = a.find("grad") or b.find("grad"), a.find("component") or b.find("component")
+    out = out.having(grad=grad) if grad else out
+    out = out.having(component=component) if component else out
+    base = a.find("base") or b.find("base")
+    return out.having(base=base) if base else out
+
+
+def bound(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """max, min, clamp."""
+    tensors = [x for x in ins if x.number is None]
+    if len(tensors) == 1 and tensors[0].find("grad") and not walk.is_transposed(eqn):
+        x = tensors[0]
+        return [x.having(clipped=walk.site(eqn)) if x.differs else x]
+    if len(tensors) == 1:
+        return [tensors[0].without("mean", "share") if tensors[0].differs else tensors[0]]
+    if not any(x.differs for x in ins):
+        return [EQUAL.having(random=r) if (r := _random(ins)) else EQUAL]
+    return [_or_norm(ins[0], ins[-1])]
+
+
+def _random(ins: Sequence[Fact]) -> Any:
+    return next((x.find("random") for x in ins if x.find("random")), None)
+
+
+def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A sum of products: dot_general, convolution."""
+    a, b = ins[0], ins[1]
+    if eqn.invars[0] is eqn.invars[1] and a.find("grad"):
+        return [squared(a)]
+    out = _product(walk, eqn, a.without("random"), b.without("random"))
+    out = out.without("base", "clipped", "norm", "total", "centered")
+    if not walk.is_transposed(eqn):
+        return [out.only(*REDUCED) if not out.differs else DIFFERS]
+    return [out if out.find("grad") else out.having(grad=walk.site(eqn))]
+
+
+def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A choice among cases, element by element."""
+    which, cases = ins[0], ins[1:]
+    for case in cases:
+        findings.require_own_randomness(walk, eqn, which, case)
+    if which.number is not None:
+        return [cases[min(int(which.number), len(cases) - 1)]]
+    tensors = [c for c in cases if c.number is None] or list(cases)
+    tags = frozenset.intersection(*(c.tags for c in tensors))
+    for name in ("clipped", "norm"):
+        tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
+    differs = any(x.differs for x in ins)
+    out = Fact(differs, None, tags)
+    if any(c.differs for c in cases) and which.differs:
+        out = out.having(data=walk.site(eqn))
+        if which.find("rank") and any(c.find("mean") or c.find("total") for c in cases):
+            out = out.having(chosen=walk.site(eqn))
+    random = _random([which]) if not differs else None
+    return [out.having(random=random) if random else out]
+
+
+def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Whatever else: bits of equal keys stay such, norms of local gradients too."""
+    out = unknown(ins)
+    if out.differs:
+        kept = frozenset().union(*(x.only("norm", "rank").tags for x in ins))
+        return [Fact(True, None, kept)] * len(eqn.outvars)
+    random = _random(ins)
+    return [out.having(random=random) if random else out] * len(eqn.outvars)
+
+
+def compare(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A comparison."""
+    a, b = ins
+    if a.number is None or b.number is None:
+        return elementwise(walk, eqn, ins)
+    return [Fact(number=float(getattr(operator, eqn.primitive.name)(a.number, b.number)))]
+
+
+def bits(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Random bits of a key."""
+    out = unknown(ins)
+    return [out if out.differs else out.having(random=walk.site(eqn))] * len(eqn.outvars)

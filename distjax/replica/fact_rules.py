@@ -1,0 +1,185 @@
+"""What each primitive does to the facts of its operands: one table.
+
+Tags, each with the site where it began:
+
+- of values that differ: `total` (a sum over the batch, with its size), `mean` (a mean over this
+  replica's batch, or its gradient), `share` (what sums to the mean over all replicas), `ratio` (a
+  total over a local count), `curved` (a function of a local mean), `centered`, `squares`,
+  `variance`, `grad` (of the backward pass), `grad_squares`, `norm` (of local gradients), `clipped`;
+- of equal values: `averaged`, `summed`, `gathered` (which reduction made it), `times_R` (a sum of R
+  equal parts), `random` (bits from an equal key);
+- of both: `base` (the argument or variable that it is an update of).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from distjax.jax_compat import JaxprEqn
+from distjax.replica import fact_arithmetic as arithmetic
+from distjax.replica import reduction_findings as findings
+from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
+from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, size_of, unknown
+
+#: What is known of an equation's results, of its operands; None: as if there were no rule.
+Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
+
+
+# -- one operand --------------------------------------------------------------
+
+
+def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Moves or converts elements: all that is known stays."""
+    if len(eqn.outvars) > 1:  # each operand by itself, as in an optimization barrier
+        return list(ins) if len(eqn.outvars) == len(ins) else [unknown(ins)] * len(eqn.outvars)
+    rest = unknown(ins[1:])
+    return [ins[0]._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
+
+
+def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    x = ins[0]
+    count = size_of(eqn.outvars[0]) // max(1, size_of(eqn.invars[0]))
+    is_seed = x.number not in (None, 0.0) and count > 1
+    if not is_seed or x.find("grad") or not walk.is_transposed(eqn):
+        return [x]
+    # The backward pass of a sum over `count` elements: what each of them weighs.
+    weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
+    divisor, is_mean = x.find("divisor") or (None, False)
+    # Elements of one example may sum to a global batch by chance: of those, only jnp.mean counts.
+    num_axes = len(shape_of(eqn.outvars[0])) - len(shape_of(eqn.invars[0]))
+    if is_close(weight, 1.0) and (num_axes == 1 or is_mean):
+        return [x.having(mean=seed, grad=seed)]
+    if is_close(weight * walk.num_replicas, 1.0) and is_close(divisor, count * walk.num_replicas):
+        return [x.having(share=seed, grad=seed)]
+    return [x.having(grad=seed)]
+
+
+def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    x, axes = ins[0], eqn.params["axes"]
+    count = size_of(eqn.invars[0]) // max(1, size_of(eqn.outvars[0]))
+    if x.number is not None:
+        return [x._replace(number=x.number * count)]
+    if not x.differs:
+        return [x.only(*REDUCED)]
+    if x.find("grad_squares"):
+        return [x.only("grad_squares")]
+    if x.find("grad"):
+        return [x.only("grad", *SCALES)]
+    if 0 not in axes and shape_of(eqn.outvars[0]):
+        return [x.only("squares")]
+    total = DIFFERS.having(total=(count, len(axes)), total_site=walk.site(eqn))
+    squares = x.find("squares")
+    return [total.having(squares=squares) if squares else total]
+
+
+def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Takes or adds up elements of its first operand: gather, cumsum, pad."""
+    kept = ins[0].only("grad", *SCALES, *REDUCED)
+    return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
+
+
+def _scatter_add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Adds elements to others, which in a backward pass are zeros."""
+    into, updates = ins[0], ins[2]
+    tags = updates.tags if into.number is not None else into.tags & updates.tags
+    return [Fact(unknown(ins).differs, None, tags).only("grad", *SCALES, *REDUCED)]
+
+
+def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """A function that is not linear."""
+    x = ins[0]
+    if not x.differs:
+        return [x.only("random")]
+    name = eqn.primitive.name
+    if name == "sqrt" and x.find("grad_squares"):
+        return [DIFFERS.having(norm=walk.site(eqn))]
+    if name == "sqrt" and x.find("variance"):
+        return [x.only("variance")]
+    is_scalar = not shape_of(eqn.outvars[0])
+    inner = x.find("mean") or x.find("ratio")
+    if is_scalar and inner and not x.find("grad") and not walk.is_transposed(eqn):
+        return [DIFFERS.having(curved=walk.site(eqn))]
+    return [x.only("norm")]
+
+
+def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    x = ins[0]
+    power = eqn.params.get("y", 2)
+    if x.number is not None:
+        is_moderate = 1e-9 < abs(x.number) < 1e9 and abs(power) < 32  # others overflow
+        return [Fact(number=x.number**power) if is_moderate else EQUAL]
+    if power != 2:
+        return _curve(walk, eqn, ins)
+    return [arithmetic.squared(x)]
+
+
+# -- over the replicas --------------------------------------------------------
+
+
+def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    axes = eqn.params.get("axes", ())
+    if walk.axis_name not in axes:
+        return [unknown([x]) for x in ins]
+    if eqn.params.get("axis_index_groups") is not None:
+        return [DIFFERS] * len(ins)
+    return [findings.summed(walk, eqn, x) for x in ins]
+
+
+def _equalised(tag: str | None) -> Rule:
+    def rule(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
+            return [unknown(ins)] * len(eqn.outvars)
+        return [EQUAL.having(**{tag: walk.site(eqn)}) if tag else EQUAL] * len(eqn.outvars)
+
+    return rule
+
+
+def _rank(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    return [DIFFERS.having(rank=walk.site(eqn))]
+
+
+def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    return [DIFFERS] * len(eqn.outvars)
+
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+#: By primitive: ``rule(walk, eqn, ins)``, which returns a fact for each output. Where a primitive
+#: has none, a result is only known to differ if an operand does.
+RULES: dict[str, Rule] = {
+    **_named(
+        _same,
+        "reshape transpose squeeze expand_dims convert_element_type copy copy_p neg rev slice "
+        "dynamic_slice reduce_precision real stop_gradient optimization_barrier "
+        "sharding_constraint layout_constraint device_put",
+    ),
+    **_named(_broadcast, "broadcast_in_dim"),
+    **_named(_linear, "gather cumsum pad reduce_window_sum dynamic_update_slice"),
+    **_named(_scatter_add, "scatter-add scatter_add"),
+    **_named(_reduce_sum, "reduce_sum"),
+    **_named(_curve, "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow"),
+    **_named(_square, "integer_pow square"),
+    **_named(arithmetic.mul, "mul"),
+    **_named(arithmetic.div, "div"),
+    **_named(arithmetic.add, "add sub add_any"),
+    **_named(arithmetic.bound, "max min clamp"),
+    **_named(arithmetic.contract, "dot_general conv_general_dilated"),
+    **_named(arithmetic.select, "select_n"),
+    **_named(
+        arithmetic.elementwise,
+        "and or xor not erf_inv erf sign abs floor ceil round sin cos tanh "
+        "shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type rem "
+        "concatenate is_finite logistic log_softmax clamp_p",
+    ),
+    **_named(arithmetic.compare, "eq ne lt le gt ge"),
+    **_named(arithmetic.bits, "random_bits threefry2x32 rng_bit_generator"),
+    **_named(_psum, "psum psum_invariant"),
+    **_named(_equalised("gathered"), "all_gather all_gather_invariant"),
+    **_named(_equalised(None), "pmax pmin"),
+    **_named(_rank, "axis_index"),
+    **_named(_own, "ppermute all_to_all reduce_scatter psum_scatter"),
+}

@@ -1,0 +1,280 @@
+"""Facts: what a value of replica code has been through, for findings only.
+
+A lattice apart from equal / differs, which is proved elsewhere: a fact may add a finding, it
+never proves anything. A value has facts as long as every rule on its way keeps them; whatever
+is not known drops them, so that silence is the default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sysconfig
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from distjax import jax_compat
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.replica.analysis import CALLS, MERGE_NAME
+
+UNKNOWN = "an unknown line"
+
+
+class Site:
+    """An equation, as the place where a fact began.
+
+    Args:
+      eqn: the equation.
+      calls: the equations of the inner functions that it stands in, outermost first.
+    """
+
+    __slots__ = ("_eqns",)
+
+    def __init__(self, eqn: JaxprEqn, calls: Sequence[JaxprEqn]):
+        self._eqns = (*calls, eqn)
+
+    @property
+    def source(self) -> str:
+        """The user's line; of an installed package if there is no other."""
+        installed = None
+        for eqn in reversed(self._eqns):  # functions of jnp keep no line, but their call does
+            traceback = eqn.source_info.traceback
+            for frame in traceback.frames if traceback is not None else ():
+                if jax_compat.is_library_file(frame.file_name):
+                    continue
+                line = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+                if not frame.file_name.startswith(_INSTALLED):
+                    return line
+                installed = installed or line
+        return installed or UNKNOWN
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether jnp.mean made the equation, or a method of that name."""
+        traceback = self._eqns[-1].source_info.traceback
+        for frame in traceback.frames if traceback is not None else ():
+            if not jax_compat.is_library_file(frame.file_name):
+                return False
+            if frame.function_name in _MEANS:
+                return True
+        return False
+
+    @property
+    def names(self) -> str:
+        """The scopes that the operation was staged in."""
+        return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
+
+
+_MEANS = ("mean", "_mean")
+_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+
+
+#: A sum of equal parts: what these have been through, where that was, where the sum is.
+Times: TypeAlias = tuple[str, Site, Site]
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      differs: whether it may differ per replica.
+      number: the number that each of its elements is, or None.
+      tags: what it has been through, by name: see `fact_rules`.
+    """
+
+    differs: bool = False
+    number: float | None = None
+    tags: frozenset[tuple[str, Any]] = frozenset()
+
+    def find(self, name: str) -> Any:
+        """Returns what the tag holds, or None."""
+        return next((held for key, held in self.tags if key == name), None)
+
+    def having(self, **tags: object) -> Fact:
+        """Returns the fact with tags in the place of those of the same name."""
+        kept = {pair for pair in self.tags if pair[0] not in tags}
+        return self._replace(tags=frozenset(kept | set(tags.items())))
+
+    def only(self, *names: str) -> Fact:
+        """Returns the fact without its number, and with these tags only."""
+        return Fact(self.differs, None, frozenset(p for p in self.tags if p[0] in names))
+
+    def without(self, *names: str) -> Fact:
+        """Returns the fact without its number and these tags."""
+        return Fact(self.differs, None, frozenset(p for p in self.tags if p[0] not in names))
+
+
+EQUAL, DIFFERS = Fact(), Fact(differs=True)
+
+
+def join(a: Fact, b: Fact) -> Fact:
+    """Returns what is known of a value that is either of two."""
+    if a == b:
+        return a
+    number = a.number if a.number == b.number else None
+    return Fact(a.differs or b.differs, number, a.tags & b.tags)
+
+
+def of_literal(value: object) -> Fact:
+    """Returns the fact of a constant in the code."""
+    if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.size(value) == 1:
+        number = np.asarray(value).reshape(()).item()
+        if isinstance(number, (bool, int, float)):
+            return Fact(number=float(number))
+    return EQUAL
+
+
+class FactWalk:
+    """One walk over a replica function.
+
+    Args:
+      rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `fact_rules`.
+      axis_name: the name of the replica axis.
+      num_replicas: R.
+      leading: the leading sizes of arguments that differ.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, Any], axis_name: str, num_replicas: int, leading: frozenset[int]
+    ):
+        self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
+        self.leading = leading
+        self.in_transpose = False
+        self.on_merge: Callable[[JaxprEqn, Sequence[Fact]], None] = lambda eqn, ins: None
+        self.found: dict[tuple[str, str], Any] = {}
+        self.written: Mapping[int, Any] = {}
+        self.sums: list[tuple[Any, Times, str]] = []
+        self.counts: list[tuple[Any, float, Site]] = []
+        self.combines = False
+        self.ratio_counts: set[Any] = set()
+        self._calls: list[JaxprEqn] = []
+        self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
+
+    def site(self, eqn: JaxprEqn) -> Site:
+        """Returns where an equation stands."""
+        return Site(eqn, self._calls)
+
+    def outputs(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
+        """Returns what is known of the outputs of `jaxpr`, given its inputs."""
+        # What begins in a small function, as those of jnp are, is told of by the line of its call.
+        call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
+        key = id(jaxpr), tuple(ins), self.in_transpose, call
+        if key not in self._remembered:
+            env = dict(zip(jaxpr.invars, ins, strict=True))
+            self.run(jaxpr, env)
+            outs = [self.read(env, v) for v in jaxpr.outvars]
+            self._remembered[key] = jaxpr, outs  # the jaxpr is kept, and so is its id
+        return self._remembered[key][1]
+
+    def run(self, jaxpr: Jaxpr, env: dict[Any, Fact]) -> None:
+        """Adds to `env` what is known of every value of `jaxpr`."""
+        env.update((v, EQUAL) for v in jaxpr.constvars)
+        for eqn in jaxpr.eqns:
+            if eqn.outvars and all(v in env for v in eqn.outvars):  # a variable's value
+                continue
+            ins = [self.read(env, v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, ins), strict=True))
+
+    def read(self, env: Mapping[Any, Fact], atom: Var | Literal) -> Fact:
+        """Returns what is known of a value."""
+        return of_literal(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
+        name = eqn.primitive.name
+        rule = self._rules.get(name)
+        if rule is not None:
+            outs = rule(self, eqn, ins)
+            if outs is not None:
+                return outs
+        elif name in CALLS:
+            return self._call(eqn, ins)
+        elif name in self._control_flow:
+            return self._control_flow[name](eqn, ins)
+        elif name == MERGE_NAME:
+            self.on_merge(eqn, ins)
+            return [EQUAL] * len(eqn.outvars)
+        return [unknown(ins)] * len(eqn.outvars)
+
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation is one of a derivative's backward pass."""
+        return self.in_transpose or "transpose" in str(eqn.source_info.name_stack)
+
+    def _call(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+        inner = next(jax_compat.sub_jaxprs(eqn))
+        with self._within(eqn):
+            return self.outputs(inner, ins)
+
+    @contextlib.contextmanager
+    def _within(self, eqn: JaxprEqn) -> Generator[None]:
+        before = self.in_transpose
+        self.in_transpose = self.is_transposed(eqn)
+        self._calls.append(eqn)
+        try:
+            yield
+        finally:
+            self.in_transpose = before
+            self._calls.pop()
+
+    def _scan(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+        num_consts, num_carry = jax_compat.scan_sizes(eqn)
+        body = next(jax_compat.sub_jaxprs(eqn))
+        consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+        xs = [x._replace(number=None) for x in ins[num_consts + num_carry :]]
+        with self._within(eqn):
+            return self._fixpoint(body, consts, carry, xs)
+
+    def _fixpoint(
+        self, body: Jaxpr, consts: list[Fact], carry: list[Fact], xs: list[Fact]
+    ) -> list[Fact]:
+        count = len(carry)
+        for _ in range(_MOST_ROUNDS):
+            outs = self.outputs(body, [*consts, *carry, *xs])
+            joined = [join(a, b) for a, b in zip(carry, outs[:count], strict=True)]
+            if joined == carry:
+                return carry + outs[count:]
+            carry = joined
+        outs = self.outputs(body, [*consts, *map(_plain, carry), *xs])
+        return [*map(_plain, outs)]
+
+    def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+        body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
+        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        consts, carry = ins[num_cond : num_cond + num_body], ins[num_cond + num_body :]
+        with self._within(eqn):
+            return self._fixpoint(body, consts, carry, [])
+
+    def _cond(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+        outs = None
+        for branch in eqn.params["branches"]:
+            found = self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:])
+            outs = found if outs is None else [join(a, b) for a, b in zip(outs, found, strict=True)]
+        outs = outs or []
+        return [o._replace(differs=True) for o in outs] if ins[0].differs else outs
+
+
+#: Rounds of a loop after which its carry is taken to be unknown.
+_MOST_ROUNDS = 4
+#: Equations below which an inner function is walked again for each of its calls.
+_SMALL = 30
+
+
+def _plain(fact: Fact) -> Fact:
+    return DIFFERS if fact.differs else EQUAL
+
+
+def unknown(ins: Sequence[Fact]) -> Fact:
+    """Returns what is known of a result where nothing is known of the operation."""
+    return DIFFERS if any(x.differs for x in ins) else EQUAL
+
+
+def shape_of(atom: Var | Literal) -> tuple[int, ...]:
+    """Returns the shape of a value."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def size_of(atom: Var | Literal) -> int:
+    """Returns the number of elements of a value."""
+    return math.prod(shape_of(atom))

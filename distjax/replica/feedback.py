@@ -1,0 +1,96 @@
+"""State that a loop feeds back: equal in the first call, a value per replica in the second.
+
+Whatever the tree is made of, an argument that was one value and now is the function's own
+earlier result, with a value per replica, is state that lost its equality on the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from distjax.context.expectation import without_expectations
+from distjax.context.finding import Finding
+from distjax.context.findings import STATE, calling_line, num_reported, report
+from distjax.errors import LocalityWarning, message
+from distjax.placement.per_replica import PerReplica
+from distjax.replica.arguments import PartitionedTree, is_array, user_path
+from distjax.typing import PyTree
+from distjax.variables.conversion import is_number
+
+
+class Feedback:
+    """What the first call of a function was given and returned.
+
+    Args:
+      name: the user's name of the function.
+      names: the user's names of its positional arguments.
+      args: positional arguments of the first call.
+      kwargs: its keyword arguments.
+    """
+
+    def __init__(self, name: str, names: Sequence[str], args: PyTree, kwargs: PyTree):
+        self._name, self._names = name, names
+        args, kwargs = without_expectations(tuple(args), kwargs)
+        self._equal = {
+            path: np.shape(leaf)
+            for path, leaf in _leaves((args, kwargs))
+            if not isinstance(leaf, PerReplica)
+        }
+        self._returned: dict[int, tuple[str, Any]] = {}
+        self._num_reported = num_reported()
+
+    def remember(self, result: PyTree) -> None:
+        """Remembers what differs in the result of the first call, and keeps none of it alive."""
+        if num_reported() > self._num_reported:  # the trace has told already
+            return
+        self._returned = {
+            id(leaf.stacked): (path, weakref.ref(leaf.stacked))
+            for path, leaf in _leaves(result)
+            if isinstance(leaf, PerReplica)
+        }
+
+    def compare(self, args: PyTree, kwargs: PyTree) -> None:
+        """Warns if an argument of the next call was equal and is what the first one returned."""
+        if not self._returned:
+            return
+        meant: dict[int, tuple[Any, str]] = {}
+        args, kwargs = without_expectations(tuple(args), kwargs, meant)
+        found: dict[str | None, list[tuple[str, str]]] = {}
+        for path, leaf in _leaves((args, kwargs)):
+            came_back = self._result_path(path, leaf)
+            if came_back is not None:
+                _, reason = meant.get(id(leaf.stacked), (None, None))
+                pair = user_path(path, self._names), came_back
+                found.setdefault(reason, []).append(pair)
+        for reason, pairs in found.items():
+            finding = Finding("warning", STATE, self._text(pairs), calling_line(), reason)
+            report(finding, LocalityWarning)
+
+    def _result_path(self, path: str, leaf: PyTree) -> str | None:
+        """Returns which result of the first call an argument is, if it was equal then."""
+        if not isinstance(leaf, PerReplica) or self._equal.get(path) != leaf.shape:
+            return None
+        result, reference = self._returned.get(id(leaf.stacked), ("", lambda: None))
+        is_same = reference() is leaf.stacked and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return (f"its result{result}" if result else "its result") if is_same else None
+
+    def _text(self, pairs: Sequence[tuple[str, str]]) -> str:
+        shown = ", ".join(f"{argument} (which is {result})" for argument, result in pairs[:8])
+        more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+        return message(
+            f"{self._name} takes state that is equal on every replica and needs to return it so",
+            got=f"in its second call values that differ per replica at {shown}{more}",
+            why="a missing all_reduce makes every replica train a model of its own",
+            fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update; "
+            f"or, where it is meant: dj.expect(reason, differs={pairs[0][0].split('[')[0]})",
+        )
+
+
+def _leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    partitioned = PartitionedTree(tree, lambda leaf: is_array(leaf) or is_number(leaf))
+    yield from zip(partitioned.paths, partitioned.leaves, strict=True)

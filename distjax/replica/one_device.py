@@ -1,0 +1,211 @@
+"""Replicas that share a device: what `jax.vmap` does in another way than devices, or refuses.
+
+One device runs all replicas under `vmap`. Its rules do not know groups of replicas nor partial
+permutations, an `all_to_all` of an equal value has the wrong shape, a `custom_vmap` takes the
+replica axis for one of the user's, and some primitives cannot be mapped. Equations of these kinds
+are evaluated here by what they mean; all others are left to JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from distjax import jax_compat
+from distjax.jax_compat import Literal
+from distjax.replica.analysis import Analysis
+
+#: Primitives whose inner jaxpr is evaluated in their place.
+_INLINED = frozenset("jit pjit closed_call core_call custom_vmap_call".split())
+#: Primitives whose rule for `vmap` is for operands that all have its axis.
+_ALL_MAPPED = frozenset("ragged_dot ragged_dot_general".split())
+
+
+class OneDevice:
+    """Evaluates jaxprs of replica functions inside of `vmap`.
+
+    Args:
+      analysis: of the replica axis.
+      num_replicas: R, its size.
+
+    Attributes:
+      axis_name: the name of the replica axis.
+    """
+
+    def __init__(self, analysis: Analysis, num_replicas: int):
+        self._analysis, self.num_replicas = analysis, num_replicas
+        self.axis_name = analysis.axis_name
+
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of `jaxpr`, as devices would give them."""
+        if not any(map(self._is_special, jaxpr.eqns)):
+            return jax_compat.eval_jaxpr(jaxpr, consts, args)
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            rule = self._equation if self._is_special(eqn) else _bind
+            env.update(zip(eqn.outvars, rule(eqn, ins), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _is_special(self, eqn: Any) -> bool:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _ALL_MAPPED or name == "custom_vmap_call":
+            return True
+        if name == "pure_callback":
+            return params.get("vmap_method") is None
+        if name == "io_callback":
+            return bool(params.get("ordered"))
+        if self._analysis.over_replicas(eqn):
+            is_partial = name == "ppermute" and len(params["perm"]) != self.num_replicas
+            return is_partial or name == "all_to_all" or bool(params.get("axis_index_groups"))
+        return any(self._is_special(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
+
+    def _equation(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if self._analysis.over_replicas(eqn):
+            return [self._collective(name, ins[0], params)]
+        if name in _INLINED:
+            key = next(k for k in ("jaxpr", "call_jaxpr", "call") if k in params)
+            return self.evaluate(*jax_compat.open_jaxpr(params[key]), ins)
+        if name.startswith("remat") or name == "checkpoint":
+            options = {key: params[key] for key in ("prevent_cse", "policy")}
+            return jax.checkpoint(self._branch(params["jaxpr"]), **options)(*ins)
+        if name in ("scan", "while", "cond"):
+            return getattr(self, f"_{name}")(eqn, ins)
+        if name in _ALL_MAPPED:
+            return _bind(eqn, list(map(self._spread, ins)))
+        if "callback" in name:
+            return self._one_by_one(eqn, ins)
+        return _bind(eqn, ins)  # JAX says what it does not map
+
+    def _one_by_one(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """Returns the results of an equation that runs for one replica after the other."""
+        rows = [lax.all_gather(x, self.axis_name) for x in ins]
+        run = lambda row: list(_bind(eqn, row[1:]))
+        outs = lax.map(run, [jnp.arange(self.num_replicas), *rows])
+        return [self.own_row(out) for out in outs]
+
+    def own_row(self, rows: Any) -> jax.Array:
+        """Returns this replica's row of an array, or table, that all share."""
+        return jnp.asarray(rows)[lax.axis_index(self.axis_name)]
+
+    def _spread(self, x: Any) -> jax.Array:
+        """Returns `x` as a value per replica, also where it is equal on all."""
+        is_any = jnp.broadcast_to(lax.axis_index(self.axis_name) >= 0, jnp.shape(x))
+        return lax.select(is_any, jnp.asarray(x), jnp.asarray(x))
+
+    # -- collectives -----------------------------------------------------------
+
+    def _collective(self, name: str, x: Any, params: Any) -> jax.Array:
+        groups = params.get("axis_index_groups")
+        if name == "ppermute":
+            return self._permute(x, params["perm"])
+        if not groups:  # `vmap` is right about an all_to_all of what differs
+            return lax.all_to_all_p.bind(self._spread(x), **params)
+        group = _Group(self, x, groups)
+        if name == "all_gather":
+            return _join(group.rows, params["all_gather_dimension"], params["tiled"])
+        if name == "reduce_scatter":
+            total, axis = group.reduce(jnp.sum, 0), params["scatter_dimension"]
+            return group.part(total, axis, params["tiled"])
+        if name == "all_to_all":
+            axis = params["split_axis"]  # the equation is of the tiled form in either case
+            parts = jax.vmap(lambda row: group.part(row, axis, tiled=True))(group.rows)
+            return _join(parts, params["concat_axis"], tiled=True)
+        reduce = {"pmax": jnp.max, "pmin": jnp.min}.get(name)
+        return group.reduce(jnp.sum, 0) if reduce is None else group.reduce(reduce, None)
+
+    def _permute(self, x: Any, perm: Sequence[tuple[int, int]]) -> jax.Array:
+        source, has_source = np.zeros(self.num_replicas, int), np.zeros(self.num_replicas, bool)
+        for sender, receiver in perm:
+            source[receiver], has_source[receiver] = sender, True
+        row = lax.all_gather(x, self.axis_name)[self.own_row(source)]
+        return jnp.where(self.own_row(has_source), row, jnp.zeros_like(row))
+
+    # -- loops and branches ----------------------------------------------------
+
+    def _scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        num_consts, num_carry = jax_compat.scan_sizes(eqn)
+        jaxpr, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+        shared, xs = ins[:num_consts], ins[num_consts + num_carry :]
+
+        def body(carry: Sequence[Any], x: Sequence[Any]) -> Any:
+            outs = self.evaluate(jaxpr, consts, [*shared, *carry, *x])
+            return outs[:num_carry], outs[num_carry:]
+
+        options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, ins[num_consts : num_consts + num_carry], xs, **options)
+        return [*carry, *ys]
+
+    def _while(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        first, last = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        of_cond, of_body, carry = ins[:first], ins[first : first + last], ins[first + last :]
+        cond, body = self._branch(eqn.params["cond_jaxpr"]), self._branch(eqn.params["body_jaxpr"])
+        return lax.while_loop(
+            lambda values: cond(*of_cond, *values)[0],
+            lambda values: body(*of_body, *values),
+            carry,
+        )
+
+    def _cond(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        return lax.switch(ins[0], list(map(self._branch, eqn.params["branches"])), *ins[1:])
+
+    def _branch(self, closed: Any) -> Callable[..., list[Any]]:
+        jaxpr, consts = jax_compat.open_jaxpr(closed)
+        return lambda *args: self.evaluate(jaxpr, consts, args)
+
+
+class _Group:
+    """The values of the replicas of one's own group.
+
+    Attributes:
+      rows: [k, ...], in the order of the group; k is the size of the largest.
+    """
+
+    def __init__(self, device: OneDevice, x: Any, groups: Sequence[Sequence[int]]):
+        self.size = max(map(len, groups))
+        members = np.zeros((device.num_replicas, self.size), int)
+        position, sizes = np.zeros(device.num_replicas, int), np.zeros(device.num_replicas, int)
+        for group in groups:
+            for place, replica in enumerate(group):
+                members[replica] = [*group, *[group[0]] * (self.size - len(group))]
+                position[replica], sizes[replica] = place, len(group)
+        self.rows = lax.all_gather(x, device.axis_name)[device.own_row(members)]
+        self._position, self._num_members = device.own_row(position), device.own_row(sizes)
+
+    def reduce(self, reduce: Callable[..., Any], missing: Any) -> jax.Array:
+        """Returns the rows reduced; `missing` stands for those of a smaller group."""
+        rows = self.rows
+        if missing is not None:
+            is_row = jnp.arange(self.size) < self._num_members
+            is_row = is_row.reshape(-1, *[1] * (rows.ndim - 1))
+            rows = jnp.where(is_row, rows, jnp.asarray(missing, rows.dtype))
+        return reduce(rows, axis=0).astype(rows.dtype)
+
+    def part(self, value: jax.Array, axis: int, tiled: bool) -> jax.Array:
+        """Returns the part of `value` that belongs to one's place in the group."""
+        if not tiled:
+            return lax.dynamic_index_in_dim(value, self._position, axis, keepdims=False)
+        size = value.shape[axis] // self.size
+        return lax.dynamic_slice_in_dim(value, self._position * size, size, axis)
+
+
+def _join(rows: jax.Array, axis: int, tiled: bool) -> jax.Array:
+    """Returns rows [k, ...] with their first axis at `axis`, or merged into it."""
+    moved = jnp.moveaxis(rows, 0, axis)
+    if not tiled:
+        return moved
+    shape = moved.shape
+    return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _bind(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    with eqn.ctx.manager:
+        outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+    return outs if eqn.primitive.multiple_results else [outs]

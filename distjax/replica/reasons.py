@@ -1,0 +1,89 @@
+"""Why a value is equal on every replica, or why not: the user's lines that made it so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.replica.analysis import MERGE_NAME, Analysis
+from distjax.replica.facts import Fact, Site
+from distjax.variables.state import variable_p
+
+#: The most lines of a chain that are shown: its two ends say most.
+_MOST_LINES = 6
+
+
+class Reasons:
+    """Looks back from values of a traced replica function to where they come from.
+
+    Args:
+      jaxpr: its code.
+      env: what is known of each value.
+      axis_name: the name of the replica axis.
+      arguments: the user's paths of its inputs.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, env: Mapping[Any, Fact], axis_name: str, arguments: Sequence[str]
+    ):
+        self._env, self._analysis = env, Analysis(axis_name)
+        self._made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._arguments: dict[Any, str] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def explain(self, atom: Var | Literal, differs: bool) -> str:
+        """Returns why `atom` is equal, or by which lines it came to differ."""
+        if isinstance(atom, Literal):
+            return "a number in the code"
+        return self._why_different(atom) if differs else self._why_equal(atom)
+
+    def _why_different(self, atom: Var | Literal) -> str:
+        lines: list[str] = []
+        while atom in self._made_by:
+            eqn = self._made_by[atom]
+            if eqn.primitive is variable_p:
+                break
+            line = Site(eqn, ()).source
+            if line not in lines:
+                lines.append(line)
+            differing = [v for v in eqn.invars if self._differs(v)]
+            if not differing:
+                origin = "the replica's number" if eqn.primitive.name == "axis_index" else ""
+                return " -> ".join(filter(None, (origin, *_shorten(lines[::-1]))))
+            atom = differing[0]
+        return " -> ".join((f"{self._name(atom)}, a value per replica", *_shorten(lines[::-1])))
+
+    def _differs(self, atom: Var | Literal) -> bool:
+        return not isinstance(atom, Literal) and atom in self._env and self._env[atom].differs
+
+    def _why_equal(self, atom: Var | Literal) -> str:
+        """Looks for the last reductions on all ways to the value."""
+        lines: dict[str, None] = {}
+        ahead, seen = [atom], set()
+        while ahead:
+            atom = ahead.pop()
+            eqn = self._made_by.get(atom)
+            if eqn is None or id(eqn) in seen:
+                continue
+            seen.add(id(eqn))
+            if eqn.primitive.name == MERGE_NAME:
+                lines[f"merge_call at {Site(eqn, ()).source}"] = None
+            elif self._analysis.over_replicas(eqn):
+                lines[f"{eqn.primitive.name} at {Site(eqn, ()).source}"] = None
+            else:
+                ahead.extend(v for v in eqn.invars if not isinstance(v, Literal))
+        return ", ".join(_shorten(list(lines))) or "made of equal values only"
+
+    def _name(self, atom: Var | Literal) -> str:
+        if atom in self._arguments:
+            return self._arguments[atom]
+        eqn = self._made_by.get(atom)
+        variable = eqn.params["variable"]() if eqn is not None else None
+        return f"variable {variable.name!r}" if variable is not None else "a constant"
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= _MOST_LINES:
+        return lines
+    half = _MOST_LINES // 2
+    return [*lines[:half], f"({len(lines) - 2 * half} more)", *lines[-half:]]

@@ -1,0 +1,399 @@
+"""What is found where replicas' values are combined: the mistakes, and their texts."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Sequence
+
+from distjax.context.expectation import reason_in
+from distjax.context.finding import Finding
+from distjax.context.findings import calling_line
+from distjax.errors import message
+from distjax.jax_compat import JaxprEqn
+from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site, Times, shape_of
+from distjax.variables.variable import Variable
+
+_WRITE = re.compile(r"distjax_write_(\d+)")
+_MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
+_NAMES = {
+    "averaged": "a mean over the replicas",
+    "summed": "a sum over the replicas",
+    "gathered": "all replicas' values, gathered",
+    "times_R": "a sum over the replicas",
+}
+
+
+def find(
+    walk: FactWalk,
+    level: str,
+    rule: str,
+    sites: Sequence[Site],
+    expected: str,
+    *,
+    got: str,
+    why: str,
+    fix: str,
+) -> None:
+    """Adds a finding, once for each rule and line; the first site is that of the mistake."""
+    source = sites[0].source
+    source = calling_line() if source == UNKNOWN else source
+    if (rule, source) in walk.found:
+        return
+    lines = [f"at {source}", *(f"{site.source}" for site in sites[1:])]
+    text = message(expected, got=f"{got}, {' of what was made at '.join(lines)}", why=why, fix=fix)
+    reason = next((r for r in map(reason_in, (site.names for site in sites)) if r), None)
+    walk.found[rule, source] = Finding(level, rule, text, source, reason)
+
+
+# -- a sum over the replicas, and its division by their number ----------------
+
+
+def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
+    """Returns what is known of the sum of `x` over the replicas."""
+    if walk.is_transposed(eqn):  # the derivative of a reduction: nobody wrote it
+        number = None if x.number is None else x.number * walk.num_replicas
+        return Fact(
+            False, number, x.only("grad", "mean", "share").tags if number is None else x.tags
+        )
+    site, walk.combines = walk.site(eqn), True
+    variable = written_variable(walk, site)
+    if variable is not None:
+        return _summed_by_variable(walk, variable, site, x)
+    if x.number is not None:
+        return Fact(number=x.number * walk.num_replicas)
+    if x.differs:
+        require_reducible(walk, site, x)
+        if x.find("share"):
+            return EQUAL.having(whole=x.find("share"))
+        if x.find("mean"):
+            return EQUAL.having(times_R=("mean", x.find("mean"), site))
+        return EQUAL.having(summed=site)
+    made = _reduction(x)
+    if made is not None:
+        return EQUAL.having(times_R=(made[0], made[1], site))
+    if x.find("grad"):
+        _find_equal_batch(walk, [site, x.find("grad")])
+    return EQUAL
+
+
+def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
+    """Returns what is known of `x` over the number of replicas."""
+    site, rest = walk.site(eqn), x.without("mean", "share", "total", "summed", "times_R", "whole")
+    if x.differs:
+        return rest
+    times, whole = x.find("times_R"), x.find("whole")
+    if whole is not None:
+        _find_averaged_share(walk, site, whole)
+        return rest.having(averaged=site)
+    if times is not None:
+        kind, inner, reduction = times
+        is_write = walk.is_transposed(eqn) or written_variable(walk, site) is not None
+        if kind == "averaged" and not is_write:
+            find(
+                walk,
+                "note",
+                "averaged twice",
+                [reduction, inner],
+                "a mean over the replicas needs values that differ",
+                got="a mean of a mean",
+                why="the second one changes nothing and costs a reduction",
+                fix="use the first mean as it is",
+            )
+        return rest.having(averaged=site)
+    if x.find("summed"):
+        return rest.having(averaged=site)
+    averaged = x.find("averaged")
+    if averaged is not None and _names_replicas(site):
+        find(
+            walk,
+            "note",
+            "divided by the number of replicas twice",
+            [site, averaged],
+            "a mean over the replicas needs no further division",
+            got="a division by the number of replicas",
+            why="the mean is divided already: the step learns at a rate R times too small",
+            fix="updates = -learning_rate * grads, of the mean gradient as it is",
+        )
+    return rest
+
+
+def _names_replicas(site: Site) -> bool:
+    """Returns whether the user's line speaks of the number of replicas, and of no number R."""
+    file, _, line = site.source.split(" (")[0].rpartition(":")
+    return "num_replicas" in linecache.getline(file, int(line)) if line.isdigit() else False
+
+
+def _reduction(x: Fact) -> tuple[str, Site] | None:
+    """Returns which reduction an equal value has been through, and where."""
+    times = x.find("times_R")
+    if times is not None:
+        return "times_R", times[2]
+    if x.find("whole") is not None:
+        return "summed", x.find("whole")
+    names = ("averaged", "summed", "gathered")
+    return next(((name, x.find(name)) for name in names if x.find(name)), None)
+
+
+def require_reducible(walk: FactWalk, site: Site, x: Fact) -> None:
+    """Finds values whose sum or mean over the replicas means nothing."""
+    for name, (rule, expected, got, why, fix) in _UNREDUCIBLE.items():
+        made = x.find(name)
+        if made is not None:
+            expected = f"a reduction over the replicas needs {expected}"
+            level = "note" if name == "chosen" else "warning"
+            find(walk, level, rule, [site, made], expected, got=got, why=why, fix=fix)
+
+
+_UNREDUCIBLE = {
+    "chosen": (
+        "one replica's part alone",
+        "what every replica found",
+        "a reduction of one replica's value, others left out,",
+        "the other replicas' examples do not count",
+        "ctx.all_reduce('sum', total) / ctx.all_reduce('sum', count), of every replica's own",
+    ),
+    "clipped": (
+        "clipped before the reduction",
+        "gradients as they are, to clip afterwards",
+        "a reduction of clipped gradients",
+        "each replica clips by its own gradient, and the mean of clipped gradients is not the "
+        "clipped mean",
+        f"{_MEAN_FIX}, then clip; in an optax chain dj.optim.reduce_gradients() comes first",
+    ),
+    "norm": (
+        "the norm of local gradients",
+        "values that add up",
+        "a reduction of norms of local gradients",
+        "the mean of the replicas' norms is larger than the norm of the mean gradient",
+        f"{_MEAN_FIX}; norm = optax.global_norm(grads)",
+    ),
+    "ratio": (
+        "averaged over local counts",
+        "a sum, and the count to divide it by",
+        "a reduction of quotients by a local count",
+        "replicas that count fewer examples weigh as much as others",
+        "ctx = dj.get_replica_context(); ctx.all_reduce('sum', total) / ctx.all_reduce('sum', "
+        "count); for a loss dj.losses.average_loss(losses, mask)",
+    ),
+    "curved": (
+        "a function of local means averaged",
+        "the mean itself",
+        "a reduction of a function (exp, log, sqrt, a quotient) of local means",
+        "the mean of the replicas' perplexities is not the perplexity of the mean loss",
+        "loss = ctx.all_reduce('mean', loss); perplexity = jnp.exp(loss)",
+    ),
+    "variance": (
+        "local variances averaged",
+        "moments about zero",
+        "a reduction of variances about local means",
+        "what the replicas' means differ by is lost",
+        "mean, square = ctx.all_reduce('mean', (jnp.mean(x, 0), jnp.mean(x**2, 0))); "
+        "variance = square - mean**2",
+    ),
+}
+
+
+def _find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
+    find(
+        walk,
+        "warning",
+        "a share averaged",
+        [site, share],
+        "a loss divided by the global batch needs the sum over the replicas",
+        got="its mean",
+        why="each replica's share is divided by all replicas' count already: the mean is R times "
+        "too small",
+        fix="ctx.all_reduce('sum', share), dj.optim.Optimizer(tx, reduce_op='sum'); or "
+        "dj.losses.average_loss(losses, op='mean')",
+    )
+
+
+def _find_equal_batch(walk: FactWalk, sites: Sequence[Site]) -> None:
+    find(
+        walk,
+        "note",
+        "the same batch on every replica",
+        sites,
+        "a reduction of gradients needs data that differ",
+        got="gradients that are equal on every replica",
+        why="every replica computes the same: R devices do the work of one",
+        fix="for batch in strategy.distribute_dataset(batches): strategy.run(step, args=(batch,))",
+    )
+
+
+# -- sums of R equal parts, where they are used -------------------------------
+
+
+def require_counted_once(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
+    """Finds an update of state by a sum of R equal parts."""
+    for own, other in ((a, b), (b, a)):
+        if own.find("times_R") and other.find("base") and not own.find("base"):
+            find_times_r(walk, own.find("times_R"), "warning", "an update of equal state by it")
+
+
+def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
+    """Finds a sum of R means, or of R equal values."""
+    kind, inner, site = times
+    if kind == "mean":
+        find(
+            walk,
+            level,
+            "a sum of local means",
+            [site, inner],
+            "a mean over each replica's batch needs the mean over the replicas",
+            got=f"its sum, and {use}",
+            why="the sum of R means is R times the mean: the step learns at R times the rate",
+            fix="ctx.all_reduce('mean', grads); or the sum, of dj.losses.average_loss(losses)",
+        )
+        return
+    find(
+        walk,
+        level,
+        "summed twice",
+        [site, inner],
+        f"{_NAMES[kind]} needs no further sum over the replicas",
+        got=f"its sum, and {use}",
+        why="it is equal on every replica, so its sum is R times the value",
+        fix="use the first result as it is",
+    )
+
+
+def require_own_part(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
+    """Finds a total over the replicas that is added to a component of each."""
+    made = _reduction(amount)
+    if made is None or made[0] == "averaged":
+        return
+    variable = written_variable(walk, walk.site(eqn))
+    if variable is None or variable.aggregation.name != "SUM":
+        return
+    find(
+        walk,
+        "warning",
+        "a total counted by every replica",
+        [walk.site(eqn), made[1]],
+        f"variable {variable.name!r} needs each replica's own part",
+        got=f"{_NAMES[made[0]]}, added",
+        why="its value is the sum of the replicas' components: the total counts R times",
+        fix="metric.update(losses), of this replica's values, before any reduction",
+    )
+
+
+def require_every_part(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
+    """Finds totals added to a variable of which only the first replica's component is read."""
+    for own, amount in ((a, b), (b, a)):
+        made = amount.find("mean") or amount.find("ratio") or amount.find("total_site")
+        if made is None or not own.find("component"):
+            continue
+        variable = written_variable(walk, walk.site(eqn))
+        if variable is not None and variable.aggregation.name == "ONLY_FIRST_REPLICA":
+            find(
+                walk,
+                "note",
+                "one replica's part alone",
+                [walk.site(eqn), made],
+                f"variable {variable.name!r} needs what every replica found",
+                got="each replica's own value, with aggregation ONLY_FIRST_REPLICA",
+                why="the other replicas' examples do not count",
+                fix="aggregation=dj.VariableAggregation.SUM (or MEAN)",
+            )
+
+
+# -- randomness ---------------------------------------------------------------
+
+
+def require_own_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
+    """Finds equal random numbers that meet each replica's own examples."""
+    for bits, data in ((a, b), (b, a)):
+        made = bits.find("random")
+        shape = shape_of(eqn.outvars[0])
+        if made is None or bits.differs or not data.differs or not shape:
+            continue
+        shapes = [shape_of(v) for v in eqn.invars]
+        if shape[0] in walk.leading and all(s in ((), shape) for s in shapes):
+            find(
+                walk,
+                "warning",
+                "the same random numbers on every replica",
+                [walk.site(eqn), made],
+                "random numbers for examples that differ need a key per replica",
+                got="numbers of an equal key",
+                why="every replica drops, or adds, the same: R batches see one mask",
+                fix="key = dj.get_replica_context().fold_in(key)",
+            )
+
+
+# -- variables and optimizers -------------------------------------------------
+
+
+def written_variable(walk: FactWalk, site: Site) -> Variable | None:
+    """Returns the variable that an operation writes, or None."""
+    if not walk.written:
+        return None
+    found = _WRITE.search(site.names)
+    return walk.written.get(int(found[1])) if found else None
+
+
+def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
+    rule = variable.aggregation.name
+    if rule == "ONLY_FIRST_REPLICA":
+        if x.find("data") and x.find("grad") and variable.trainable:
+            find(
+                walk,
+                "warning",
+                "updates of other replicas dropped",
+                [site],
+                f"trainable variable {variable.name!r} needs updates of all replicas",
+                got="a value that differs, with aggregation ONLY_FIRST_REPLICA",
+                why="R - 1 of R replicas compute an update that nobody uses",
+                fix="aggregation=dj.VariableAggregation.MEAN; or reduce the value first",
+            )
+        return EQUAL
+    if x.differs:
+        require_reducible(walk, site, x)
+    made = _reduction(x)
+    if rule == "MEAN":
+        share = x.find("share")
+        return EQUAL.having(whole=share) if share else EQUAL
+    if x.differs and x.find("mean"):
+        walk.sums.append((variable, ("mean", x.find("mean"), site), "warning"))
+    elif made is not None:
+        walk.sums.append((variable, (*made, site), "warning"))
+    elif not x.differs and x.number is not None:
+        walk.counts.append((variable, x.number, site))
+    return EQUAL
+
+
+def find_sums(walk: FactWalk) -> None:
+    """Finds sums of R equal parts in variables; with a count beside them they may be a mean."""
+    for variable, times, level in walk.sums:
+        if not any(other is not variable for other, _, _ in walk.counts):
+            find_times_r(walk, times, level, f"a write of it to variable {variable.name!r}")
+    if len(walk.counts) == 1 and walk.counts[0][1] == 1.0 and len(walk.written) == 1:
+        variable, _, site = walk.counts[0]
+        find(
+            walk,
+            "note",
+            "an equal array summed",
+            [site],
+            f"variable {variable.name!r}, which sums over the replicas, needs parts that differ",
+            got="the number 1 of every replica",
+            why="it is added R times at each step",
+            fix="aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA, to count steps",
+        )
+
+
+def require_fit(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> None:
+    """Finds gradients that an optimizer with reduction `op` is not to be given."""
+    site = walk.site(eqn)
+    require_reducible(walk, site, x)
+    made = _reduction(x)
+    if made is not None and op == "SUM":
+        find_times_r(walk, (*made, site), "warning", "an optimizer that sums over the replicas")
+    elif x.find("mean") and x.differs and op == "SUM":
+        times = ("mean", x.find("mean"), site)
+        find_times_r(walk, times, "warning", "an optimizer that sums over the replicas")
+    elif x.find("share") and op == "MEAN":
+        _find_averaged_share(walk, site, x.find("share"))
+    elif not x.differs and x.find("grad") and made is None:
+        _find_equal_batch(walk, [site, x.find("grad")])

@@ -1,0 +1,229 @@
+"""The arguments of a mapped function: rows become values per replica, by `in_axes`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from distjax import jax_compat
+from distjax.errors import LocalityError, describe_value, message
+from distjax.integers import is_int
+from distjax.objects.stateful import active_bridge, is_placeholder
+from distjax.objects.stateful_args import ObjectKeywords
+from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.topology import Topology
+from distjax.replica.arguments import Static, is_array, user_path
+from distjax.replica.mapped_results import broadcast_axes
+
+
+def as_axes(axes: Any, argument: str) -> Any:
+    """Returns `in_axes` or `out_axes` as pmap takes it; a list of arguments' axes as a tuple.
+
+    Raises:
+      TypeError: a leaf that is neither an int nor None.
+      ValueError: a negative int.
+    """
+    leaves = jax.tree.leaves(axes)
+    wrong = [x for x in leaves if not is_int(x)]
+    negative = [x for x in leaves if is_int(x) and x < 0]
+    if not wrong and not negative:
+        return tuple(axes) if type(axes) is list and argument == "in_axes" else axes
+    raise (TypeError if wrong else ValueError)(
+        message(
+            f"pmap: {argument} needs ints of 0 or more, None, or a container of these",
+            got=f"{wrong or negative} in {axes!r}",
+            why="an axis is counted from the front; None stands for a value that all share",
+            fix=f"dj.pmap(fn, {argument}=0)",
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedArguments:
+    """How the arguments of one function are mapped.
+
+    Attributes:
+      function: the user's name of the function.
+      names: the user's names of its positional arguments.
+      in_axes: a prefix of the positional arguments; keywords have axis 0.
+      axis_size: R as the user says it, or None.
+      static: numbers of the positional arguments that are Python values.
+    """
+
+    function: str
+    names: Sequence[str]
+    in_axes: Any
+    axis_size: int | None = None
+    static: frozenset[int] = frozenset()
+
+    def num_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Returns R, the size of the first mapped axis.
+
+        Raises:
+          ValueError: nothing is mapped.
+        """
+        if self.in_axes == 0:  # nearly always; a PerReplica shows its stacked array here
+            for arg in args:
+                rows = _rows_of(arg)
+                if rows is not None:
+                    return rows
+        for path, leaf, axis in self._leaves(args, kwargs)[1]:
+            if axis is not None:
+                return _size(leaf, axis, path, self.function)
+        raise ValueError(
+            message(
+                f"pmap of {self.function} requires at least one argument with a mapped axis",
+                got=f"in_axes={self.in_axes!r} and {len(args) + len(kwargs)} arguments",
+                why="the size of the mapped axes is the number of replicas"
+                + ("; axis_size does not stand for it" if self.axis_size is not None else ""),
+                fix="map an argument, if only jnp.arange(R); or strategy.run(fn, args)",
+            )
+        )
+
+    def as_values(
+        self, args: tuple[Any, ...], kwargs: Any, topology: Topology
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Returns the arguments of `run`: a PerReplica where rows are mapped.
+
+        Raises:
+          ValueError: rows of another number than replicas, or nothing to map.
+          LocalityError: a PerReplica for an axis of None.
+        """
+        treedef, leaves = self._leaves(args, kwargs)
+        values = [self._as_value(path, leaf, axis, topology) for path, leaf, axis in leaves]
+        return jax.tree_util.tree_unflatten(treedef, values)
+
+    def placed(self, args: tuple[Any, ...], kwargs: Any, topology: Topology) -> Any:
+        """Returns the arguments, arrays from elsewhere on the devices of the replicas."""
+        treedef, leaves = self._leaves(args, kwargs)
+        devices = set(topology.devices)
+
+        def place(leaf: Any, axis: int | None) -> Any:
+            is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+            if not is_concrete or not leaf.committed or leaf.sharding.device_set == devices:
+                return leaf
+            if topology.mesh is None or axis is None:
+                return jax.device_put(leaf, topology.mirrored)
+            spec = PartitionSpec(*[None] * axis, topology.axis_name)
+            return jax.device_put(leaf, NamedSharding(topology.mesh, spec))
+
+        return jax.tree_util.tree_unflatten(treedef, [place(x, axis) for _, x, axis in leaves])
+
+    def _leaves(
+        self, args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, list[tuple[str, Any, int | None]]]:
+        """Returns the tree of (args, kwargs), and each leaf with its user's path and axis."""
+        pairs, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
+        positional, keywords = treedef.children()
+        for_keywords = [0] * keywords.num_leaves
+        if isinstance(kwargs, ObjectKeywords):  # what the function captured is mapped by no axis
+            count = len(jax.tree.leaves(kwargs.kwargs, is_leaf=_is_leaf))
+            for_keywords = [0] * count + [None] * (keywords.num_leaves - count)
+        try:
+            axes = [*broadcast_axes(self._axes_of(len(args)), positional), *for_keywords]
+        except ValueError as error:
+            raise ValueError(self._prefix_text(error)) from None
+        paths = [user_path(jax.tree_util.keystr(path), self.names) for path, _ in pairs]
+        return treedef, [
+            (path, leaf, axis) for path, (_, leaf), axis in zip(paths, pairs, axes, strict=True)
+        ]
+
+    def _axes_of(self, count: int) -> Any:
+        """Returns `in_axes` with None in the places of the static arguments."""
+        axes = self.in_axes
+        if not self.static:
+            return axes
+        axes = axes if isinstance(axes, tuple) else (axes,) * count
+        mapped = [i for i in range(count) if i not in self.static]
+        if mapped and mapped[-1] >= len(axes):  # static ones behind the last need no axis
+            return axes
+        return tuple(None if i in self.static else axes[i] for i in range(count))
+
+    def _as_value(self, path: str, leaf: Any, axis: int | None, topology: Topology) -> Any:
+        if axis is None:
+            if isinstance(leaf, PerReplica):
+                raise LocalityError(_per_replica_text(path, self.function, leaf))
+            return leaf
+        size = _size(leaf, axis, path, self.function)
+        if size != topology.num_replicas:
+            raise ValueError(self._rows_text(path, size, axis, topology))
+        if isinstance(leaf, PerReplica):
+            return leaf
+        return PerReplica(jnp.moveaxis(jnp.asarray(leaf), axis, 0), topology)
+
+    def _rows_text(self, path: str, size: int, axis: int, topology: Topology) -> str:
+        return message(
+            f"pmap of {self.function} needs {topology.num_replicas} rows in each mapped argument, "
+            "one for each replica",
+            got=f"{size} rows along axis {axis} of argument {path}; replicas: {topology}",
+            why="replica r takes row r of every mapped argument",
+            fix="x.reshape(num_replicas, -1, *x.shape[1:]) for a batch; in_axes=None for what all "
+            "replicas share",
+        )
+
+    def _prefix_text(self, error: ValueError) -> str:
+        return message(
+            f"pmap: in_axes={self.in_axes!r} needs to be a prefix of the positional arguments of "
+            f"{self.function}",
+            got=str(error),
+            why="each axis in it stands for all arrays below it; each argument passed by keyword "
+            "is mapped over its axis 0 and not counted",
+            fix="in_axes=0, or a tuple with an axis for each positional argument",
+        )
+
+
+def _rows_of(tree: Any) -> int | None:
+    """Returns the first size of an array of `tree`; None where there is none at first sight."""
+    while True:
+        if type(tree) is dict and tree:
+            tree = next(iter(tree.values()))
+        elif type(tree) in (tuple, list) and tree:
+            tree = tree[0]
+        else:
+            break
+    leaf = tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
+    shape = getattr(leaf, "shape", ())
+    return shape[0] if shape else None
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Static) or is_per_replica(value) or is_placeholder(value):
+        return True
+    bridge = active_bridge()
+    return bridge is not None and bridge.is_stateful(value)
+
+
+def _size(leaf: Any, axis: int, path: str, function: str) -> int:
+    """Returns the number of rows of an argument.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if isinstance(leaf, PerReplica):
+        return leaf.num_replicas
+    if is_array(leaf) and leaf.ndim > axis:
+        return leaf.shape[axis]
+    value = leaf.value if isinstance(leaf, Static) else leaf
+    raise ValueError(
+        message(
+            f"pmap of {function} needs an array with rows along axis {axis} as argument {path}",
+            got=describe_value(value),
+            why="in_axes says that each replica takes a row of it",
+            fix="in_axes=None for what all replicas share; static_broadcasted_argnums for a Python "
+            "object",
+        )
+    )
+
+
+def _per_replica_text(path: str, function: str, value: PerReplica) -> str:
+    return message(
+        f"argument {path} of {function} needs one value for all replicas: its axis is None",
+        got=f"a PerReplica of {value.num_replicas} values",
+        why="it has a value for each replica",
+        fix="in_axes=0 for it; or strategy.reduce('mean', x) for one value",
+    )

@@ -1,0 +1,64 @@
+"""A function of `dj.pmap`, as the step of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from distjax.context.contracts import StrategyLike
+from distjax.context.frames import Frame
+from distjax.objects.claims import HeldClaims
+from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
+from distjax.replica.mapped_results import RunOptions
+from distjax.strategies.pmap_arguments import MappedArguments
+from distjax.typing import PyTree
+from distjax.variables.state import TraceState
+
+
+class PmapStep:
+    """A mapped function on the replicas of one strategy.
+
+    Args:
+      strategy: whose replicas run it.
+      fn: the function.
+      arguments: how its arguments are mapped.
+      options: how its results are, and under which name of the axis it runs.
+      donate_argnums: the positional arguments whose buffers are donated.
+    """
+
+    ignores_user_mesh = True
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        fn: Callable[..., Any],
+        arguments: MappedArguments,
+        options: RunOptions,
+        donate_argnums: tuple[int, ...],
+    ):
+        self._strategy, self._fn, self._arguments = strategy, fn, arguments
+        self._options = dataclasses.replace(options, leaves_program=True)
+        self.name, self.argument_names = arguments.function, arguments.names
+        self.donate_argnums = donate_argnums
+
+    def frame(self, state: TraceState) -> Frame:
+        """Returns a frame of cross-replica context."""
+        return Frame(self._strategy, state=state)
+
+    def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function on every replica, each on its rows."""
+        args, kwargs = self._arguments.as_values(args, kwargs, self._strategy.extended.topology)
+        return emit_run(self._strategy, self._fn, args, kwargs, state, self._options)
+
+    def place(self, tree: PyTree) -> Any:
+        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
+        args, kwargs = tree
+        return self._arguments.placed(args, kwargs, self._strategy.extended.topology)
+
+    def take_objects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
+    ) -> StatefulArgs | None:
+        """Returns the objects with state that a call takes or the function captured."""
+        donated = self.donate_argnums
+        return extract_objects(self._fn, args, kwargs, self._strategy, donated, held)

@@ -1,0 +1,99 @@
+"""Arrays [R, ...] with a row per replica: made a PerReplica, and the first row taken out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.context.contracts import ExtendedLike
+from distjax.errors import LocalityError, describe_value, message
+from distjax.placement.bare_rows import is_split_over_replicas
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.topology import Topology
+from distjax.replica.arguments import is_array
+from distjax.replica.output_layout import place_output
+from distjax.typing import PyTree
+from distjax.variables.variable import Variable
+
+
+def stack_rows(extended: ExtendedLike, tree: PyTree) -> Any:
+    """Returns a tree of [R, ...] arrays as PerReplica: see `Strategy.per_replica`."""
+    topology = extended.topology
+
+    def stack(path: tuple[Any, ...], leaf: PyTree) -> Any:
+        where = f"per_replica: the value{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, PerReplica):
+            require_same_topology(leaf, topology, where)
+            return leaf
+        if not is_array(leaf):
+            return leaf
+        require_rows(leaf, where, topology)
+        return place_rows(extended, leaf)
+
+    _require_arrays(tree)
+    return jax.tree_util.tree_map_with_path(stack, tree, is_leaf=is_per_replica)
+
+
+def _require_arrays(tree: PyTree) -> None:
+    leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
+    if not leaves or any(is_array(leaf) or is_per_replica(leaf) for leaf in leaves):
+        return
+    raise LocalityError(
+        message(
+            "per_replica needs arrays [R, ...], a row per replica",
+            got=f"a tree without any array: {describe_value(tree)}",
+            why="a list of R numbers is R values, which all replicas share",
+            fix="strategy.per_replica(np.array([1.0, 2.0]))",
+        )
+    )
+
+
+def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
+    """Returns [R, ...] as a PerReplica; the one row where the strategy never wraps."""
+    topology = extended.topology
+    if not extended.wraps:
+        return _place(rows[0], topology)
+    if isinstance(rows, jax_compat.Tracer):
+        return place_output(PerReplica(rows, topology), topology)
+    return PerReplica(jax.device_put(rows, topology.per_replica), topology)
+
+
+def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:
+    """Raises a LocalityError unless `leaf` has a leading dimension of R."""
+    if leaf.ndim and leaf.shape[0] == topology.num_replicas:
+        return
+    raise LocalityError(
+        message(
+            f"{where} needs a leading dimension of {topology.num_replicas}, a row per replica",
+            got=describe_value(leaf),
+            why="row r is the value of replica r, as jax_utils.replicate and pmap stack them",
+            fix="pass trees without that dimension to run as they are",
+        )
+    )
+
+
+def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
+    """Returns the first replica's values, on every replica: see `Strategy.first`."""
+    topology = extended.topology
+
+    def take(path: tuple[Any, ...], leaf: PyTree) -> Any:
+        where = f"first: the value{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, Variable):
+            return leaf.local_results()[0]
+        if isinstance(leaf, PerReplica):
+            require_same_topology(leaf, topology, where)
+            return _place(leaf.stacked[0], topology)
+        if not is_split_over_replicas(leaf, topology):
+            return leaf
+        require_rows(leaf, where, topology)
+        return _place(leaf[0], topology)
+
+    return jax.tree_util.tree_map_with_path(take, tree, is_leaf=is_per_replica)
+
+
+def _place(row: PyTree, topology: Topology) -> Any:
+    if isinstance(row, jax_compat.Tracer):
+        return place_output(row, topology)
+    return jax.device_put(row, topology.mirrored)

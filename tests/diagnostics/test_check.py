@@ -1,0 +1,159 @@
+"""dj.check lists what is probably wrong; dj.expect says once why it is meant."""
+
+import warnings
+
+import jax.numpy as jnp
+import pytest
+
+import distjax as dj
+from distjax.errors import CheckError, ContextError, LocalityWarning
+from tests.diagnostics.lines import line_of
+from tests.replicas import ids, local
+
+REASON = "each replica trains on its own"
+
+
+def forgetful(params, x):
+    return {"w": params["w"] - x, "b": params["b"]}
+
+
+def start():
+    return {"w": jnp.ones(2), "b": jnp.zeros(())}
+
+
+@pytest.fixture(autouse=True)
+def no_other_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalityWarning)
+        yield
+
+
+def test_a_finding_has_level_rule_line_and_cure(pair):
+    def step(params, x):
+        return pair.run(forgetful, args=(params, x))  # the run
+
+    with pytest.raises(CheckError) as info:
+        dj.check(step, start(), ids(pair))
+    [finding] = info.value.findings
+    assert (finding.level, finding.rule) == ("warning", "state that comes back different")
+    assert finding.source.startswith(line_of(__file__, "the run"))
+    lines = str(info.value).splitlines()
+    assert lines[0].endswith("step needs to be a step in which dj.check finds nothing.")
+    assert lines[1:4] == [
+        "  Got: 1 warning.",
+        "  Why: such steps train, but not as one device with the whole batch would.",
+        "  Fix: as each finding says; or, where it is meant: with dj.expect(reason)",
+    ]
+    assert lines[4] == f"  warning: state that comes back different, at {finding.source}"
+    assert "      Fix: grads = dj.get_replica_context().all_reduce('mean', grads)" in lines[-1]
+
+
+def test_errors_come_first_and_are_not_raised_one_by_one(pair):
+    train_state = pytest.importorskip("flax.training.train_state")
+    optax = pytest.importorskip("optax")
+    state = train_state.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1)
+    )
+
+    def step(params, state, x):
+        return pair.run(forgetful, args=(params, x)), pair.run(train, args=(state, x))
+
+    def train(state, x):
+        return state.apply_gradients(grads={"w": state.params["w"] * x})
+
+    with pytest.raises(CheckError, match="Got: 1 error, 1 warning") as info:
+        dj.check(step, start(), state, ids(pair))
+    assert [finding.level for finding in info.value.findings] == ["warning", "error"]
+    assert str(info.value).index("  error: ") < str(info.value).index("  warning: ")
+
+
+def test_a_right_step_passes(pair):
+    def step(params, x):
+        x = dj.get_replica_context().all_reduce("mean", x)
+        return {"w": params["w"] - x, "b": params["b"]}
+
+    assert dj.check(step, start(), ids(pair), strategy=pair) is None
+
+
+def test_check_is_called_outside_of_traces(pair):
+    wants = "dj.check needs to be called outside of run, dj.jit and other traces"
+    with pytest.raises(ContextError, match=wants):
+        dj.jit(lambda x: dj.check(forgetful, start(), x, strategy=pair))(ids(pair))
+
+
+# -- dj.expect ----------------------------------------------------------------
+
+
+def call_run(strategy, params, x):
+    return strategy.run(forgetful, args=(params, x))
+
+
+def call_jit(strategy, params, x):
+    return dj.jit(lambda params, x: strategy.run(forgetful, args=(params, x)))(params, x)
+
+
+def call_keyword(strategy, params, x):
+    return strategy.run(
+        lambda x, *, params: forgetful(params, x), args=(x,), kwargs={"params": params}
+    )
+
+
+@pytest.mark.parametrize("call", [call_run, call_jit, call_keyword])
+def test_an_argument_that_is_meant_to_differ(pair, call):
+    out = call(pair, dj.expect(REASON, differs=start()), ids(pair))
+    assert local(pair, out["w"]) == [[1, 1], [0, 0]]
+    with pytest.raises(LocalityWarning):
+        call(pair, start(), ids(pair))
+
+
+def test_a_jit_in_a_jit_takes_the_wrapper(pair):
+    inner = dj.jit(lambda params, x: pair.run(forgetful, args=(params, x)))
+    out = dj.jit(lambda x: inner(dj.expect(REASON, differs=start()), x))(ids(pair))
+    assert local(pair, out["w"]) == [[1, 1], [0, 0]]
+
+
+def test_the_wrapper_means_nothing_where_nothing_differs(strategy):
+    step = lambda params: params["w"] * 2
+    assert strategy.run(step, args=(dj.expect(REASON, differs=start()),)).tolist() == [2, 2]
+    # As an argument it is no part of the function's tree.
+    assert "dj.expect('each" in repr(dj.expect(REASON, differs=1))
+
+
+def test_the_reference_takes_the_wrapper_too():
+    reference = dj.testing.ReferenceStrategy(2)
+    out = reference.run(lambda p: p["w"], args=(dj.expect(REASON, differs=start()),))
+    assert [x.tolist() for x in reference.local_results(out)] == [[1, 1], [1, 1]]
+
+
+def test_a_block_silences_what_is_found_in_it(pair):
+    with dj.expect("outer"), dj.expect(REASON):
+        out = pair.run(forgetful, args=(start(), ids(pair)))
+        [finding] = dj.explain(forgetful, start(), ids(pair), strategy=pair).findings
+        dj.check(forgetful, start(), ids(pair), strategy=pair)
+    assert isinstance(out["w"], dj.PerReplica) and finding.expected == REASON
+    with pytest.raises(CheckError):  # the block has ended
+        dj.check(forgetful, start(), ids(pair), strategy=pair)
+
+
+def test_explain_shows_the_reason(pair):
+    expected = dj.expect(REASON, differs=start())
+    text = str(dj.explain(forgetful, expected, ids(pair), strategy=pair))
+    assert "found:" in text and REASON in text
+    dj.check(forgetful, expected, ids(pair), strategy=pair)
+
+
+def test_only_the_wrapped_argument_is_meant(pair):
+    def both(a, b, x):
+        return forgetful(a, x), forgetful(b, x)
+
+    with pytest.raises(CheckError) as info:
+        dj.check(both, dj.expect(REASON, differs=start()), start(), ids(pair), strategy=pair)
+    [finding] = info.value.findings
+    assert "b['w']" in finding.text and "a['w']" not in finding.text
+
+
+@pytest.mark.parametrize("reason", ["", "  ", None, 3])
+def test_a_reason_is_text(reason):
+    with pytest.raises(TypeError, match="expect needs a reason in words") as info:
+        dj.expect(reason)
+    assert "Got: " in str(info.value) and "Fix: dj.expect(" in str(info.value)

@@ -1,0 +1,101 @@
+"""Errors in a replica function whose cause JAX does not know: each has a cure that works."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import distjax as dj
+from tests.replicas import ids, local
+
+
+def zeros(x, count):
+    return jnp.zeros(count) + x
+
+
+def scanned(x, count):
+    return lax.scan(lambda c, _: (c + x, None), 0.0 * x, None, length=count)[0]
+
+
+def unrolled(x, count):
+    return sum(x for _ in range(count))
+
+
+@pytest.mark.parametrize("step", [zeros, scanned, unrolled])
+def test_a_number_as_a_shape_or_length(pair, step):
+    with pytest.raises(Exception) as found:
+        pair.run(step, args=(1.0, 3))
+    note = "\n".join(found.value.__notes__)
+    assert f"Argument count of {step.__name__} is an array inside" in note
+    assert f"functools.partial({step.__name__}, count=3)" in note
+    cured = functools.partial(step, count=3)
+    assert float(jnp.sum(pair.run(cured, args=(1.0,)))) == 3
+    mapped = dj.pmap(step, strategy=pair, static_broadcasted_argnums=1)
+    assert float(jnp.sum(mapped(np.ones(2, np.float32), 3))) == 6
+
+
+def test_an_array_of_strings(pair):
+    names = np.array(["cat", "dog"])
+    with pytest.raises(TypeError) as found:
+        pair.run(lambda names: names, args=(names,))
+    assert "An array of strings or of Python objects" in "\n".join(found.value.__notes__)
+    numbers = np.unique(names, return_inverse=True)[1]
+    assert pair.run(lambda x: x, args=(numbers,)).tolist() == [0, 1]
+
+
+def test_pmap_and_shard_map_inside_of_a_body(pair):
+    text = r"needs to leave devices to its strategy.\n  Got: .* over axes .*, at .*test_body_errors"
+    mesh = jax.make_mesh((2,), ("other",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("other"), out_specs=P("other"))
+    for inner in (jax.pmap(lambda x: 2 * x), jax.jit(sharded)):
+        with pytest.raises(dj.errors.MergeError, match=text):
+            pair.run(lambda x, inner=inner: inner(x), args=(jnp.ones(2),))
+    cured = pair.run(lambda x: jax.vmap(lambda x: 2 * x)(x), args=(jnp.ones(2),))
+    assert cured.tolist() == [2, 2]
+
+
+def test_a_shard_map_over_the_model_axes_is_no_other_mesh():
+    strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
+
+    def step(x):
+        inner = jax.shard_map(
+            lambda x: lax.psum(x, "model"),
+            in_specs=P("model"),
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        return inner(x)
+
+    assert local(strategy, strategy.run(step, args=(jnp.arange(4.0),))) == [[2, 4], [2, 4]]
+
+
+def checked(x):
+    checkify.check(x < 1, "{x} is too large", x=x)
+    return 2 * x
+
+
+def test_checkify_says_which_replica(pair):
+    error, out = pair.run(checkify.checkify(checked), args=(ids(pair),))
+    assert local(pair, out) == [0, 2]
+    first, second = pair.local_results(error)
+    assert first.get() is None and "1.0 is too large" in second.get()
+    error, out = dj.pmap(checkify.checkify(checked), strategy=pair)(jnp.arange(2.0))
+    assert "at mapped index 1: 1.0 is too large" in error.get()
+    with pytest.raises(checkify.JaxRuntimeError, match="1.0 is too large"):
+        error.throw()
+
+
+def test_a_strategy_under_a_mesh_of_the_user(pair):
+    with jax.set_mesh(jax.make_mesh((8,), ("user",))):
+        out = pair.run(lambda x: lax.psum(x, "replica"), args=(ids(pair),))
+        assert float(pair.reduce("sum", ids(pair))) == float(out) == 1
+
+
+def test_from_replicated_outside_of_a_scope():
+    with pytest.raises(dj.errors.ContextError, match="from_replicated needs the scope of the"):
+        dj.flax.from_replicated({"w": np.ones((2, 3))})

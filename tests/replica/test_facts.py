@@ -1,0 +1,315 @@
+"""Facts of replica values: right programs that look like wrong ones, lines, and reasons."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import distjax as dj
+from distjax.errors import CheckError, LocalityWarning, ReductionWarning
+from tests.diagnostics.lines import line_of
+from tests.wrong_programs.program import (
+    BATCH,
+    FIRST,
+    MEAN,
+    SUM,
+    ctx,
+    errors_of,
+    gradient,
+    inputs,
+    loss_of,
+    masks,
+    mean,
+    total,
+    weights,
+)
+
+R = 2
+
+
+@pytest.fixture(scope="module")
+def two():
+    return dj.VirtualStrategy(R)
+
+
+def optimizer_of_shares(s):
+    """An optimizer that sums, and a mean over R."""
+    with s.scope():
+        w = dj.Variable(weights(), name="w")
+    optimizer = dj.optim.Optimizer(optax.adam(0.1))
+    optimizer.init([w])
+    return lambda _, x: optimizer.apply_gradients([(gradient(w.value, x) / R, w)])
+
+
+def sum_of_shares(s):
+    return lambda w, x: w - 0.1 * total(gradient(w, x) / ctx().num_replicas_in_sync)
+
+
+def divided_after_the_sum(s):
+    return lambda w, x: w - 0.1 * (total(gradient(w, x)) / R)
+
+
+def mean_in_the_loss_and_of_the_gradient(s):
+    return lambda w, x: w - 0.1 * mean(jax.grad(lambda w: mean(loss_of(w, x)))(w))
+
+
+def penalty_over_the_replicas(s):
+    loss = lambda w, x: dj.losses.average_loss(errors_of(w, x)) + 0.01 * jnp.sum(w**2) / R
+    return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
+
+
+def half_a_mean(s):
+    return lambda w, x: w - 0.1 * mean(jax.grad(lambda w: 0.5 * loss_of(w, x))(w))
+
+
+def sum_over_outputs_and_a_global_batch(s):
+    """As many elements on a replica as examples on all: no mean of them."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.stack([x @ w, x @ w - 1], 1) ** 2) / (BATCH * R)
+
+    return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
+
+
+def count_of_the_examples(s):
+    return lambda w, x: total(jnp.sum(errors_of(w, x))) / total(jnp.float32(x.shape[0]))
+
+
+def momentum_given_as_equal(s):
+    def step(w, x):
+        velocity = 0.9 * jnp.ones_like(w) + mean(gradient(w, x))
+        return w - 0.1 * velocity, velocity
+
+    return step
+
+
+def first_replica_with_equal_writes(s):
+    with s.scope():
+        w = dj.Variable(weights(), name="w", aggregation=FIRST)
+    return lambda _, x: w.assign_sub(0.1 * mean(gradient(w.value, x)))
+
+
+def mean_variable_of_a_reduced_value(s):
+    with s.scope():
+        w = dj.Variable(weights(), name="w", aggregation=MEAN)
+    return lambda _, x: w.assign_sub(0.1 * mean(gradient(w.value, x)))
+
+
+def sum_and_count_in_variables(s):
+    with s.scope():
+        losses, steps = (dj.Variable(0.0, name=n, aggregation=SUM) for n in ("losses", "steps"))
+
+    def step(w, x):
+        losses.assign_add(loss_of(w, x))
+        steps.assign_add(jnp.ones(()))
+
+    return step
+
+
+def examples_clipped_and_summed(s):
+    """Differential privacy: each example's gradient is clipped, not each replica's."""
+
+    def step(w, x):
+        grads = jax.vmap(jax.grad(lambda w, x: (x @ w - 1) ** 2), (None, 0))(w, x)
+        norms = jnp.sqrt(jnp.sum(grads**2, axis=1, keepdims=True))
+        return w - 0.1 * mean(jnp.mean(grads * jnp.minimum(1.0, 1 / norms), axis=0))
+
+    return step
+
+
+def clip_after_the_mean(s):
+    tx = optax.chain(dj.optim.reduce_gradients(), optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+    return lambda w, x: optax.apply_updates(w, tx.update(gradient(w, x), tx.init(w), w)[0])
+
+
+def equal_noise_on_equal_gradients(s):
+    def step(w, x):
+        noise = jax.random.normal(jax.random.key(0), w.shape)
+        return w - 0.1 * (mean(gradient(w, x)) + 0.01 * noise)
+
+    return step
+
+
+def layer_norm(s):
+    def loss(w, x):
+        x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return loss_of(w, x)
+
+    return lambda w, x: w - 0.1 * mean(jax.grad(loss)(w, x))
+
+
+def synchronised_batch_norm(s):
+    def loss(w, x):
+        first, second = mean((x.mean(0), (x**2).mean(0)))
+        return loss_of(w, (x - first) / jnp.sqrt(second - first**2 + 1e-5))
+
+    return lambda w, x: w - 0.1 * mean(jax.grad(loss)(w, x))
+
+
+def weighted_by_the_local_count(s):
+    def step(w, x):
+        count = jnp.sum(x[:, 0] > 0)
+        own = jnp.sum(errors_of(w, x)) / jnp.maximum(count, 1)
+        return total(own * count) / total(count)
+
+    return step
+
+
+TRAPS = [
+    optimizer_of_shares,
+    sum_of_shares,
+    divided_after_the_sum,
+    mean_in_the_loss_and_of_the_gradient,
+    penalty_over_the_replicas,
+    half_a_mean,
+    sum_over_outputs_and_a_global_batch,
+    count_of_the_examples,
+    momentum_given_as_equal,
+    first_replica_with_equal_writes,
+    mean_variable_of_a_reduced_value,
+    sum_and_count_in_variables,
+    examples_clipped_and_summed,
+    clip_after_the_mean,
+    equal_noise_on_equal_gradients,
+    layer_norm,
+    synchronised_batch_norm,
+    weighted_by_the_local_count,
+]
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
+def test_what_only_looks_wrong_is_silent(two, trap):
+    step, args = trap(two), (weights(), inputs(two))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReductionWarning)
+        warnings.simplefilter("error", LocalityWarning)
+        two.run(step, args=args)
+    assert dj.check(step, *args, strategy=two) is None
+
+
+# -- lines and reasons ---------------------------------------------------------
+
+
+def findings(step, *args, strategy):
+    with pytest.raises(CheckError) as info:
+        dj.check(step, *args, strategy=strategy)
+    return info.value.findings
+
+
+def test_both_lines_are_named(two):
+    def step(w, x):
+        grads = jnp.clip(gradient(w, x), -1, 1)  # the clip
+        return w - 0.1 * mean(grads)
+
+    [finding] = findings(step, weights(), inputs(two), strategy=two)
+    assert line_of(__file__, "the clip") in finding.text
+    assert finding.text.count(".py:") == 2
+
+
+def test_one_line_for_each_call_of_a_cached_function(two):
+    def step(w, x):
+        key = jax.random.key(0)
+        a = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)  # first mask
+        b = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)  # second mask
+        return mean(jnp.mean(a) + jnp.mean(b))
+
+    found = findings(step, weights(), inputs(two), strategy=two)
+    lines = [finding.source.split(" ")[0] for finding in found]
+    assert lines == [line_of(__file__, "first mask"), line_of(__file__, "second mask")]
+
+
+def test_a_block_in_the_step_is_meant(two):
+    def step(w, x):
+        with dj.expect("clipped by replica, as in the paper"):
+            grads = jnp.clip(gradient(w, x), -1, 1)
+        return w - 0.1 * mean(grads)
+
+    args = weights(), inputs(two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReductionWarning)
+        two.run(step, args=args)
+    dj.check(step, *args, strategy=two)
+    [finding] = dj.explain(step, *args, strategy=two).findings
+    assert finding.expected == "clipped by replica, as in the paper"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, dj.jit], ids=["run", "jit"])
+def test_the_warning_is_given_by_a_plain_run(two, wrap):
+    step = lambda w, x: w - 0.1 * total(gradient(w, x))
+    run = wrap(lambda w, x: two.run(step, args=(w, x)))
+    with pytest.warns(ReductionWarning, match="a mean over each replica's batch needs the mean"):
+        run(weights(), inputs(two))
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_loops_in_loops_are_walked_to_their_end(two, depth):
+    def nest(w, x, depth):
+        if depth == 0:
+            return w - 0.1 * total(gradient(w, x))
+        return jax.lax.scan(lambda w, _: (nest(w, x, depth - 1), None), w, None, length=2)[0]
+
+    step = lambda w, x: nest(w, x, depth)
+    [finding] = findings(step, weights(), inputs(two), strategy=two)
+    assert finding.rule == "a sum of local means"
+
+
+def test_a_read_mask_is_enough(two):
+    step = lambda w, batch: total(dj.losses.average_loss(errors_of(w, batch.data), batch.mask))
+    dj.check(step, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)
+    only_outputs = lambda w, batch: batch.data @ w
+    dj.check(only_outputs, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)
+
+
+def test_one_replica_has_nothing_to_differ_from():
+    one = dj.VirtualStrategy(1)
+    step = lambda w, x: w - 0.1 * total(gradient(w, x))
+    x = one.distribute_values_from_function(lambda _: np.ones((BATCH, 3), np.float32))
+    dj.check(step, weights(), x, strategy=one)
+
+
+def test_why_a_value_is_equal_or_not(two):
+    with two.scope():
+        seen = dj.metrics.Sum("seen")
+
+    def step(w, x):
+        grads = gradient(w, x)  # differs here
+        seen.update(x)  # the metric
+        return {"own": grads, "all": mean(grads), "old": w * 2}  # results
+
+    [run] = dj.explain(step, weights(), inputs(two), strategy=two).runs
+    why = {name: (letter, text) for name, letter, text in run.why}
+    assert why["['old']"] == ("M", "made of equal values only")
+    assert why["['all']"][0] == "M" and why["['all']"][1].startswith("psum at ")
+    letter, chain = why["['own']"]
+    assert letter == "T" and chain.startswith("x, a value per replica -> ")
+    assert why["variable 'seen/total'"][0] == "T"
+
+
+def test_explanations_are_json_too(two):
+    import json
+
+    found = dj.explain(lambda w, x: mean(gradient(w, x)), weights(), inputs(two), strategy=two)
+    read = json.loads(found.to_json(indent=1))
+    assert read["runs"][0]["why"][0][1] == "M" and read["findings"] == []
+    assert "why:" in str(found) and "why" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: jnp.float32(1e30) ** 8 + x,
+        lambda x: jnp.zeros(()) ** -1 + x,
+        lambda x: jax.lax.optimization_barrier((x, x * 2))[1],
+        lambda x: jnp.inf * jnp.ones(()) / 3 + x,
+        lambda x: jnp.select([x > 0, x > 1], [x, x * 2], 0.0),
+        lambda x: jax.lax.switch(2, [jnp.sin, jnp.cos, jnp.tan], x),
+        lambda x: jnp.linalg.svd(x)[1] + jnp.fft.rfft(x).real.sum(),
+        lambda x: jax.lax.while_loop(lambda v: v[0] < 3, lambda v: (v[0] + 1, v[1] * 2), (0, x))[1],
+        lambda x: x[:0].sum() + jnp.zeros((0, 3)).mean(0),
+    ],
+)
+def test_odd_programs_are_walked(two, odd):
+    dj.check(lambda w, x: (odd(x), mean(odd(x))), weights(), inputs(two), strategy=two)

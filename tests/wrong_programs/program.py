@@ -1,0 +1,153 @@
+"""A realistic wrong program beside its right version, and how it is run and checked."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import distjax as dj
+from distjax.errors import CheckError, LocalityWarning, ReductionWarning
+
+ctx = dj.get_replica_context
+ON_READ, ON_WRITE = dj.VariableSynchronization.ON_READ, dj.VariableSynchronization.ON_WRITE
+SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
+FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
+BATCH, FEATURES = 4, 3
+
+#: How a program is found, most plainly first: by the plain run, by `dj.check` alone, not at all.
+ERROR, WARNING, NOTE, SILENT = "error", "warning", "note", "silent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One version of a program.
+
+    Attributes:
+      step: the replica function.
+      args: its arguments.
+      feed: the arguments of the next call, of a result; None: it is called once.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    feed: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A row of the table.
+
+    Attributes:
+      build: ``build(strategy, is_right) -> Case``.
+      level: the level at which the wrong version is found.
+      rule: the rule of a finding, or a part of an error's text.
+      why: why the level is not higher.
+      origin: "faults" (the list of 42) or "more".
+      is_outside: whether the mistake is outside of the step, where `dj.check` does not look.
+    """
+
+    build: Callable[[Any, bool], Case]
+    level: str
+    rule: str
+    why: str
+    origin: str
+    is_outside: bool
+
+    @property
+    def name(self) -> str:
+        return self.build.__name__
+
+
+TABLE: list[Program] = []
+
+
+def program(
+    level: str, rule: str = "", why: str = "", *, more: bool = False, outside: bool = False
+):
+    """Adds a builder to the table."""
+
+    def add(build: Callable[[Any, bool], Case]) -> Callable[[Any, bool], Case]:
+        TABLE.append(Program(build, level, rule, why, "more" if more else "faults", outside))
+        return build
+
+    return add
+
+
+# -- what the programs share ---------------------------------------------------
+
+
+def on_replicas(strategy: Any, make: Callable[[int], Any]) -> Any:
+    return strategy.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
+
+
+def inputs(strategy: Any) -> Any:
+    draw = lambda r: np.random.default_rng(r).normal(size=(BATCH, FEATURES)).astype(np.float32)
+    return on_replicas(strategy, draw)
+
+
+def masks(strategy: Any) -> Any:
+    return on_replicas(strategy, lambda r: np.arange(BATCH) < BATCH - r % 2)
+
+
+def weights() -> Any:
+    return np.full(FEATURES, 0.5, np.float32)
+
+
+def errors_of(w: Any, x: Any) -> Any:
+    return (x @ w - 1.0) ** 2
+
+
+def loss_of(w: Any, x: Any) -> Any:
+    return jnp.mean(errors_of(w, x))
+
+
+def gradient(w: Any, x: Any) -> Any:
+    return jax.grad(loss_of)(w, x)
+
+
+def mean(value: Any) -> Any:
+    return ctx().all_reduce("mean", value)
+
+
+def total(value: Any) -> Any:
+    return ctx().all_reduce("sum", value)
+
+
+def first_argument(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return result, *args[1:]
+
+
+# -- running -------------------------------------------------------------------
+
+KINDS = {LocalityWarning: WARNING, ReductionWarning: WARNING}
+
+
+def run_plainly(strategy: Any, case: Case) -> tuple[str, str]:
+    """Returns the level at which two plain calls tell of the program, and the texts."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            args = case.args
+            for _ in range(2 if case.feed else 1):
+                result = strategy.run(case.step, args=args)
+                args = case.feed(result, args) if case.feed else args
+        except Exception as error:
+            if not type(error).__module__.startswith("distjax") and "Fix: " not in str(error):
+                raise
+            return ERROR, str(error)
+    texts = [str(c.message) for c in caught if c.category in KINDS]
+    return (WARNING, "\n".join(texts)) if texts else (SILENT, "")
+
+
+def check(strategy: Any, case: Case) -> tuple[Any, ...]:
+    """Returns what `dj.check` finds."""
+    try:
+        dj.check(case.step, *case.args, strategy=strategy)
+    except CheckError as error:
+        return error.findings
+    return ()

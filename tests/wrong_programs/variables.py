@@ -1,0 +1,181 @@
+"""Variables and optimizers whose reduction is not the one that the value needs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import distjax as dj
+from tests.wrong_programs.program import (
+    ERROR,
+    FIRST,
+    MEAN,
+    NOTE,
+    ON_READ,
+    ON_WRITE,
+    SILENT,
+    SUM,
+    WARNING,
+    Case,
+    ctx,
+    errors_of,
+    gradient,
+    inputs,
+    loss_of,
+    mean,
+    program,
+    total,
+    weights,
+)
+
+MEANS, TWICE, SHARE = "a sum of local means", "summed twice", "a share averaged"
+APART, DROPPED = "each replica trains on its own", "updates of other replicas dropped"
+LEGAL_SUM = "a larger rate may be meant"
+
+
+def variable(s, aggregation, synchronization=ON_WRITE, value=None, **options):
+    with s.scope():
+        return dj.Variable(
+            weights() if value is None else value,
+            name="w",
+            aggregation=aggregation,
+            synchronization=synchronization,
+            **options,
+        )
+
+
+def _written(s, w, amount):
+    return Case(lambda x: w.assign_sub(0.1 * amount(w.value, x)), (inputs(s),))
+
+
+@program(WARNING, TWICE, LEGAL_SUM)
+def mean_into_a_variable_that_sums(s, right):
+    w = variable(s, MEAN if right else SUM)
+    return _written(s, w, lambda w, x: mean(gradient(w, x)))
+
+
+def _optimized(s, op, grads):
+    w = variable(s, dj.VariableAggregation.NONE)
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1), op)
+    optimizer.init([w])
+    return Case(lambda x: optimizer.apply_gradients([(grads(w.value, x), w)]), (inputs(s),))
+
+
+@program(WARNING, TWICE, LEGAL_SUM)
+def mean_into_an_optimizer_that_sums(s, right):
+    return _optimized(s, "sum", lambda w, x: gradient(w, x) / 2 if right else mean(gradient(w, x)))
+
+
+@program(WARNING, MEANS, LEGAL_SUM)
+def local_mean_and_the_optimizers_default(s, right):
+    return _optimized(s, "mean" if right else "sum", gradient)
+
+
+@program(WARNING, APART, "local training is legal")
+def parameters_of_each_replica(s, right):
+    w = variable(s, MEAN, ON_WRITE if right else ON_READ, trainable=True)
+    return _written(s, w, gradient)
+
+
+@program(WARNING, DROPPED, "equal values are right")
+def gradients_of_other_replicas_dropped(s, right):
+    return _written(s, variable(s, MEAN if right else FIRST), gradient)
+
+
+@program(SILENT, "", "an average of moving variances is what tf.distribute computes")
+def moments_left_in_a_mean(s, right):
+    variance = variable(s, MEAN)
+
+    def step(x):
+        first, second = jnp.mean(x, axis=0), jnp.mean(x**2, axis=0)
+        if right:
+            first, second = mean((first, second))
+        variance.assign(0.9 * variance.value + 0.1 * (second - first**2))
+
+    return Case(step, (inputs(s),))
+
+
+@program(
+    WARNING,
+    "replica 0's initial value wins",
+    "a value made of a batch may be meant",
+    outside=True,
+)
+def initial_value_of_each_replica(s, right):
+    made = []
+
+    def step(key, x):
+        key = key if right else ctx().fold_in(key)
+        if not made:
+            made.append(dj.Variable(jax.random.normal(key, (3,)), name="w", aggregation=MEAN))
+        return mean(loss_of(made[0].value, x))
+
+    return Case(step, (jax.random.key(0), inputs(s)))
+
+
+@program(NOTE, "an equal array summed", "R times the array may be meant")
+def equal_array_into_a_variable_that_sums(s, right):
+    steps = variable(s, FIRST if right else SUM, value=0.0, trainable=False)
+    return Case(lambda x: steps.assign_add(jnp.float32(1)), (inputs(s),))
+
+
+# -- more ----------------------------------------------------------------------
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def local_mean_into_a_variable_that_sums(s, right):
+    return _written(s, variable(s, MEAN if right else SUM), gradient)
+
+
+@program(WARNING, SHARE, "a small rate may be meant", more=True)
+def share_into_an_optimizer_that_averages(s, right):
+    share = lambda w, x: jax.grad(lambda w: dj.losses.average_loss(errors_of(w, x)))(w)
+    return _optimized(s, "sum" if right else "mean", share)
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def mean_loss_into_an_optimizer_that_sums(s, right):
+    op = "mean" if right else "sum"
+    grads = lambda w, x: jax.grad(lambda w: dj.losses.average_loss(errors_of(w, x), op="mean"))(w)
+    return _optimized(s, op, grads)
+
+
+@program(WARNING, "clipped before the reduction", "replicas may clip on purpose", more=True)
+def clipped_into_an_optimizer(s, right):
+    clip = lambda g: g if right else jnp.clip(g, -0.1, 0.1)
+    return _optimized(s, "mean", lambda w, x: clip(gradient(w, x)))
+
+
+@program(WARNING, TWICE, LEGAL_SUM, more=True)
+def total_into_an_optimizer_that_sums(s, right):
+    reduced = lambda w, x: jax.grad(lambda w: dj.losses.average_loss(errors_of(w, x)))(w)
+    return _optimized(s, "sum", lambda w, x: reduced(w, x) if right else total(reduced(w, x)))
+
+
+@program(ERROR, "needs an array", more=True)
+def number_into_a_variable_that_sums(s, right):
+    count = variable(s, SUM, value=0.0, trainable=False)
+    return Case(lambda x: count.assign_add(jnp.float32(x.shape[0]) if right else 4.0), (inputs(s),))
+
+
+@program(ERROR, "needs each variable once|needs 2 gradients|needs a gradient", more=True)
+def gradient_of_one_variable_missing(s, right):
+    w, b = variable(s, MEAN), variable(s, MEAN)
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1), "mean")
+    optimizer.init([w, b])
+
+    def step(x):
+        grads = gradient(w.value, x)
+        optimizer.apply_gradients([(grads, w), (grads, b)] if right else [(grads, w)])
+
+    return Case(step, (inputs(s),))
+
+
+@program(SILENT, "", "an integer counter that differs may be meant", more=True)
+def counter_of_each_replica(s, right):
+    def step(count, x):
+        found = jnp.sum(x > 0)
+        return count + (total(found) if right else found)
+
+    feed = lambda out, args: (out, args[1])
+    return Case(step, (np.int32(0), inputs(s)), feed)

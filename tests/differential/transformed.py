@@ -123,13 +123,18 @@ class TransformedMachine(Machine):
             return (carry[0] < 3) & ~jnp.bool_(near)
 
         again = lambda carry: (carry[0] + 1, self.body(body, flag, carry[1]))
-        return lax.while_loop(far, again, (0, registers))[1]
+        steps, registers = lax.while_loop(far, again, (0, registers))
+        return put(registers, 1, registers[1] + steps)  # as often as its predicate says
 
     def _branch(self, flag, registers, kind, bodies):
-        branches = [lambda r, body=body: self.body(body, flag, r) for body in bodies]
+        branches = [
+            lambda r, body=body, number=number: (number, self.body(body, flag, r))
+            for number, body in enumerate(bodies)
+        ]
         if kind != "argument":
             flag = jnp.int32(jnp.sum(jnp.abs(registers[kind])) * 2) % len(branches)
-        return lax.switch(flag, branches, registers)
+        number, registers = lax.switch(flag, branches, registers)
+        return put(registers, 1, registers[1] + number)
 
 
 #: What one register becomes of two values [2].
@@ -279,8 +284,8 @@ def _scanned(inner, registers):
 
 
 def _delayed(inner, registers):
-    """What comes out second has been in another carry for a step, and in the register before."""
-    step = lambda c, _: ((inner(c[0]), c[0][1]), None)
+    """What comes out second was in both registers before, and in another carry for a step."""
+    step = lambda c, _: ((inner(c[0][::-1]), c[0][1]), None)
     last, delayed = lax.scan(step, (registers, jnp.float32([0.3, -0.2])), length=3)[0]
     return last[0], delayed
 

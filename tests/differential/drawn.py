@@ -105,7 +105,7 @@ class Drawing:
 
     def _within(self, depth, smooth, local):
         options = set(transformed.WITHIN) - set(transformed.REFUSED.get(smooth, ()))
-        kind = self.choice(sorted(options))
+        kind = self.choice([*sorted(options), "delayed_scan", "delayed_scan", "grad_of_scan"])
         derived = "forward" if smooth == "forward" or "jvp" in kind else "reverse"
         inside = derived if kind in transformed.DERIVATIVES else smooth
         return kind, self.body(depth - 1, smooth=inside, local=kind == "custom_vmap")

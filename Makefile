@@ -48,8 +48,9 @@ test: $(INSTALLED)  ## all tests
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
 	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
 
-fuzz: $(INSTALLED)  ## random functions beside jax.pmap, SEEDS of them
-	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) tests/pmap/test_random.py $(PYTEST_FLAGS)
+fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.pmap, SEEDS of each
+	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
+	  tests/differential/test_proofs.py tests/pmap/test_random.py
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
 	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \

@@ -17,16 +17,25 @@ from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 
 #: Collectives whose result is the same on every member of the whole axis.
-_EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
+EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their own operands.
 CALLS = frozenset(
     "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint custom_jvp_call "
-    "custom_vjp_call custom_vjp_call_jaxpr custom_lin composite compute_on".split()
+    "custom_vjp_call custom_vjp_call_jaxpr composite compute_on".split()
 )
 #: Primitives with a predicate, and what users call them.
 _CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
-#: Primitives that may give another value each time they run.
-_IMPURE = frozenset("rng_uniform infeed pure_callback io_callback buffer_callback ffi_call".split())
+#: Primitives that hand on each operand as it is.
+EACH = frozenset(("optimization_barrier", "device_put"))
+#: Primitives whose value is not a function of their operands, as far as anybody can know:
+#: they draw, run code that JAX does not see, leave memory as it was, or ask which process it is.
+IMPURE = frozenset(
+    "rng_uniform infeed pure_callback io_callback buffer_callback ffi_call call_exported "
+    "tpu_custom_call mosaic_gpu_p empty global_array_to_host_local_array "
+    "host_local_array_to_global_array".split()
+)
+#: Classes of JAX behind a `call_hi_primitive` that are functions of arrays, without a jaxpr.
+HI_PRIMITIVES = frozenset("SearchSorted Nonzero Einsum Ldexp Frexp CheckpointName".split())
 
 MERGE_NAME = "distjax_merge_call"
 
@@ -84,20 +93,18 @@ class Analysis:
         solver = jax_compat.solver_call(eqn)
         if solver is not None:
             inner, operands = solver
-            outs = self.outputs(inner, [ins[i] for i in operands])
-            # JAX cannot batch a linear solve whose result is less batched than its operands.
-            return [any(ins) or out for out in outs]
+            return self.outputs(inner, [ins[i] for i in operands])
+        if name in EACH:
+            return ins
         if any(ins):
             self._require_no_loop(eqn)
         return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
 
     def _differs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):
-            equal = eqn.primitive.name in _EQUALISING
+            equal = eqn.primitive.name in EQUALISING
             return not equal or eqn.params.get("axis_index_groups") is not None
-        if any(ins) or eqn.effects or eqn.primitive.name in _IMPURE:
-            return True
-        return any(self._has_source(sub) for sub in sub_jaxprs(eqn))
+        return any(ins) or self._is_source(eqn)
 
     def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation names the replica axis."""
@@ -108,14 +115,12 @@ class Analysis:
                 return True
         return False
 
-    def _has_source(self, jaxpr: jax_compat.Jaxpr) -> bool:
-        return any(
-            self.over_replicas(e)
-            or e.effects
-            or e.primitive.name in _IMPURE
-            or any(self._has_source(sub) for sub in sub_jaxprs(e))
-            for e in jaxpr.eqns
-        )
+    def _is_source(self, eqn: jax_compat.JaxprEqn) -> bool:
+        """Returns whether an equation may make different values of equal operands."""
+        impure = eqn.primitive.name in IMPURE or _hides_its_body(eqn)
+        if impure or eqn.effects or self.over_replicas(eqn):
+            return True
+        return any(self._is_source(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
 
     # -- loops and branches ---------------------------------------------------
 
@@ -205,3 +210,12 @@ def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
 
 def _is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:
     return "Ref" in type(var.aval).__name__
+
+
+def _hides_its_body(eqn: jax_compat.JaxprEqn) -> bool:
+    """Returns whether an equation runs a user's `HiPrim`, which may do anything."""
+    kind = type(eqn.params.get("_prim"))
+    if kind is type(None):
+        return False
+    is_known = kind.__name__ in HI_PRIMITIVES or next(sub_jaxprs(eqn), None) is not None
+    return not (is_known and kind.__module__.startswith("jax."))

@@ -1,6 +1,7 @@
 """What the locality analysis proves, and what it must not."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,11 @@ def solution(w, last):
     return lax.custom_linear_solve(lambda v: v, w, lambda matvec, b: last(b))
 
 
+def iterated(matvec, b):
+    """Returns the solution of ``matvec(v) = b``, by a loop that ends when it is near."""
+    return jax.scipy.sparse.linalg.cg(matvec, b[None], maxiter=3)[0][0]
+
+
 PROVED = {
     "argument": lambda w, x: w,
     "arithmetic": lambda w, x: w * 2 + 1,
@@ -75,6 +81,16 @@ PROVED = {
     "custom_jvp": lambda w, x: jax.nn.relu(w),
     "custom_root": lambda w, x: root(w, lambda y: y),
     "custom_linear_solve": lambda w, x: solution(w, lambda y: y),
+    "custom_root of a reduced equation": lambda w, x: root(lax.psum(x, AXIS), lambda y: y + w),
+    "custom_linear_solve that reduces": lambda w, x: lax.custom_linear_solve(
+        lambda v: v * x, w, lambda matvec, b: lax.pmean(matvec(b), AXIS), symmetric=True
+    ),
+    "cg on a reduced product": lambda w, x: iterated(lambda v: lax.pmean(x * v, AXIS), w),
+    "gradient of cg on a reduced product": lambda w, x: jax.grad(
+        lambda w: iterated(lambda v: lax.pmean(x * v, AXIS), w)
+    )(w),
+    "optimization_barrier beside x": lambda w, x: lax.optimization_barrier((x, w))[1],
+    "device_put beside x": lambda w, x: jax.device_put((x, w))[1],
     "checkpoint_name": lambda w, x: checkpoint_name(w, "w"),
     "gradient of an equal function": lambda w, x: jax.grad(jnp.sin)(w),
 }
@@ -92,6 +108,10 @@ DIFFERENT = {
     "callback in custom_root": lambda w, x: root(w, called_back),
     "ppermute in custom_root": lambda w, x: root(w, exchanged),
     "ppermute in custom_linear_solve": lambda w, x: solution(w, exchanged),
+    "cg on a product that differs": lambda w, x: iterated(lambda v: x * v, w),
+    "optimization_barrier of x": lambda w, x: lax.optimization_barrier((x, w))[0],
+    "memory that nobody wrote": lambda w, x: lax.empty((2,), jnp.float32),
+    "exported program": lambda w, x: jax.export.export(jax.jit(jnp.sin))(W).call(w),
     "scan whose carry takes x": lambda w, x: lax.scan(
         lambda c, _: (c + x, None), w, None, length=3
     )[0],

@@ -126,7 +126,10 @@ def _start_reader(
             cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
         returned = cell[0]
         (spec,) = returned[1]
-        result = spec.unpack(returned)
+        if spec.is_plain:
+            result = spec.treedef.unflatten(returned[2:-1])
+        else:
+            result = spec.unpack(returned)
         if finish is not None:
             result = finish(result)
     except BaseException:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 #: Arrays over the buffers of variables, by identity.
 _handed_out: dict[int, weakref.ref[jax.Array]] = {}
+#: Held for a moment: two threads that first take one array apart leave JAX with each shard twice.
+_taking_apart = threading.RLock()
 
 
 def hand_out(stored: StoredArray) -> jax.Array:
@@ -34,7 +37,7 @@ def hand_out(stored: StoredArray) -> jax.Array:
     """
     place, version = stored.place, stored.version
     if not _is_starting(place):
-        with contextlib.suppress(RuntimeError):  # donated meanwhile, or deleted: the lock tells
+        with contextlib.suppress(Exception):  # donated meanwhile, or deleted: the lock tells
             handle = _register(stored)
             if stored.place is place and stored.version == version and not _is_starting(place):
                 return handle
@@ -47,8 +50,9 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 
 def _register(stored: StoredArray) -> jax.Array:
-    handle = jax_compat.another_handle(stored.require())  # pyright: ignore[reportArgumentType]
-    held = (handle, *(shard.data for shard in handle.addressable_shards))
+    with _taking_apart:
+        handle = jax_compat.another_handle(stored.require())  # pyright: ignore[reportArgumentType]
+        held = (handle, *(shard.data for shard in handle.addressable_shards))
     for array in held:
         key = id(array)
         _handed_out[key] = weakref.ref(array, functools.partial(_forget, key))

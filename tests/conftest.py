@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 import tempfile
 
 # Read when JAX is imported; children inherit them.
@@ -99,6 +100,15 @@ def collect_garbage():
     gc.freeze()
     yield gc.collect
     gc.unfreeze()
+
+
+@pytest.fixture
+def switch_often():
+    """Threads take turns at every chance: more goes wrong between two, where something can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(autouse=True)

@@ -11,29 +11,39 @@ from collections.abc import Callable
 from typing import Any
 
 
-def in_own_thread(fn: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Returns ``fn()`` of a new thread, or raises what it raised.
+def in_threads(*works: Callable[[], Any], seconds: float = 120.0) -> list[Any]:
+    """Returns the results of functions that begin at once, each on a thread of its own.
 
     Args:
-      fn: what is called.
+      *works: what is called; what the first of them to fail raises is raised.
       seconds: how long a thread that hangs is awaited.
     """
-    ended: list[tuple[Any, BaseException | None]] = []
+    start = threading.Barrier(len(works))
+    results: list[list[Any]] = [[] for _ in works]
+    errors: list[BaseException] = []
 
-    def work() -> None:
+    def call(work: Callable[[], Any], result: list[Any]) -> None:
+        start.wait(seconds)
         try:
-            ended.append((fn(), None))
+            result.append(work())
         except BaseException as error:
-            ended.append((None, error))
+            errors.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert ended, f"the thread has not ended after {seconds} s"
-    result, error = ended[0]
-    if error is not None:
-        raise error
-    return result
+    pairs = zip(works, results, strict=True)
+    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"a thread hangs for {seconds} s"
+    return [result for (result,) in results]
+
+
+def in_own_thread(fn: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Returns ``fn()`` of a new thread, or raises what it raised."""
+    return in_threads(fn, seconds=seconds)[0]
 
 
 def on_own_thread(test: Callable[..., None]) -> Callable[..., None]:

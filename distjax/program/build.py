@@ -140,7 +140,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]
-        return written, as_static_output(spec), *arrays, token
+        return written, as_static_output(spec), arrays, token
 
     donated = (0, *(3 + number for number in step.donate_argnums))
 

@@ -75,10 +75,7 @@ def start(
                 returned = cell[0]
                 cell[0] = returned[0]
                 (spec,) = returned[1]
-                if spec.is_plain:
-                    result = spec.treedef.unflatten(returned[2:-1])
-                else:
-                    result = spec.unpack(returned)
+                result = spec.unpack(returned[2])
                 if finish is not None:
                     result = finish(result)
             except BaseException:
@@ -86,8 +83,8 @@ def start(
                 raise
         finally:
             stepped.is_starting = False
-    if returned[-1] is not None:
-        throttle(returned[-1])
+    if returned[3] is not None:
+        throttle(returned[3])
     return result, spec
 
 
@@ -126,18 +123,15 @@ def _start_reader(
             cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
         returned = cell[0]
         (spec,) = returned[1]
-        if spec.is_plain:
-            result = spec.treedef.unflatten(returned[2:-1])
-        else:
-            result = spec.unpack(returned)
+        result = spec.unpack(returned[2])
         if finish is not None:
             result = finish(result)
     except BaseException:
         if cell and finish is not None:
-            finish(spec_of(cell[0]).unpack(cell[0]))
+            finish(spec_of(cell[0]).unpack(cell[0][2]))
         raise
-    if returned[-1] is not None:
-        throttle(returned[-1])
+    if returned[3] is not None:
+        throttle(returned[3])
     return result, spec
 
 
@@ -149,7 +143,7 @@ def _conclude(build: Build, returned: tuple[Any, ...] | None, finish: Finish | N
         cell[0] = returned[0]
     if returned is not None:
         if finish is not None:
-            finish(spec_of(returned).unpack(returned))
+            finish(spec_of(returned).unpack(returned[2]))
         return
     for variable, array in zip(build.writes, build.stepped.arrays, strict=True):
         if isinstance(array, jax.Array) and array.is_deleted():

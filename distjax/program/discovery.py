@@ -41,12 +41,12 @@ class Discovered:
         consts: list[Any],
         signature: tuple[Any, ...],
         partitioned: PartitionedTree,
-        wrappers: tuple[Any, ...],
+        forms: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
     ):
         self._consts, self._signature = consts, signature
-        self._partitioned, self._wrappers = partitioned, wrappers
+        self._partitioned, self._forms = partitioned, forms
         self._log = log
         self.writes = writes
         self.created = list(log.values)
@@ -61,7 +61,7 @@ class Discovered:
         )
         # A result that is a variable's value gets a buffer of its own: the
         # variable's will be donated while the user holds the result.
-        ends = self._jaxpr.outvars[len(wrappers) : len(wrappers) + len(writes)]
+        ends = self._jaxpr.outvars[len(forms) : len(forms) + len(writes)]
         state_vars = [*(e.outvars[0] for e in reads), *ends]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
 
@@ -76,7 +76,7 @@ class Discovered:
     @property
     def results(self) -> list[tuple[str, bool]]:
         """The paths of the array results, and which differ per replica."""
-        varying = (w is not None for w in self._wrappers)
+        varying = (w is not None for w in self._forms)
         return list(zip(self._partitioned.paths, varying, strict=True))
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -89,13 +89,13 @@ class Discovered:
         """Returns the array results, their form, and new values of variables written."""
         inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
         outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
-        num_results = len(self._wrappers)
+        num_results = len(self._forms)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         arrays = [
             jnp.copy(out) if self._is_state(var) else out
             for out, var in zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
         ]
-        return arrays, OutputSpec(self._partitioned, self._wrappers, self._log.reused), new
+        return arrays, OutputSpec(self._partitioned, self._forms, self._log.reused), new
 
     def _is_state(self, atom: jax_compat.Var | jax_compat.Literal) -> bool:
         return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
@@ -126,7 +126,7 @@ class Discovered:
                     variable.stored.complete = functools.partial(_store_initial, variable, value)
 
     def _compute(self, variables: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        ends = self._jaxpr.outvars[len(self._wrappers) + len(self.writes) :]
+        ends = self._jaxpr.outvars[len(self._forms) + len(self.writes) :]
         ends = dict(zip(self.created, ends, strict=True))
         part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
 
@@ -177,9 +177,9 @@ def discover(
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
-        wrappers = tuple(r.form if isinstance(r, PerReplica) else None for r in results)
+        forms = tuple(r.form if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)
-        found.update(partitioned=partitioned, wrappers=wrappers, writes=writes)
+        found.update(partitioned=partitioned, forms=forms, writes=writes)
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
         return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
 
@@ -190,7 +190,7 @@ def discover(
             if not log.values:
                 raise
             outs = []
-            found.update(error=error, partitioned=None, wrappers=(), writes=[])
+            found.update(error=error, partitioned=None, forms=(), writes=[])
         return [*outs, *log.take_values()]
 
     try:

@@ -2,12 +2,16 @@
 
 What belongs to one signature and is no array (Python results, the tree of results) leaves a
 compiled call in the auxiliary data of its output tree, since a call that hits runs no Python of
-ours inside `jit`. A compiled program returns ``(written, {spec: None}, *arrays, token)``.
+ours inside `jit`. A compiled program returns ``(written, {spec: None}, arrays, token)``.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from distjax.placement.per_replica import Form, with_form
 from distjax.replica.arguments import PartitionedTree
@@ -16,36 +20,45 @@ from distjax.replica.arguments import PartitionedTree
 class OutputSpec:
     """What the results of one signature are, apart from their arrays.
 
-    Attributes:
+    Args:
       partitioned: the user's tree of results.
-      wrappers: per array the form of its PerReplica, or None.
+      forms: per array the form of its PerReplica, or None.
       recreated: the names of variables made before that constructors were handed.
-      treedef: the tree of results of which every leaf is an array or PerReplica, else None.
-      is_plain: whether all results are bare arrays.
+
+    Attributes:
+      unpack: ``unpack(arrays)`` returns the user's results; in C where all are bare arrays.
+      recreated: as given.
     """
 
-    __slots__ = ("is_plain", "partitioned", "recreated", "treedef", "wrappers")
+    __slots__ = ("recreated", "unpack")
 
     def __init__(
         self,
         partitioned: PartitionedTree,
-        wrappers: tuple[Form | None, ...],
+        forms: tuple[Form | None, ...],
         recreated: tuple[str, ...],
     ):
-        self.partitioned, self.wrappers = partitioned, wrappers
         self.recreated = recreated
-        self.treedef = partitioned.treedef if partitioned.is_of_arrays else None
-        self.is_plain = self.treedef is not None and all(wrap is None for wrap in wrappers)
+        combine = partitioned.combine
+        if partitioned.is_of_arrays:
+            combine = partitioned.treedef.unflatten
+        has_forms = any(form is not None for form in forms)
+        self.unpack: Callable[[Sequence[jax.Array]], Any] = (
+            functools.partial(_unpack, combine, forms) if has_forms else combine
+        )
 
-    def unpack(self, returned: tuple[Any, ...]) -> Any:
-        """Returns the user's results, of what the compiled program returned."""
-        arrays = [
+
+def _unpack(
+    combine: Callable[[Sequence[Any]], Any],
+    forms: tuple[Form | None, ...],
+    arrays: Sequence[jax.Array],
+) -> Any:
+    return combine(
+        [
             array if form is None else with_form(array, form)
-            for array, form in zip(returned[2:-1], self.wrappers, strict=True)
+            for array, form in zip(arrays, forms, strict=True)
         ]
-        if self.treedef is not None:
-            return self.treedef.unflatten(arrays)
-        return self.partitioned.combine(arrays)
+    )
 
 
 def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:

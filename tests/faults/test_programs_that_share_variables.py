@@ -1,13 +1,11 @@
 """Programs of two threads step the same variables in turn: no step is lost, none waits for ever."""
 
-import sys
-import threading
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import distjax as dj
+from tests.own_threads import in_threads
 
 SUM = dj.VariableAggregation.SUM
 NUM_STEPS = 40
@@ -21,34 +19,6 @@ STRATEGIES = {
 @pytest.fixture(params=STRATEGIES)
 def owner(request):
     return STRATEGIES[request.param]()
-
-
-@pytest.fixture
-def switch_often():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def in_threads(*works):
-    """Calls functions at once, each in a thread; raises what they raise."""
-    start, errors = threading.Barrier(len(works)), []
-
-    def run(work):
-        start.wait(30)
-        try:
-            work()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert errors == []
 
 
 def test_in_opposite_orders(owner, switch_often):

@@ -6,8 +6,7 @@ variables end as numpy says, whoever comes first, and each call returns what it 
 
 from __future__ import annotations
 
-import sys
-import threading
+import functools
 
 import jax
 import numpy as np
@@ -18,8 +17,10 @@ from hypothesis import strategies as st
 import distjax as dj
 from tests.laws.drawing import AS_IT_COMES, NAMES, drawn
 from tests.laws.scripts import FIRST, MEAN, ON_READ, SUM, Between, Call, Script
+from tests.own_threads import in_threads
 
 pytestmark = [
+    pytest.mark.usefixtures("switch_often"),
     pytest.mark.filterwarnings("ignore::distjax.errors.LocalityWarning"),
     pytest.mark.filterwarnings("ignore::distjax.errors.RecompilationWarning"),
 ]
@@ -31,19 +32,9 @@ STRATEGIES = {
     "parameters2": lambda: dj.ShardedStrategy(jax.devices()[:2], partition="parameters"),
     "central2": lambda: dj.CentralStorageStrategy(jax.devices()[:2]),
 }
-TIMEOUT_SECONDS = 120
 COMBINED = {SUM: np.sum, MEAN: np.mean, FIRST: lambda values: values[0]}
 #: What the modes that commute write, of what each replica is given.
 WRITTEN = {"add": lambda x: x, "sub": lambda x: -x, "loop": lambda x: 2 * x + 1}
-
-
-@pytest.fixture(autouse=True)
-def threads_take_turns_often():
-    """More goes wrong between two threads, where something can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 # -- the model ------------------------------------------------------------------------
@@ -87,31 +78,15 @@ def assert_all_is_written(script, before, items):
 # -- the law --------------------------------------------------------------------------
 
 
-def in_threads(script, sequences):
-    """Runs each sequence in a thread; returns the results of each."""
-    start, errors = threading.Barrier(len(sequences)), []
-    results = [[] for _ in sequences]
-
-    def work(items, returned):
+def do_all(script, items):
+    """Returns the results of items, done one after another."""
+    results = []
+    for item in items:
         try:
-            start.wait(TIMEOUT_SECONDS)
-            for item in items:
-                returned.append(script.do(item))
+            results.append(script.do(item))
         except BaseException as error:
-            error.add_note(f"at item {len(returned)} of {items}")
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, args=pair, daemon=True)
-        for pair in zip(sequences, results, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_SECONDS)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
+            error.add_note(f"at item {len(results)} of {items}")
+            raise
     return results
 
 
@@ -119,7 +94,8 @@ def replay(strategy, sequences):
     """Runs sequences at once; asserts that each item was done once, and by itself."""
     script = Script(strategy, {}, dj.jit)
     before = script.look()
-    results = in_threads(script, sequences)
+    works = [functools.partial(do_all, script, items) for items in sequences]
+    results = in_threads(*works)
     for items, returned in zip(sequences, results, strict=True):
         assert len(items) == len(returned)
         for item, result in zip(items, returned, strict=True):

@@ -12,6 +12,7 @@ from flax import nnx
 import distjax as dj
 from distjax.errors import TraceLeakError
 from distjax.objects import claims
+from tests.own_threads import in_threads
 
 STRATEGIES = {
     "mirrored": lambda: dj.MirroredStrategy(jax.devices()[:2]),
@@ -41,25 +42,6 @@ class Holder:
 @pytest.fixture(params=STRATEGIES)
 def owner(request):
     return STRATEGIES[request.param]()
-
-
-def in_threads(*works):
-    """Runs functions, each in a thread of its own; raises what one of them raised."""
-    errors = []
-
-    def guarded(work):
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("way", ["argument", "captured", "part_of_another"])

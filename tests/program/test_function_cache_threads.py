@@ -1,6 +1,5 @@
 """Programs and variables shared by threads."""
 
-import sys
 import threading
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 import distjax as dj
 from distjax.strategies import reducing
 from distjax.variables.layouts.host import HostLayout
+from tests.own_threads import in_threads
 from tests.replicas import local
 
 SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
@@ -19,34 +19,6 @@ SYNC, AGG = dj.VariableSynchronization, dj.VariableAggregation
 def make(strategy, initial_value, **options):
     with strategy.scope():
         return dj.Variable(initial_value, **options)
-
-
-@pytest.fixture
-def switch_often():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def in_threads(*works):
-    """Runs functions at once, each in a thread; raises what they raise."""
-    start, errors = threading.Barrier(len(works)), []
-
-    def run(work):
-        start.wait()
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("first", ["cold", "warm"])

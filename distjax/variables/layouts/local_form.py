@@ -15,8 +15,8 @@ from distjax.placement.topology import Topology
 class LocalForm(Protocol):
     """How the local form of a value and its global form come from each other.
 
-    `WHOLE`, `Components`, `AxisShards` and `Shards` are all there is need of; a class
-    of one's own works as well.
+    `UnsplitForm`, `AxisShards` and `Shards` are all there is need of; a class of one's own
+    works as well.
     """
 
     @property
@@ -75,15 +75,24 @@ class LocalForm(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeForm:
-    """Each replica holds the value: there is nothing to be brought together."""
+class UnsplitForm:
+    """Each replica holds all that it reads: the value, or a component of its own.
 
-    varying = False
+    Args:
+      num_components: R, where the global form is [R, ...]; None: the value is one.
+    """
+
+    num_components: int | None
     is_split = False
 
+    @property
+    def varying(self) -> bool:
+        """Whether each replica has a component of its own."""
+        return self.num_components is not None
+
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns `shape`."""
-        return shape
+        """Returns `shape`, or [R, *shape]."""
+        return shape if self.num_components is None else (self.num_components, *shape)
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns `shape`."""
@@ -119,49 +128,4 @@ class WholeForm:
 
 
 #: The form of a value that each replica holds.
-WHOLE = WholeForm()
-
-
-@dataclasses.dataclass(frozen=True)
-class Components:
-    """Each replica holds a component of its own; the global form is [R, ...]."""
-
-    num_replicas: int
-    varying = True
-    is_split = False
-
-    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns [R, *shape]."""
-        return (self.num_replicas, *shape)
-
-    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns `shape`."""
-        return shape
-
-    def to_replicas(self, value: jax.Array) -> Any:
-        """Returns `value`."""
-        return value
-
-    def from_replicas(self, array: jax.Array) -> Any:
-        """Returns `array`."""
-        return array
-
-    def spread(self, value: jax.Array) -> Any:
-        """Returns `value`."""
-        return value
-
-    def gather(self, local: jax.Array) -> Any:
-        """Returns `local`: a replica reads its own component."""
-        return local
-
-    def own_part(self, value: jax.Array) -> Any:
-        """Returns `value`."""
-        return value
-
-    def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
-        """Returns the sum or mean, by an all-reduce."""
-        return all_reduce(op, value, topology.axis_name, topology.num_replicas)
-
-    def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: the slices are there."""
-        return None
+WHOLE = UnsplitForm(None)

@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 from distjax.collectives.constraint import constrain_to_replicas
 from distjax.placement import locality as kinds
 from distjax.placement.topology import Topology
-from distjax.variables.layouts.local_form import Components
+from distjax.variables.layouts.local_form import UnsplitForm
 from distjax.variables.layouts.mirrored import MirroredLayout
 
 
@@ -37,9 +37,9 @@ class StackedLayout:
         return self.topology.per_replica
 
     @property
-    def local_form(self) -> Components:
+    def local_form(self) -> UnsplitForm:
         """A component of one's own."""
-        return Components(self.topology.num_replicas)
+        return UnsplitForm(self.topology.num_replicas)
 
     def to_stored(self, value: jax.Array) -> Any:
         """Returns `value`."""

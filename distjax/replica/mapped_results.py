@@ -25,6 +25,7 @@ from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import PartitionedTree
+from distjax.replica.axis_prefix import broadcast_axes
 from distjax.replica.global_value import GlobalValue, as_user_value, stack_replicas
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.typing import PyTree
@@ -144,50 +145,6 @@ def _axis_of_each(name: str, treedef: jax.tree_util.PyTreeDef, out_axes: PyTree)
                 fix="out_axes=0, or a tuple with an axis for each result",
             )
         ) from None
-
-
-def broadcast_axes(axes: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
-    """Returns the axis of each leaf of a tree.
-
-    Args:
-      axes: a prefix of the tree.
-      treedef: its structure.
-
-    Raises:
-      ValueError: it is no prefix.
-    """
-    if not axes and not isinstance(axes, (tuple, list, dict)):  # 0 or None: the same for all
-        return [axes] * treedef.num_leaves
-    prefix = jax.tree.structure(axes, is_leaf=_is_none)
-    leaves = jax.tree.leaves(axes, is_leaf=_is_none)
-    return [
-        axis
-        for axis, subtree in zip(leaves, _subtrees(prefix, treedef), strict=True)
-        for _ in range(subtree.num_leaves)
-    ]
-
-
-def _subtrees(
-    prefix: jax.tree_util.PyTreeDef, full: jax.tree_util.PyTreeDef
-) -> list[jax.tree_util.PyTreeDef]:
-    """Returns what stands in a tree in the places of the leaves of its prefix."""
-    if prefix.node_data() is None:
-        return [full]
-    if prefix.node_data() != full.node_data() or len(prefix.children()) != len(full.children()):
-        raise ValueError(f"{_node_text(prefix)} where the tree has {_node_text(full)}")
-    pairs = zip(prefix.children(), full.children(), strict=True)
-    return [tree for child, of in pairs for tree in _subtrees(child, of)]
-
-
-def _node_text(treedef: jax.tree_util.PyTreeDef) -> str:
-    node = treedef.node_data()
-    if node is None:
-        return "a leaf" if treedef.num_leaves else "None"
-    return f"a {node[0].__name__} of {len(treedef.children())}"
-
-
-def _is_none(value: object) -> bool:
-    return value is None
 
 
 def _report_lost(

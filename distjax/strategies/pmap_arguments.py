@@ -18,7 +18,7 @@ from distjax.objects.stateful_args import ObjectKeywords
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.replica.arguments import Static, is_array, user_path
-from distjax.replica.mapped_results import broadcast_axes
+from distjax.replica.axis_prefix import broadcast_axes
 from distjax.typing import PyTree
 
 

@@ -157,3 +157,12 @@ def test_a_reason_is_text(reason):
     with pytest.raises(TypeError, match="expect needs a reason in words") as info:
         dj.expect(reason)
     assert "Got: " in str(info.value) and "Fix: dj.expect(" in str(info.value)
+
+
+def test_a_mapped_function_that_loses_values():
+    """`out_axes=None` of what differs is a finding here, and a warning in a plain run."""
+    strategy = dj.VirtualStrategy(2)
+    step = dj.pmap(lambda w, x: w - x.mean(), in_axes=(None, 0), out_axes=None, strategy=strategy)
+    with pytest.raises(CheckError, match="warning: one value of those that differ") as info:
+        dj.check(step, jnp.float32(1), jnp.arange(4.0).reshape(2, 2))
+    assert [finding.level for finding in info.value.findings] == ["warning"]

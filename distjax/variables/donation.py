@@ -50,8 +50,9 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 
 def _register(stored: StoredArray) -> jax.Array:
+    array: Any = stored.require()  # before: it may wait for the lock, whose holder may come here
     with _taking_apart:
-        handle = jax_compat.another_handle(stored.require())  # pyright: ignore[reportArgumentType]
+        handle = jax_compat.another_handle(array)
         held = (handle, *(shard.data for shard in handle.addressable_shards))
     for array in held:
         key = id(array)

@@ -18,6 +18,7 @@ from distjax.checkpoint.state_objects import is_stateful
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.transfer import transfer
 from distjax.typing import PyTree
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
@@ -184,7 +185,7 @@ class ArrayLeaf(Leaf):
         if isinstance(self.value, np.ndarray):
             return np.asarray(array)
         array = jnp.asarray(array)
-        return array if place is None else jax.device_put(array, place)
+        return array if place is None else transfer(array, place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +211,7 @@ class PerReplicaLeaf(Leaf):
         topology = self.value.topology
         stacked = _array(self.spec, saved)
         if topology.is_placed:
-            stacked = jax.device_put(stacked, topology.per_replica)
+            stacked = transfer(stacked, topology.per_replica)
         return PerReplica(stacked, topology)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from distjax.data.elements import HostTree
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer_each
 from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies memory of the host that does not begin at a multiple
@@ -43,13 +44,13 @@ class InputLayout:
         if self.topology is not None:
             is_one = self.num_replicas == 1
             sharding = self.topology.mirrored if is_one else self.topology.per_replica
-        arrays = jax.device_put(leaves, sharding)
+        arrays = transfer_each(leaves, sharding)
         return self.as_element(jax.tree.unflatten(tree.treedef, arrays))
 
     def to_steps(self, tree: HostTree) -> Any:
         """Returns leaves [K, R, B, ...] as a tree of arrays, moved in one transfer."""
         leaves = tree.leaves if self.num_replicas > 1 else [leaf[:, 0] for leaf in tree.leaves]
-        return jax.tree.unflatten(tree.treedef, jax.device_put(leaves, self._of_steps))
+        return jax.tree.unflatten(tree.treedef, transfer_each(leaves, self._of_steps))
 
     def allocate(self, num_steps: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns host memory [K, *shape] that moves to the devices with no copy on the host.

@@ -14,6 +14,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.flax import rules
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
@@ -68,7 +69,7 @@ def place_array(value: PyTree, layout: Layout | None) -> Any:
         return value
     if isinstance(value, jax.Array) and value.sharding == layout.sharding:
         return value
-    return jax.device_put(jnp.asarray(value), layout.sharding)
+    return transfer(jnp.asarray(value), layout.sharding)
 
 
 def as_value(stored: PyTree, layout: Layout | None) -> Any:

@@ -12,6 +12,7 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.errors import ContextError, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.transfer import transfer
 from distjax.replica.arguments import is_array
 from distjax.strategies.rows import place_rows, require_rows
 from distjax.typing import PyTree
@@ -64,7 +65,7 @@ def from_replicated(tree: PyTree, compare: bool = False) -> Any:
             return leaf
         require_rows(leaf, f"from_replicated: {jax.tree_util.keystr(path)}", topology)
         if compare and _rows_are_equal(leaf):
-            return jax.device_put(leaf[0], topology.mirrored)
+            return transfer(leaf[0], topology.mirrored)
         return place_rows(extended, leaf)
 
     return jax.tree_util.tree_map_with_path(take_in, tree)
@@ -94,7 +95,7 @@ def to_replicated(tree: PyTree) -> Any:
         if not is_array(leaf):
             return leaf
         rows = jnp.broadcast_to(leaf, (topology.num_replicas, *leaf.shape))
-        return jax.device_put(rows, topology.per_replica)
+        return transfer(rows, topology.per_replica)
 
     return jax.tree.map(give_back, tree, is_leaf=is_per_replica)
 

@@ -12,6 +12,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.topology import Topology, unplaced_topology
+from distjax.placement.transfer import local_rows, transfer
 from distjax.typing import PyTree
 
 #: What a treedef remembers of a PerReplica: the topology, and the shape [R, ...]. All of it counts
@@ -113,11 +114,18 @@ class PerReplica:
             return [f"{r} on {self._place(r)}: {v}" for r, v in enumerate(values)]
 
     def _host_values(self) -> list[Any]:
-        if jax_compat.is_key_dtype(self.dtype):
-            return list(self.stacked)
+        as_host = (lambda x: x) if jax_compat.is_key_dtype(self.dtype) else np.asarray
         if getattr(self.stacked, "is_fully_addressable", True):
-            return list(np.asarray(self.stacked))
-        return ["<in another process>"] * self.num_replicas
+            return list(as_host(self.stacked))
+        here = local_rows(self.stacked, self.topology)
+        return [
+            as_host(here[r]) if r in here else f"<in {self._processes(r)}>"
+            for r in range(self.num_replicas)
+        ]
+
+    def _processes(self, replica: int) -> str:
+        processes = sorted({d.process_index for d in self.topology.replica_devices(replica)})
+        return " and ".join(f"process {p}" for p in processes)
 
     def __reduce__(self) -> Any:
         host, key_impl = self.stacked, None
@@ -228,7 +236,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     if not value.topology.is_placed and value.num_replicas == topology.num_replicas:
         if not isinstance(value.stacked, jax_compat.Tracer):
             with jax_compat.outside_traces():
-                value.stacked = jax.device_put(value.stacked, topology.per_replica)
+                value.stacked = transfer(value.stacked, topology.per_replica)
         value.form = topology, value.form[1]
         return
     raise LocalityError(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
@@ -66,6 +67,38 @@ class Topology:
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(self.axis_name))
+
+    @functools.cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers of the processes that the devices belong to, in order."""
+        return tuple(sorted({d.process_index for d in self.devices}))
+
+    @functools.cached_property
+    def spans_processes(self) -> bool:
+        """Whether the devices belong to several processes."""
+        return len(self.processes) > 1
+
+    @property
+    def is_on_first_process(self) -> bool:
+        """Whether this process is the first that the devices belong to."""
+        return not self.spans_processes or jax.process_index() == self.processes[0]
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices of this process, replica by replica; all, where they are only described."""
+        if not self.spans_processes or jax_compat.only_compiles(self.devices):
+            return self.devices
+        here = jax.process_index()
+        return tuple(d for d in self.devices if d.process_index == here)
+
+    @functools.cached_property
+    def local_replicas(self) -> tuple[int, ...]:
+        """The replicas that have a device of this process, in order."""
+        if not self.spans_processes:
+            return tuple(range(self.num_replicas))
+        here = set(self.local_devices)
+        replicas = range(self.num_replicas)
+        return tuple(r for r in replicas if here.intersection(self.replica_devices(r)))
 
     def replica_devices(self, replica: int) -> tuple[jax.Device, ...]:
         """Returns the devices of one replica."""

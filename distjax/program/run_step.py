@@ -17,6 +17,7 @@ from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_object
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.program.jit import CompiledFunction, as_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
@@ -99,7 +100,7 @@ def place_arguments(topology: Topology, tree: PyTree) -> Any:
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         if not is_array or not leaf.committed or leaf.sharding.device_set == devices:
             return leaf
-        return jax.device_put(leaf, topology.mirrored)
+        return transfer(leaf, topology.mirrored)
 
     return jax.tree.map(place, tree, is_leaf=is_per_replica)
 

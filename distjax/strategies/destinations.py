@@ -13,6 +13,7 @@ from distjax.context.contracts import Destinations
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
@@ -89,9 +90,9 @@ def place_on(value: PyTree, target: Sharding | None) -> Any:
     if target is None or isinstance(value, jax_compat.Tracer):
         return value
     if not isinstance(value, jax.Array):
-        return jax.device_put(value, target) if hasattr(value, "dtype") else value
+        return transfer(value, target) if hasattr(value, "dtype") else value
     is_there = value.committed and value.sharding == target
-    return value if is_there else jax.device_put(value, target)
+    return value if is_there else transfer(value, target)
 
 
 def _text(method: str, destinations: object) -> str:

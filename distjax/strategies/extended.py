@@ -47,10 +47,10 @@ class StrategyExtended:
       variables: the strategy's living variables; it keeps none of them alive.
       variable_lock: held while arrays of these variables move or are donated.
       require_static_shapes: whether all batches need one shape; no: a new one is compiled anew.
-      between_graph: whether each process runs a program of its own.
-      should_init: whether this process initialises variables.
-      should_checkpoint: whether this process writes checkpoints.
-      should_save_summary: whether this process writes summaries.
+      between_graph: whether there are several processes, each of which runs the user's file.
+      should_init: whether this process initialises variables: each does.
+      should_checkpoint: whether this process speaks for all where a checkpoint is written.
+      should_save_summary: whether this process is the one that writes summaries.
 
     Source: tf.distribute.StrategyExtended (TF 1.13, 1.15).
     """
@@ -73,6 +73,8 @@ class StrategyExtended:
         self.communication = as_communication_options(communication)
         if topology is not None:
             self.communication.require_equal_hosts(topology.num_replicas)
+            self.between_graph = topology.spans_processes
+            self.should_checkpoint = self.should_save_summary = topology.is_on_first_process
         self.wraps = wraps
         self._run_programs = FunctionCache()
         self.variable_lock = threading.RLock()
@@ -109,13 +111,13 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that run replicas, in replica order."""
-        return self.topology.devices
+        """The devices of this process that run replicas, in replica order."""
+        return self.topology.local_devices
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that hold variables."""
-        return self.topology.devices
+        """The devices of this process that hold variables."""
+        return self.topology.local_devices
 
     # -- replicas -------------------------------------------------------------
 

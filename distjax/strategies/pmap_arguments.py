@@ -17,6 +17,7 @@ from distjax.objects.stateful import active_bridge, is_placeholder
 from distjax.objects.stateful_args import ObjectKeywords
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.replica.arguments import Static, is_array, user_path
 from distjax.replica.axis_prefix import broadcast_axes
 from distjax.typing import PyTree
@@ -111,9 +112,9 @@ class MappedArguments:
             if not is_concrete or not leaf.committed or leaf.sharding.device_set == devices:
                 return leaf
             if topology.mesh is None or axis is None:
-                return jax.device_put(leaf, topology.mirrored)
+                return transfer(leaf, topology.mirrored)
             spec = PartitionSpec(*[None] * axis, topology.axis_name)
-            return jax.device_put(leaf, NamedSharding(topology.mesh, spec))
+            return transfer(leaf, NamedSharding(topology.mesh, spec))
 
         return jax.tree_util.tree_unflatten(treedef, [place(x, axis) for _, x, axis in leaves])
 

@@ -12,6 +12,7 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.bare_rows import is_split_over_replicas
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.replica.arguments import is_array
 from distjax.replica.output_layout import place_output
 from distjax.typing import PyTree
@@ -57,7 +58,7 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
         return _place(rows[0], topology)
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)
-    return PerReplica(jax.device_put(rows, topology.per_replica), topology)
+    return PerReplica(transfer(rows, topology.per_replica), topology)
 
 
 def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:
@@ -96,4 +97,4 @@ def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
 def _place(row: PyTree, topology: Topology) -> Any:
     if isinstance(row, jax_compat.Tracer):
         return place_output(row, topology)
-    return jax.device_put(row, topology.mirrored)
+    return transfer(row, topology.mirrored)

@@ -62,7 +62,7 @@ def update(
         result = _on_each_copy(extended, variable, fn, args, kwargs)
     else:
         result = _on_the_value(extended, variable, fn, *_one_value_each(extended, args, kwargs))
-    return result if group else _as_lists(extended, variable.layout.num_copies, result)
+    return result if group else _as_lists(extended, variable.layout.num_copies > 1, result)
 
 
 def _on_the_value(
@@ -139,17 +139,21 @@ def _one_value_each(extended: ExtendedContract, args: PositionalArgs, kwargs: Ke
     return extended.place_arguments(jax.tree.map(leaf, (args, kwargs), is_leaf=is_per_replica))
 
 
-def _as_lists(extended: ExtendedContract, count: int, result: PyTree) -> Any:
-    """Returns the result with each leaf a list of `count` elements, one per copy."""
+def _as_lists(extended: ExtendedContract, has_copies: bool, result: PyTree) -> Any:
+    """Returns the result with each leaf a list: one element per copy of this process, or one."""
+    in_trace = frames.current().state is not None
+    topology = extended.topology
+    copies = topology.num_replicas if in_trace else len(topology.local_replicas)
+    count = copies if has_copies else 1
 
     def leaf(x: PyTree) -> list[Any]:
         if isinstance(x, Variable):
             parts = x.local_results()
             return list(parts) if len(parts) == count else [x] * count
         if isinstance(x, PerReplica):
-            return list(split(extended.topology, x.stacked, True))
-        if count > 1 and is_mirrored(extended.topology, x):
-            return list(split(extended.topology, x, False))
+            return list(split(topology, x.stacked, True))
+        if has_copies and is_mirrored(topology, x):
+            return list(split(topology, x, False))
         return [x] * count
 
     return jax.tree.map(leaf, result, is_leaf=lambda x: x is None or is_per_replica(x))
@@ -174,12 +178,12 @@ def update_non_slot(
     else:
         with frames.with_frame(extended.update_frame()):
             result = fn(*args, **kwargs)
-    return result if group else _as_lists(extended, _num_counter_copies(extended), result)
+    return result if group else _as_lists(extended, _has_counter_copies(extended), result)
 
 
-def _num_counter_copies(extended: ExtendedContract) -> int:
-    """Returns how many copies a non-slot variable, such as a step counter, has."""
-    return extended.placement.layout((), jnp.dtype("int32")).num_copies
+def _has_counter_copies(extended: ExtendedContract) -> bool:
+    """Returns whether a non-slot variable, such as a step counter, has several copies."""
+    return extended.placement.layout((), jnp.dtype("int32")).num_copies > 1
 
 
 def require_non_slot_devices(

@@ -17,6 +17,7 @@ from distjax.placement import locality as kinds
 from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import local_rows, transfer_local_rows
 from distjax.replica.arguments import require_callable
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
@@ -107,7 +108,7 @@ def local_results(extended: ExtendedContract, value: PyTree) -> tuple[Any, ...]:
         return parts[0]
     count = max(len(p) for p in parts)
     if not any(_is_distributed(extended, leaf) for leaf in leaves):
-        count = extended.num_replicas
+        count = len(extended.topology.local_replicas)
     rows = [p if len(p) == count else p[:1] * count for p in parts]
     return tuple(jax.tree.unflatten(treedef, [row[i] for row in rows]) for i in range(count))
 
@@ -128,9 +129,14 @@ def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
 
 
 def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
-    """Returns R arrays [...]: the slices of [R, ...], or the copies of a mirrored array."""
+    """Returns an array [...] for each replica: the slices of [R, ...], or the copies of one value.
+
+    Of R replicas in a trace, which is the same on every process; else of those of this process.
+    """
     count = topology.num_replicas
     is_on_devices = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
+    if is_on_devices and topology.spans_processes:
+        return _local_slices(topology, array) if varying else _local_copies(topology, array)
     if varying and is_on_devices:  # a user's jax.tree.map may have laid it out in another way
         is_on_devices = array.sharding.is_equivalent_to(topology.per_replica, array.ndim)
     if not is_on_devices or topology.mesh is None or topology.model_axes:
@@ -144,6 +150,29 @@ def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, 
     return tuple(x[0] for x in local) if varying else tuple(local)
 
 
+def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ...]:
+    rows = local_rows(stacked, topology)
+    if len(rows) == len(topology.local_replicas):
+        return tuple(rows.values())
+    raise LocalityError(
+        message(
+            "a value per replica needs to lie with its replicas to be taken apart",
+            got=f"an array {list(stacked.shape)} at {stacked.sharding}, of which this process "
+            f"holds the values of replicas {list(rows)}",
+            why="the others are in other processes, and taking apart moves nothing between them",
+            fix="x = strategy.per_replica(x.stacked) on every process, which moves each row to "
+            "its replica",
+        )
+    )
+
+
+def _local_copies(topology: Topology, array: jax.Array) -> tuple[jax.Array, ...]:
+    if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
+        return (array,) * len(topology.local_replicas)
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return tuple(shards[device] for device in topology.local_devices)
+
+
 # -- making -------------------------------------------------------------------
 
 
@@ -153,12 +182,15 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
     if not extended.wraps:
         return fn(ValueContext())
     topology = extended.topology
-    trees = [fn(ValueContext(i, topology.num_replicas)) for i in range(topology.num_replicas)]
+    trees = [fn(ValueContext(i, topology.num_replicas)) for i in topology.local_replicas]
     flat = [jax.tree.flatten(tree, is_leaf=is_sparse) for tree in trees]
-    for replica, (_, treedef) in enumerate(flat):
+    first = topology.local_replicas[0]
+    for replica, (_, treedef) in zip(topology.local_replicas, flat, strict=True):
         if treedef != flat[0][1]:
             raise LocalityError(
-                _values_text(f"a tree {treedef} on replica {replica}, {flat[0][1]} on replica 0")
+                _values_text(
+                    f"a tree {treedef} on replica {replica}, {flat[0][1]} on replica {first}"
+                )
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return jax.tree.unflatten(flat[0][1], [_stack(topology, column) for column in columns])
@@ -178,7 +210,7 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
         stacked = jnp.stack([jnp.asarray(off_device(value)) for value in column])
     else:
         stacked = np.stack([np.asarray(value) for value in column])
-    return PerReplica(jax.device_put(stacked, topology.per_replica), topology)
+    return PerReplica(transfer_local_rows(stacked, topology), topology)
 
 
 def off_device(value: PyTree) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.jax_compat import as_uncommitted
 from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.placement.transfer import transfer
 from distjax.typing import ArrayLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import Policy
@@ -86,7 +87,7 @@ class StoredVariable:
         stored = self.layout.to_stored(value)
         in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
         if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
-            stored = jax.device_put(stored, self.sharding)
+            stored = transfer(stored, self.sharding)
         self.stored.swap(stored)
 
     def beside(self, value: ArrayLike) -> Any:

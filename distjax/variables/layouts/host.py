@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from distjax import jax_compat
 from distjax.placement import locality as kinds
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.variables.layouts.host_sharded import HostShardedLayout
 from distjax.variables.layouts.local_form import WHOLE
 from distjax.variables.layouts.mirrored import MirroredLayout
@@ -52,12 +53,12 @@ class HostLayout:
         flat = jnp.asarray(value).reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % len(self.topology.devices)))
         split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
-        return jax.device_put(split, self.sharding)
+        return transfer(split, self.sharding)
 
     @jax_compat.ignores_user_mesh
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value [...], copied to each device."""
-        flat = jax.device_put(stored, NamedSharding(self._mesh, PartitionSpec("part")))
+        flat = transfer(stored, NamedSharding(self._mesh, PartitionSpec("part")))
         flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
         size = int(np.prod(shape, dtype=int))
         # Constraints, not device_puts: in a trace those only name a memory, and a result that is

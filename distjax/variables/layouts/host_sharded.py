@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 
 from distjax.placement import locality as kinds
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import transfer
 from distjax.variables.layouts.local_form import WHOLE
 from distjax.variables.layouts.shards import AxisShards
 
@@ -44,11 +45,11 @@ class HostShardedLayout:
 
     def to_stored(self, value: jax.Array) -> Any:
         """Returns `value` in host memory."""
-        return jax.device_put(jax.device_put(value, self._on_devices), self.sharding)
+        return transfer(transfer(value, self._on_devices), self.sharding)
 
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value, copied to each device."""
-        return jax.device_put(jax.device_put(stored, self._on_devices), self.topology.mirrored)
+        return transfer(transfer(stored, self._on_devices), self.topology.mirrored)
 
     def constrain(self, stored: jax.Array) -> Any:
         """Returns `stored`: `to_stored` has put it there."""

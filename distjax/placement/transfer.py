@@ -1,0 +1,93 @@
+"""The doors to devices: how a value of the host becomes an array of several processes.
+
+`jax.device_put` of a host value onto devices of several processes is a collective behind the
+user's back: it gathers the value from all of them and compares, which hangs on a second thread,
+refuses NaN and keys, and costs a round trip. Here each process gives its own devices what they
+hold and nothing is exchanged. That the value is the same everywhere is agreed elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from distjax import jax_compat
+from distjax.placement.topology import Topology
+from distjax.typing import PyTree
+
+
+def transfer(value: PyTree, sharding: Sharding | None) -> Any:
+    """Returns one array, which is the same on every process, at `sharding`.
+
+    Args:
+      value: an array or number of the host or of this process's devices, which every process
+        has; or an array of several processes, which all of them move by one program.
+      sharding: where; None: JAX's default device.
+
+    Cost: the bytes that this process's devices hold; between processes nothing for a value
+      of the host.
+    """
+    if sharding is None or sharding.is_fully_addressable or _is_global(value):
+        return jax.device_put(value, sharding)
+    host = as_host_rows(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
+    """Returns `values` at `sharding` as `transfer` does, in one transfer within one process."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return [transfer(value, sharding) for value in values]
+
+
+def transfer_local_rows(rows: PyTree, topology: Topology) -> Any:
+    """Returns the array [R, ...] of which each process gives the rows of its own replicas.
+
+    Args:
+      rows: array [L, ...], a row for each replica in `topology.local_replicas`, in order.
+      topology: the replicas.
+    """
+    if not topology.spans_processes:
+        return jax.device_put(rows, topology.per_replica)
+    host, place = as_host_rows(rows), {r: i for i, r in enumerate(topology.local_replicas)}
+
+    def of_one_replica(index: tuple[slice, ...]) -> Any:
+        replica = index[0].start or 0  # R = 1: slice(None)
+        return host[place[replica] : place[replica] + 1]
+
+    shape = (topology.num_replicas, *host.shape[1:])
+    return jax.make_array_from_callback(shape, topology.per_replica, of_one_replica)
+
+
+def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
+    """Returns the rows of an array [R, ...] that this process holds whole, by replica.
+
+    Nothing is computed or moved: a row is an array on one of this process's devices.
+    """
+    rows: dict[int, Any] = {}
+    for shard in stacked.addressable_shards:
+        first, *rest = shard.index
+        is_whole = all(_covers(s, size) for s, size in zip(rest, stacked.shape[1:], strict=True))
+        for offset in range(shard.data.shape[0]) if is_whole else ():
+            rows.setdefault((first.start or 0) + offset, shard.data[offset])
+    return {replica: rows[replica] for replica in topology.local_replicas if replica in rows}
+
+
+def _covers(part: slice, size: int) -> bool:
+    return (part.start or 0) == 0 and (part.stop is None or part.stop == size)
+
+
+def as_host_rows(value: PyTree) -> Any:
+    """Returns `value` as numpy, PRNG keys as they are: parts of it go to several devices."""
+    is_key = isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype)
+    return value if is_key else np.asarray(value)
+
+
+def _is_global(value: object) -> bool:
+    """Returns whether `value` is traced, or lies on devices of several processes."""
+    if isinstance(value, jax_compat.Tracer):
+        return True
+    return isinstance(value, jax.Array) and not value.is_fully_addressable

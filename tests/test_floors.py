@@ -16,6 +16,7 @@ FLOORS = {
     "typing": -3,
     "jax_compat": -2,
     "tracebacks": -1,
+    "cluster": 0,
     "placement": 0,
     "context": 1,
     "collectives": 2,

@@ -15,6 +15,7 @@ FLOORS = {
     "modes": -4,
     "typing": -3,
     "jax_compat": -2,
+    "user_mesh": -1,
     "tracebacks": -1,
     "cluster": 0,
     "placement": 0,

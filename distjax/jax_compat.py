@@ -10,10 +10,11 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import jax
+import jax.extend.backend as jeb
 import jax.extend.core as jec
 import numpy as np
 from jax import core
@@ -41,9 +42,6 @@ primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 Zero = ad.Zero
 is_undefined_primal = ad.is_undefined_primal
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def only_compiles(devices: Iterable[jax.Device]) -> bool:
@@ -328,73 +326,51 @@ def is_broken_cache(error: Exception) -> bool:
     return isinstance(error, RecursionError) and "Recursively calling <weakref" in str(error)
 
 
-# -- meshes -------------------------------------------------------------------
-
-
-def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
-    """Returns the mesh context of a `shard_map` over `axis_name`: other axes stay Auto."""
-    abstract = mesh.abstract_mesh.update_axis_types({axis_name: jax.sharding.AxisType.Manual})
-    return jax.sharding.use_abstract_mesh(abstract)
-
-
-def outside_manual_axes() -> AbstractContextManager[Any]:
-    """Returns a context for code that is not part of the `shard_map` around it.
-
-    What is inside chooses its own mesh; a mesh that the user has set stays.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return nullcontext()
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-def has_user_mesh() -> bool:
-    """Returns whether the user has set a mesh (`jax.set_mesh`); not inside a `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not (mesh.empty or mesh.manual_axes)
-
-
-def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``fn``, called without the mesh that the user has set.
-
-    JAX holds the devices of all that runs against that mesh, and ours have meshes of their
-    own. Arguments of Explicit meshes are taken off them: JAX combines them with nothing else.
-    """
-
-    @functools.wraps(fn)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not has_user_mesh():
-            return fn(*args, **kwargs)
-        with outside_traces():  # JAX sets no mesh in a trace, but we only take one away
-            no_mesh = jax.set_mesh(None)
-        with no_mesh:
-            args, kwargs = off_explicit_meshes((args, kwargs))
-            return fn(*args, **kwargs)
-
-    return call
-
-
-def off_explicit_meshes(tree: PyTree) -> Any:
-    """Returns `tree`, its arrays of Explicit meshes as arrays that JAX puts where they are used."""
-    off_mesh = lambda leaf: as_uncommitted(leaf) if _is_explicit(leaf) else leaf
-    is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns of one as a leaf
-    return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
-
-
-def has_explicit_mesh(tree: PyTree) -> bool:
-    """Returns whether an array of `tree` lives on a mesh with Explicit axes."""
-    return any(map(_is_explicit, jax.tree.leaves(tree)))
-
-
-def _is_explicit(leaf: object) -> bool:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-        return False
-    axis_types = getattr(getattr(leaf.sharding, "mesh", None), "axis_types", ())
-    return jax.sharding.AxisType.Explicit in axis_types
-
-
 def as_uncommitted(array: jax.Array) -> jax.Array:
     """Returns a copy, by way of the host, that JAX puts wherever it is used."""
     if is_key_dtype(array.dtype):
         data = as_uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=key_impl(array.dtype))
     return jax.numpy.asarray(np.asarray(array))
+
+
+# -- processes ----------------------------------------------------------------
+# JAX has no public form of these questions. The two modules that answer them are found by a public
+# function of each; on JAX 0.10.2 to 0.12 the names are the same.
+
+_distributed: Any = sys.modules[jax.distributed.initialize.__module__]
+_backends: Any = sys.modules[jeb.get_backend.__module__]
+
+
+def coordination_client() -> Any:
+    """Returns JAX's client of the coordination service, or None without one."""
+    return _distributed.global_state.client
+
+
+def is_backend_used() -> bool:
+    """Returns whether a backend runs: it cannot become part of a job any more."""
+    return _backends.backends_are_initialized()
+
+
+def detect_cluster(method: str | None, timeout: int) -> tuple[Any, Any, Any, Any]:
+    """Returns what JAX finds out about the cluster that this process was started in.
+
+    Returns:
+      The coordinator's address, the number of processes, this process and its local devices;
+      each is None where nothing is found.
+    """
+    detect = _distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return detect(None, None, None, None, method, timeout)
+
+
+def make_gloo_listen_at(host: str) -> None:
+    """Has CPU collectives listen at `host`; of itself JAX asks what the machine's name means."""
+
+    def make_client() -> Any:
+        if jax.config.read("jax_cpu_collectives_implementation") != "gloo":
+            return _backends.make_cpu_client()
+        make_gloo = _backends._jax.make_gloo_tcp_collectives
+        gloo = make_gloo(distributed_client=coordination_client(), hostname=host)
+        return _backends.make_cpu_client(gloo)
+
+    jeb.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_mesh
 from distjax.collectives.throttle import make_token, throttle
 from distjax.typing import PyTree
 
@@ -21,7 +21,7 @@ def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., A
     return jax.jit(program)
 
 
-@jax_compat.ignores_user_mesh
+@user_mesh.ignores_user_mesh
 def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> Any:
     """Returns ``fn(arrays, *static)``, compiled once per function and static values.
 

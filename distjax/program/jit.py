@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_mesh
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
@@ -72,7 +72,7 @@ class CompiledFunction:
             program = self._program(frame)
             if self._static:
                 args, kwargs = self.mark_arguments(args, kwargs)
-            if jax_compat.has_user_mesh():
+            if user_mesh.has_user_mesh():
                 return self._under_user_mesh(program, program, args, kwargs)
             return program(args, kwargs)
         except Exception as error:
@@ -89,7 +89,7 @@ class CompiledFunction:
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments, lowered but not run."""
         program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
-        if jax_compat.has_user_mesh():
+        if user_mesh.has_user_mesh():
             return self._under_user_mesh(program, program.lower, *marked)
         return program.lower(*marked)
 
@@ -104,7 +104,7 @@ class CompiledFunction:
 
         Code of the user's may name the mesh; JAX refuses code of a strategy under it.
         """
-        ignoring = jax_compat.ignores_user_mesh(call)
+        ignoring = user_mesh.ignores_user_mesh(call)
         if program in self._off_mesh or frames.current().has_strategy:
             return ignoring(args, kwargs)
         try:

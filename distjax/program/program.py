@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_mesh
 from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
@@ -103,9 +103,9 @@ class Program:
           kwargs: keyword arguments.
           error: what an attempt to start the build ended in, if there was one.
         """
-        if self._step.ignores_user_mesh and jax_compat.has_user_mesh():
+        if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
             self._meets_user_mesh, self._is_plain = True, False
-            return jax_compat.ignores_user_mesh(self._call_with_care)(args, kwargs)
+            return user_mesh.ignores_user_mesh(self._call_with_care)(args, kwargs)
         if self._has_no_objects:
             try:
                 return self._run(args, kwargs, error=error)
@@ -370,9 +370,9 @@ class Program:
 def _leave_explicit_meshes(
     error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> Any:
-    if not jax_compat.has_explicit_mesh((args, kwargs)):
+    if not user_mesh.has_explicit_mesh((args, kwargs)):
         return None
-    return jax_compat.off_explicit_meshes(
+    return user_mesh.off_explicit_meshes(
         (args, kwargs)
     )  # JAX raises a KeyError of an axis, and more
 

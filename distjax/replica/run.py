@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import jax_compat, user_mesh
 from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
@@ -339,7 +339,7 @@ def _model_axes_in_scope(topology: Topology) -> Any:
     """Returns a context in which sharding constraints may name the model axes."""
     if topology.mesh is None or not topology.model_axes:
         return contextlib.nullcontext()
-    return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+    return user_mesh.manual_axis(topology.mesh, topology.axis_name)
 
 
 def _replica_axis_in_scope(topology: Topology) -> Any:
@@ -348,7 +348,7 @@ def _replica_axis_in_scope(topology: Topology) -> Any:
     Not for every trace: arrays that a function closes over would have to be of this mesh.
     """
     if topology.mesh is not None:
-        return jax_compat.manual_axis(topology.mesh, topology.axis_name)
+        return user_mesh.manual_axis(topology.mesh, topology.axis_name)
     manual = (jax.sharding.AxisType.Manual,)
     sizes, names = (topology.num_replicas,), (topology.axis_name,)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_mesh
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
@@ -109,7 +109,7 @@ class UserMerge:
             return [o.array for o in outs]
 
         # The replica function's mesh (its model axes) is not that of cross-replica code.
-        with jax_compat.outside_manual_axes(), frames.without_observer():
+        with user_mesh.outside_manual_axes(), frames.without_observer():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import user_mesh
 from distjax.collectives.communication import CommunicationOptions, as_communication_options
 from distjax.context import frames
 from distjax.context.contracts import Destinations
@@ -188,7 +188,7 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "batch_reduce_to")
         return reducing.batch_reduce_to(self, op, value_destination_pairs)
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> Any:
         """Returns a copy of `value` on `destinations` (None: all workers).
 
@@ -211,12 +211,12 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "gather")
         return reducing.gather(self, value, axis)
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Takes values apart: see `Strategy.local_results`."""
         return values.local_results(self, value)
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
         """Makes a PerReplica: see `Strategy.distribute_values_from_function`."""
         return values.values_from_function(self, fn)
@@ -235,7 +235,7 @@ class StrategyExtended:
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Any], Any],
@@ -269,21 +269,21 @@ class StrategyExtended:
 
     # -- variables ------------------------------------------------------------
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
         """Makes a variable by this strategy's policy (called by `Variable`)."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
         made = copy_variable(variable)
         self.variables.add(made)
         return made
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def update(
         self,
         var: Variable,
@@ -315,7 +315,7 @@ class StrategyExtended:
         args, kwargs = require_call(fn, args, kwargs, "update")
         return update.update(self, var, fn, args, kwargs, group)
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def update_non_slot(
         self,
         colocate_with: Destinations,
@@ -386,7 +386,7 @@ class StrategyExtended:
         update.require_variable(v, "variable_created_in_scope")
         return v.strategy is self.strategy
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def split_components(
         self, variable: StoredVariable, stored: jax.Array
     ) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from distjax import jax_compat
+from distjax import jax_compat, user_mesh
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
@@ -186,7 +186,7 @@ def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
     return axes
 
 
-@jax_compat.ignores_user_mesh
+@user_mesh.ignores_user_mesh
 def _reduce_masked(
     extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import user_mesh
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
@@ -65,7 +65,7 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
     return read(variable)
 
 
-_write_off_mesh = jax_compat.ignores_user_mesh(_write)
+_write_off_mesh = user_mesh.ignores_user_mesh(_write)
 
 
 def components(variable: StoredVariable) -> tuple[jax.Array, ...]:

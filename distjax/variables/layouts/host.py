@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from distjax import jax_compat
+from distjax import user_mesh
 from distjax.placement import locality as kinds
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
@@ -55,7 +55,7 @@ class HostLayout:
         split = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec("part")))
         return transfer(split, self.sharding)
 
-    @jax_compat.ignores_user_mesh
+    @user_mesh.ignores_user_mesh
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
         """Returns the value [...], copied to each device."""
         flat = transfer(stored, NamedSharding(self._mesh, PartitionSpec("part")))

@@ -37,6 +37,7 @@ from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.mirrored import MirroredStrategy
+from distjax.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from distjax.strategies.one_device import OneDeviceStrategy
 from distjax.strategies.pmap import pmap
 from distjax.strategies.sharded import ShardedStrategy
@@ -62,6 +63,7 @@ __all__ = [
     "Locality",
     "MirroredStrategy",
     "MultiStepContext",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",

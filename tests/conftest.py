@@ -28,6 +28,8 @@ import pytest
 
 import distjax as dj
 from tests.api_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
+from tests.processes.laws import HOW
+from tests.processes.laws import ROWS as SPANNING
 
 REPLICA_COUNTS = (1, 2, 3, 8)
 
@@ -49,6 +51,9 @@ def _table():
 
 #: Every way to run a step in one process: sharded strategies by what they split.
 STRATEGIES = {name: (lambda make=make, n=n: make(jax.devices()[:n])) for name, make, n in _table()}
+
+#: Rows over several processes: a law is called on each of them, beside this one.
+STRATEGIES.update({name: (lambda name=name: name) for name in SPANNING})
 
 #: A row of each kind, and each number of replicas: for tests of what is built on strategies.
 SAMPLE = (
@@ -81,10 +86,10 @@ def mirrored():
     return STRATEGIES["mirrored2"]()
 
 
-@pytest.fixture(params=["eager", "jit"])
+@pytest.fixture(params=list(HOW))
 def how(request):
     """What a cross-replica function is passed through: nothing, or `dj.jit`."""
-    return dj.jit if request.param == "jit" else (lambda fn: fn)
+    return HOW[request.param]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 import distjax as dj
+from tests.processes.worker import exchange
 
 
 def per_replica(strategy, values):
@@ -20,8 +21,11 @@ def ids(strategy, dtype=np.float32):
 
 
 def local(strategy, value):
-    """Returns what each replica holds, as a list of Python numbers and lists."""
-    return [np.asarray(v).tolist() for v in strategy.local_results(value)]
+    """Returns what each replica holds, of all processes, as a list of Python numbers and lists."""
+    own = [np.asarray(v).tolist() for v in strategy.local_results(value)]
+    if not strategy.extended.is_default and strategy.extended.topology.spans_processes:
+        return sum(exchange(own), [])
+    return own
 
 
 def everywhere(strategy, number):

@@ -9,7 +9,8 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
-from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
+from distjax.placement.job_devices import devices_of_job
+from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike
@@ -48,7 +49,7 @@ class CentralStorageStrategy(Strategy):
     on a device beside its activations.
 
     Args:
-      devices: the D devices; default: all local ones.
+      devices: the D devices; default: all of the job.
       parameter_memory: the memory kind of the storage.
       axis_name: the name of the replica axis inside `run`.
 
@@ -68,7 +69,7 @@ class CentralStorageStrategy(Strategy):
         parameter_memory: str = "pinned_host",
         axis_name: str = REPLICA_AXIS,
     ):
-        topology = mesh_topology(devices_or_all(devices), axis_name)
+        topology = mesh_topology(devices_of_job(devices, "CentralStorageStrategy"), axis_name)
         known = sorted(m.kind for m in topology.devices[0].addressable_memories())
         if parameter_memory not in known:
             raise ValueError(

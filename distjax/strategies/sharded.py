@@ -12,7 +12,8 @@ import numpy as np
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions
 from distjax.errors import describe_value, message
-from distjax.placement.topology import REPLICA_AXIS, Topology, devices_or_all, mesh_topology
+from distjax.placement.job_devices import devices_of_job
+from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
 from distjax.strategies.extended import StrategyExtended
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike
@@ -95,7 +96,7 @@ class ShardedStrategy(Strategy):
     """A replica per device, with the training state split over them.
 
     Args:
-      devices: the D devices; default: all local ones.
+      devices: the D devices; default: all of the job.
       partition: "optimizer" (ZeRO-1: variables colocated with another, such as
         Adam's moments), "gradients" (ZeRO-2: values reduced to a variable arrive
         split, by a reduce-scatter) or "parameters" (ZeRO-3: all variables are
@@ -151,6 +152,6 @@ class ShardedStrategy(Strategy):
                     fix="dj.ShardedStrategy(partitioner=dj.parts.FixedShards(2))",
                 )
             )
-        topology = mesh_topology(devices_or_all(devices), axis_name)
+        topology = mesh_topology(devices_of_job(devices, "ShardedStrategy"), axis_name)
         placement = ShardedPlacement(topology, partition, partitioner)
         super().__init__(StrategyExtended(topology, placement, communication=communication))

@@ -1,0 +1,129 @@
+"""Groups of real processes, each with devices of its own, that call functions side by side.
+
+A group is one job. It serves one test after the other, since starting costs seconds; after any
+failure it is ended, as its processes may wait for each other, and the next test gets a new one.
+One group is alive at a time in one test worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.processes import worker
+
+
+class GroupFailure(AssertionError):
+    """A process of the group raised, died or did not answer: what each of them said."""
+
+
+class Group:
+    """P processes of D devices.
+
+    Args:
+      num_processes: P.
+      devices: D, of each process.
+    """
+
+    def __init__(self, num_processes: int, devices: int):
+        address = f"127.0.0.1:{_free_port()}"
+        spawn = multiprocessing.get_context("spawn")
+        self._connections, self._processes = [], []
+        for process_id in range(num_processes):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=worker.serve,
+                args=(theirs, address, num_processes, process_id, devices),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._receive(120.0)
+
+    def call(self, fn: Callable[..., Any], *args: Any, seconds: float = 120.0) -> list[Any]:
+        """Returns ``fn(*args)`` of each process, by its number; all call it at once.
+
+        Raises:
+          GroupFailure: one raised, died, or did not answer in time; the group is ended.
+        """
+        for connection in self._connections:
+            connection.send((fn, args))
+        return self._receive(seconds)
+
+    def _receive(self, seconds: float) -> list[Any]:
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + seconds
+        waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        while waiting:
+            remaining = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), max(remaining, 0))
+            if not ready:
+                break
+            for connection in ready:
+                process_id = waiting.pop(connection)
+                try:
+                    answers[process_id] = connection.recv()
+                except (EOFError, ConnectionError):
+                    answers[process_id] = ("died", self._exit_code(process_id))
+            if any(kind != "result" for kind, _ in answers.values()):
+                # The others may wait for the one that failed: a moment for their own errors.
+                deadline = min(deadline, time.monotonic() + 2.0)
+        silent = dict.fromkeys(waiting.values(), ("silent", f"for {seconds:.0f} s"))
+        answers.update(silent)
+        if all(kind == "result" for kind, _ in answers.values()):
+            return [answers[process_id][1] for process_id in range(len(self._processes))]
+        self.end()
+        said = "\n".join(f"-- process {p}: {kind}\n{text}" for p, (kind, text) in answers.items())
+        raise GroupFailure(said)
+
+    def _exit_code(self, process_id: int) -> int | None:
+        self._processes[process_id].join(5)
+        return self._processes[process_id].exitcode
+
+    def end(self) -> None:
+        """Kills every process, and waits until it is gone."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every process runs."""
+        return all(process.is_alive() for process in self._processes)
+
+
+_alive: dict[tuple[int, int], Group] = {}
+
+
+def group(num_processes: int, devices: int) -> Group:
+    """Returns the group of this shape, started if it is not there; one of another shape ends."""
+    shape = num_processes, devices
+    found = _alive.get(shape)
+    if found is None or not found.is_alive:
+        end_groups()
+        found = _alive[shape] = Group(num_processes, devices)
+    return found
+
+
+def end_groups() -> None:
+    """Ends the group that is alive, if there is one."""
+    for found in _alive.values():
+        with contextlib.suppress(OSError):
+            found.end()
+    _alive.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,51 @@
+"""One process of a group: joins its job, then calls what the parent names, until told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from typing import Any
+
+
+def serve(connection: Any, address: str, num_processes: int, process_id: int, devices: int) -> None:
+    """Joins the job at `address`; then answers each (function, arguments) that comes.
+
+    An answer is ("result", value), or ("raised", text of the exception with its traceback).
+    """
+    os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(devices))
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("DISTJAX_TESTS_PROGRAMS"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.distributed.initialize(address, num_processes, process_id, coordinator_bind_address=address)
+    connection.send(("result", jax.device_count()))
+    while True:
+        try:
+            fn, args = connection.recv()
+        except EOFError:  # the parent is gone
+            os._exit(0)
+        try:
+            answer = ("result", fn(*args))
+        except BaseException as error:
+            answer = ("raised", "".join(traceback.format_exception(error)))
+        connection.send(answer)
+
+
+_num_exchanges = 0
+
+
+def exchange(value: Any) -> list[Any]:
+    """Returns what each process of the job gave, by its number: JSON, without a device."""
+    import jax
+    from jax._src import distributed  # noqa: TID251
+
+    global _num_exchanges
+    _num_exchanges += 1
+    client = distributed.global_state.client
+    key = f"tests/exchange/{_num_exchanges}"
+    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    return [
+        json.loads(client.blocking_key_value_get(f"{key}/{process}", 20_000))
+        for process in range(jax.process_count())
+    ]

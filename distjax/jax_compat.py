@@ -352,22 +352,26 @@ def is_backend_used() -> bool:
     return _backends.backends_are_initialized()
 
 
-def detect_cluster(method: str | None, timeout: int) -> tuple[Any, Any, Any, Any]:
+def detect_cluster(*known_method_and_timeout: Any) -> tuple[Any, Any, Any, Any]:
     """Returns what JAX finds out about the cluster that this process was started in.
 
+    Args:
+      known_method_and_timeout: coordinator address, number of processes, process id and
+        local devices as far as they are known (None: not), JAX's name of a way to find
+        out the rest (None: any), and how many seconds that may take.
+
     Returns:
-      The coordinator's address, the number of processes, this process and its local devices;
-      each is None where nothing is found.
+      The four of them; each that nobody knows is None.
     """
     detect = _distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
-    return detect(None, None, None, None, method, timeout)
+    return detect(*known_method_and_timeout)
 
 
 def make_gloo_listen_at(host: str) -> None:
     """Has CPU collectives listen at `host`; of itself JAX asks what the machine's name means."""
 
     def make_client() -> Any:
-        if jax.config.read("jax_cpu_collectives_implementation") != "gloo":
+        if jax.config.jax_cpu_collectives_implementation != "gloo":
             return _backends.make_cpu_client()
         make_gloo = _backends._jax.make_gloo_tcp_collectives
         gloo = make_gloo(distributed_client=coordination_client(), hostname=host)

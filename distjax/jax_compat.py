@@ -347,9 +347,23 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
-def is_backend_used() -> bool:
-    """Returns whether a backend runs: it cannot become part of a job any more."""
-    return _backends.backends_are_initialized()
+_first_uses: list[str] = []
+
+
+def first_use_of_a_backend() -> str | None:
+    """Returns where a backend was first used, or None: it may still become part of a job."""
+    if not _backends.backends_are_initialized():
+        return None
+    return _first_uses[0] if _first_uses else "a line before distjax was imported"
+
+
+def _note_use(_: object) -> None:
+    frame = sys._getframe(user_stacklevel() - 1)  # pyright: ignore[reportPrivateUsage]
+    _first_uses.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+
+
+if not _backends.backends_are_initialized():
+    _backends.register_backend_initialization_hook(_note_use)
 
 
 def detect_cluster(*known_method_and_timeout: Any) -> tuple[Any, Any, Any, Any]:

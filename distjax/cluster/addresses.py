@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
 from distjax.errors import ClusterError, message
@@ -42,11 +41,6 @@ def resolve_host(host: str, port: int) -> str:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda info: info[0] != socket.AF_INET)
     return str(found[0][4][0])
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether an IP address is of this machine alone."""
-    return ipaddress.ip_address(host).is_loopback
 
 
 def local_address_towards(host: str, port: int) -> str:

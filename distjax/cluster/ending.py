@@ -70,8 +70,8 @@ def exit_code(error: BaseException) -> int:
 
 def end_at_once(code: int) -> NoReturn:
     """Ends this process, without the callbacks of `atexit`, after what it said is written."""
-    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
-        with contextlib.suppress(Exception):  # a closed pipe must not change the code
+    for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+        with contextlib.suppress(Exception):  # an output that is closed must not change the code
             flush()
     os._exit(code)
 

@@ -171,11 +171,12 @@ def _require_equal(former: Settings, settings: Settings) -> None:
 
 
 def _require_in_time(settings: Settings) -> None:
+    first_use = jax_compat.first_use_of_a_backend()
     if jax_compat.coordination_client() is not None:
         got = "jax.distributed.initialize has been called"
         cure = "call dj.initialize in place of jax.distributed.initialize, with the same arguments"
-    elif jax_compat.is_backend_used():
-        got = "a backend that is in use already"
+    elif first_use is not None:
+        got = f"a backend that is in use since {first_use}"
         cure = "call dj.initialize first: before jax.devices(), arrays and strategies"
     else:
         return

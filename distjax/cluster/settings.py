@@ -40,13 +40,19 @@ class Settings:
     mtls: tuple[tuple[str, object], ...]
 
     def describe_difference(self, other: Settings) -> str:
-        """Returns "num_processes=2, not 3" for each field in which `other` differs."""
-        texts: list[str] = []
-        for field in dataclasses.fields(self):
-            mine, its = getattr(self, field.name), getattr(other, field.name)
-            if mine != its:
-                texts.append(f"{field.name}={its!r}, which was {mine!r}")
-        return "; ".join(texts)
+        """Returns "process_id=1, which was 0" for each argument in which `other` differs."""
+        mine, its = self._as_arguments(), other._as_arguments()
+        names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
+        return "; ".join(f"{n}={its.get(n)!r}, which was {mine.get(n)!r}" for n in names)
+
+    def _as_arguments(self) -> dict[str, object]:
+        """Returns what `initialize` calls the fields."""
+        fields = {**vars(self), **dict(self.mtls)}
+        fields["coordinator_bind_address"] = fields.pop("bind_address")
+        for name, seconds in vars(self.timeouts).items():
+            fields[name if name == "step_deadline" else f"{name}_timeout"] = seconds
+        del fields["timeouts"], fields["mtls"]
+        return fields
 
 
 #: What says that there is a job: all three, or none.
@@ -189,7 +195,7 @@ def _require_place(request: Request) -> None:
     count, own = request.num_processes, request.process_id
     known = dataclasses.asdict(request)
     missing = [name for name in _PLACE if known[name] is None]
-    if count == 1 and own in (0, None):
+    if is_int(count) and count == 1 and own in (0, None):
         return  # alone, wherever the coordinator would be
     if missing:
         raise ClusterError(

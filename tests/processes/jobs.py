@@ -51,11 +51,14 @@ def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=No
     ours |= {"TEST_ADDRESS": free_address(), "TEST_P": str(num_processes or len(ids))}
     ours |= environment or {}
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distjax-tests-"))
+        path = pathlib.Path(folder, "script.py")
+        path.write_text(PREAMBLE + script)
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in ids]
         started = []
         stack.callback(kill_all, started)
         for i, output in zip(ids, outputs, strict=True):
-            command = [sys.executable, "-c", PREAMBLE + script]
+            command = [sys.executable, str(path)]
             own = {**ours, "TEST_I": str(i)}
             started.append(subprocess.Popen(command, stdout=output, stderr=output, env=own))
         deadline = time.monotonic() + seconds

@@ -53,10 +53,21 @@ except ClusterError as error:
     other = str(error)
 ids = [device.process_index for device in jax.devices()]
 joined = job()
-joined.client.key_value_set(f"test/{I}", "x")
-joined.client.wait_at_barrier("test", 30_000)
-report(ids=ids, hosts=joined.hosts, id=joined.process_id, name=joined.name_process(1),
-       count=joined.num_processes, keys=sorted(joined.client.key_value_dir_get("test")),
+client = joined.client
+client.key_value_set(f"test/{I}", "x")
+client.wait_at_barrier("test", 30_000)
+keys = sorted(client.key_value_dir_get("test"))
+assert client.blocking_key_value_get(f"test/{1 - I}", 30_000) == "x"
+client.wait_at_barrier("read", 30_000)
+client.key_value_delete(f"test/{I}")
+client.wait_at_barrier("deleted", 30_000)
+assert client.key_value_dir_get("test") == []
+try:
+    client.blocking_key_value_get("never", 10)
+except jax.errors.JaxRuntimeError as error:
+    never = str(error)
+report(ids=ids, never=never, hosts=joined.hosts, id=joined.process_id, name=joined.name_process(1),
+       count=joined.num_processes, keys=keys,
        meeting=joined.timeouts.meeting, other=other, renamed=socket.gethostname() == OUTSIDE)
 threading.Thread(target=sys.exit, args=(5,)).start()  # ends the thread, no more
 raise SystemExit(4 * I)
@@ -67,10 +78,12 @@ raise SystemExit(4 * I)
         assert process["ids"] == [0, 0, 1, 1]
         assert process["listens"] == ["127.0.0.1"]
         assert (process["id"], process["count"], process["meeting"]) == (i, 2, 30)
+        assert "DEADLINE_EXCEEDED" in process["never"]
         assert process["keys"] == [["test/0", "x"], ["test/1", "x"]]
         assert process["name"] == f"process 1 on {first['hosts'][1]}"
         assert process["other"].startswith(
-            "initialize needs equal arguments when it is called again.\n  Got: timeouts=Timeouts("
+            "initialize needs equal arguments when it is called again.\n"
+            "  Got: step_deadline=20.0, which was 30.0; meeting_timeout=20.0, which was 30.0.\n"
         )
     assert first["hosts"] == second["hosts"]
     if not first["renamed"]:
@@ -105,15 +118,20 @@ def test_one_process_alone_has_no_job_and_ends_as_python_does():
         REPORT
         + """
 import distjax as dj
+import jax
 from distjax.cluster.job import job
 dj.initialize()
 dj.initialize()
-report(job=job())
+def use_a_backend():
+    return jax.devices()
+use_a_backend()
+report(job=job(), first_use=dj.jax_compat.first_use_of_a_backend())
 raise ValueError("mine")
 """
     )
     (alone,) = run_job(script, ids=(0,))
     (report,) = reports([alone])
+    assert report.pop("first_use").endswith(" (use_a_backend)")
     assert report == {"listens": [], "job": None, "code": 1}
     assert "ValueError: mine" in alone.said
 

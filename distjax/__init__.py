@@ -8,6 +8,7 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
+from distjax.cluster.joining import initialize
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.context.expectation import expect
 from distjax.context.scoping import (
@@ -85,6 +86,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "initialize",
     "is_per_replica",
     "jit",
     "lax",

@@ -79,6 +79,26 @@ class ClusterError(RuntimeError):
     """The processes of a job do not agree, or one of them is gone."""
 
 
+class AgreementError(ClusterError):
+    """Processes of a job do different things: a program, a value, a batch, a save."""
+
+
+class PeerLostError(ClusterError):
+    """Another process of the job has ended, or cannot be reached."""
+
+
+class PreemptedError(ClusterError):
+    """The job was told to end, and has saved its state."""
+
+
+class StuckError(ClusterError):
+    """A process does not come to where the others are, or a program does not complete."""
+
+
+class ClusterWarning(UserWarning):
+    """A program of several processes does what it probably does not mean."""
+
+
 def message(expected: str, *, got: str, why: str, fix: str) -> str:
     """Returns the text of an error in the four parts that every message has.
 

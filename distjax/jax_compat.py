@@ -347,27 +347,45 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
-def is_backend_used() -> bool:
-    """Returns whether a backend runs: it cannot become part of a job any more."""
-    return _backends.backends_are_initialized()
+_first_uses: list[str] = []
 
 
-def detect_cluster(method: str | None, timeout: int) -> tuple[Any, Any, Any, Any]:
+def first_use_of_a_backend() -> str | None:
+    """Returns where a backend was first used, or None: it may still become part of a job."""
+    if not _backends.backends_are_initialized():
+        return None
+    return _first_uses[0] if _first_uses else "a line before distjax was imported"
+
+
+def _note_use(_: object) -> None:
+    frame = sys._getframe(user_stacklevel() - 1)  # pyright: ignore[reportPrivateUsage]
+    _first_uses.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+
+
+if not _backends.backends_are_initialized():
+    _backends.register_backend_initialization_hook(_note_use)
+
+
+def detect_cluster(*known_method_and_timeout: Any) -> tuple[Any, Any, Any, Any]:
     """Returns what JAX finds out about the cluster that this process was started in.
 
+    Args:
+      known_method_and_timeout: coordinator address, number of processes, process id and
+        local devices as far as they are known (None: not), JAX's name of a way to find
+        out the rest (None: any), and how many seconds that may take.
+
     Returns:
-      The coordinator's address, the number of processes, this process and its local devices;
-      each is None where nothing is found.
+      The four of them; each that nobody knows is None.
     """
     detect = _distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
-    return detect(None, None, None, None, method, timeout)
+    return detect(*known_method_and_timeout)
 
 
 def make_gloo_listen_at(host: str) -> None:
     """Has CPU collectives listen at `host`; of itself JAX asks what the machine's name means."""
 
     def make_client() -> Any:
-        if jax.config.read("jax_cpu_collectives_implementation") != "gloo":
+        if jax.config.jax_cpu_collectives_implementation != "gloo":
             return _backends.make_cpu_client()
         make_gloo = _backends._jax.make_gloo_tcp_collectives
         gloo = make_gloo(distributed_client=coordination_client(), hostname=host)

@@ -1,0 +1,68 @@
+"""Addresses of the processes of a job: what they mean on this machine, and what listens where."""
+
+from __future__ import annotations
+
+import socket
+
+from distjax.errors import ClusterError, message
+
+#: What binds every interface of a machine.
+_EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+def split_address(address: object, name: str) -> tuple[str, int]:
+    """Returns host and port of "host:port" or "[::1]:port", or raises."""
+    if isinstance(address, str):
+        host, colon, port = address.strip().rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if colon and port.isdecimal() and 0 < int(port) < 65536 and not host.count("]"):
+            return host, int(port)
+    raise ClusterError(
+        message(
+            f"{name} of initialize needs to be an address 'host:port'",
+            got=repr(address),
+            why="process 0 listens there, and the others connect to it",
+            fix="dj.initialize('10.0.0.1:1234', ...), with a port that is free",
+        )
+    )
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns "host:port", an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve_host(host: str, port: int) -> str:
+    """Returns the IP address that `host` means here, of IPv4 where it has one.
+
+    Raises:
+      OSError: the name has no address.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def local_address_towards(host: str, port: int) -> str:
+    """Returns the IP address of this machine's interface by which it reaches `host`.
+
+    Connecting a UDP socket sends nothing: it asks the routing table.
+    """
+    address = resolve_host(host, port)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:
+        asked.connect((address, port))
+        return str(asked.getsockname()[0])
+
+
+def collectives_host(coordinator_address: str, bind_address: str | None) -> str:
+    """Returns the IP address at which the collectives of this process listen.
+
+    It is the interface that reaches the coordinator: loopback for one on loopback. Where
+    the coordinator was bound to an address of its own, that one.
+    """
+    if bind_address is not None:
+        host, port = split_address(bind_address, "coordinator_bind_address")
+        if host not in _EVERYWHERE:
+            return resolve_host(host, port)
+    return local_address_towards(*split_address(coordinator_address, "coordinator_address"))

@@ -1,0 +1,190 @@
+"""`initialize`: how a process joins a job."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.cluster import addresses
+from distjax.cluster.ending import watch_the_end
+from distjax.cluster.job import Job, set_job
+from distjax.cluster.roll_call import hold_roll_call
+from distjax.cluster.settings import (
+    Request,
+    Settings,
+    as_device_ids,
+    find_settings,
+    make_timeouts,
+)
+from distjax.cluster.warm_up import warm_up
+from distjax.errors import ClusterError, message
+
+_one_at_a_time = threading.Lock()
+_joined_with: list[Settings] = []
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    coordinator_bind_address: str | None = None,
+    cluster_detection_method: str | None = None,
+    initialization_timeout: float = 60,
+    heartbeat_timeout: float = 10,
+    shutdown_timeout: float = 10,
+    step_deadline: float = 600.0,
+    meeting_timeout: float | None = None,
+    phase_timeout: float = 3600.0,
+    **mtls: Any,
+) -> None:
+    """Joins the job of several processes that this process is a part of.
+
+    To be called before any array or device is used. What is not given is taken from the
+    variables DISTJAX_COORDINATOR, DISTJAX_NUM_PROCESSES and DISTJAX_PROCESS_ID, then from
+    the cluster that JAX detects (Slurm, Open MPI, Kubernetes, TPU) or that TF_CONFIG
+    describes. Where nothing says that there is a job the program is one process, nothing
+    listens, and this returns. A second call with equal arguments does nothing.
+
+    In a job of several processes an exception that nobody catches ends the process, with an
+    exit code that says why, and the program ends when all processes come to its end.
+
+    Args:
+      coordinator_address: "host:port" of process 0. On loopback, nothing listens beyond it.
+      num_processes: how many processes there are.
+      process_id: which one this is, from 0.
+      local_device_ids: the GPUs that this process uses; None: all that it sees.
+      coordinator_bind_address: where process 0 listens, if not at `coordinator_address`.
+      cluster_detection_method: as in `jax.distributed.initialize`; "deactivate": none.
+      initialization_timeout: seconds until all processes have to be there.
+      heartbeat_timeout: seconds without a sign of life until a process counts as lost.
+      shutdown_timeout: seconds that a process waits at its end for the others'.
+      step_deadline: seconds that a program may take from its launch to its completion.
+      meeting_timeout: seconds until all have to come where processes compare what they do;
+        None: 60, or `step_deadline` if that is less.
+      phase_timeout: seconds that tracing, compiling, saving or waiting for data may take.
+      **mtls: JAX's options for encrypted connections to the coordinator (`mtls_*`,
+        `verify_secure_credentials`), where JAX has them.
+
+    Raises:
+      ClusterError: the arguments are no place in a job, a process is missing, there twice or
+        differs, a backend is in use already, or this process has joined with others.
+    """
+    with _one_at_a_time:
+        try:
+            timeouts = make_timeouts(
+                initialization_timeout,
+                heartbeat_timeout,
+                shutdown_timeout,
+                step_deadline,
+                meeting_timeout,
+                phase_timeout,
+            )
+            _require_known(mtls)
+            place = (coordinator_address, num_processes, process_id)
+            given = Request(*place, as_device_ids(local_device_ids))
+            bind = coordinator_bind_address
+            _join(find_settings(given, cluster_detection_method, bind, timeouts, mtls))
+        except ClusterError:
+            watch_the_end()  # uncaught, it ends the process with a code of its own
+            raise
+
+
+def _join(settings: Settings) -> None:
+    if _joined_with:
+        _require_equal(_joined_with[0], settings)
+        return
+    if settings.num_processes > 1:
+        _require_in_time(settings)
+        ending = watch_the_end()
+        places = hold_roll_call(settings)
+        _join_jax(settings)
+        client = jax_compat.coordination_client()
+        place = (settings.process_id, settings.num_processes)
+        set_job(Job(*place, client, settings.timeouts, places, settings.attempt))
+        ending.meet_at_exit()
+        warm_up()
+    _joined_with.append(settings)
+
+
+def _join_jax(settings: Settings) -> None:
+    """Joins JAX's own rendezvous, and has this process listen where it was asked to."""
+    assert settings.coordinator_address is not None
+    host, port = addresses.split_address(settings.coordinator_address, "coordinator_address")
+    bind = settings.bind_address
+    own_bind = bind if settings.process_id == 0 else None
+    gloo_host = addresses.collectives_host(settings.coordinator_address, own_bind)
+    jax_compat.make_gloo_listen_at(gloo_host)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    timeouts = settings.timeouts
+    jax.distributed.initialize(
+        settings.coordinator_address,
+        settings.num_processes,
+        settings.process_id,
+        local_device_ids=settings.local_device_ids,
+        coordinator_bind_address=bind
+        or addresses.join_address(addresses.resolve_host(host, port), port),
+        cluster_detection_method="deactivate",  # it is done
+        initialization_timeout=math.ceil(timeouts.initialization),
+        heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat),
+        shutdown_timeout_seconds=math.ceil(timeouts.shutdown),
+        **dict(settings.mtls),
+    )
+    if threading.current_thread() is threading.main_thread() and on_sigterm is not None:
+        # JAX's preemption service has taken the signal, and a process would not die of it.
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _require_known(mtls: dict[str, Any]) -> None:
+    known = inspect.signature(jax.distributed.initialize).parameters
+    names = [n for n in known if n.startswith("mtls_") or n == "verify_secure_credentials"]
+    unknown = sorted(set(mtls) - set(names))
+    if unknown:
+        raise TypeError(
+            message(
+                "initialize needs options that it or JAX has",
+                got=", ".join(unknown),
+                why=f"JAX {jax.__version__} has {', '.join(names) or 'no options for mTLS'}",
+                fix="leave it out, or install a JAX that has it",
+            )
+        )
+
+
+def _require_equal(former: Settings, settings: Settings) -> None:
+    if settings != former:
+        raise ClusterError(
+            message(
+                "initialize needs equal arguments when it is called again",
+                got=former.describe_difference(settings),
+                why="a process joins one job, once, for as long as it lives",
+                fix="call dj.initialize once, at the start of the program",
+            )
+        )
+
+
+def _require_in_time(settings: Settings) -> None:
+    first_use = jax_compat.first_use_of_a_backend()
+    if jax_compat.coordination_client() is not None:
+        got = "jax.distributed.initialize has been called"
+        cure = "call dj.initialize in place of jax.distributed.initialize, with the same arguments"
+    elif first_use is not None:
+        got = f"a backend that is in use since {first_use}"
+        cure = "call dj.initialize first: before jax.devices(), arrays and strategies"
+    else:
+        return
+    raise ClusterError(
+        message(
+            f"initialize of process {settings.process_id} needs to come before JAX is used",
+            got=got,
+            why="the devices of a process become part of a job when its backend starts",
+            fix=cure,
+        )
+    )

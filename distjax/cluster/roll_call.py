@@ -1,0 +1,293 @@
+"""The roll call: every process tells process 0 who it is, before JAX's own rendezvous.
+
+A rendezvous of JAX's that fails aborts the process, and no Python code learns why. So process 0
+listens first, at the address where the coordinator will, for one short connection of each
+process: a line of JSON in, when all have come or the time is over a line of JSON out, which is
+the same for all. Nothing that is read there is executed, and no more than a bounded number of
+bytes is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import socket
+import time
+from typing import Any
+
+import jax
+import jaxlib
+
+from distjax.cluster.addresses import resolve_host, split_address
+from distjax.cluster.settings import Settings
+from distjax.errors import ClusterError, message
+from distjax.integers import is_int
+
+_PROTOCOL = "distjax roll call 1"
+_RECORD_BYTES = 4096
+_VERDICT_BYTES = 1 << 20
+#: How long process 0 waits for the bytes of who has connected.
+_LINE_SECONDS = 5.0
+#: Once something is wrong, how much longer process 0 waits for the others, to tell them too.
+_GRACE_SECONDS = 5.0
+_RETRY_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Who a process says it is.
+
+    Attributes:
+      process_id: its number.
+      host: the name of its machine.
+      pid: its process id there.
+      facts: (what, value) of all that has to be equal on every process.
+    """
+
+    process_id: int
+    host: str
+    pid: int
+    facts: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} on {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Where it runs, as errors name it."""
+        return f"{self.host} (pid {self.pid})"
+
+
+def hold_roll_call(settings: Settings) -> tuple[str, ...]:
+    """Returns "host (pid N)" of every process once all have come and agree.
+
+    Raises:
+      ClusterError: a process is missing, came twice, or differs; the same on all that came.
+    """
+    own = _describe_self(settings)
+    call = _call_roll if settings.process_id == 0 else _answer
+    verdict = call(settings, own)
+    if verdict["error"] is not None:
+        raise ClusterError(verdict["error"])
+    return tuple(verdict["places"])
+
+
+def _describe_self(settings: Settings) -> Record:
+    import distjax  # here, as it imports this module
+
+    facts = {
+        "num_processes": str(settings.num_processes),
+        "DISTJAX_ATTEMPT": str(settings.attempt),
+        "distjax": distjax.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    host = socket.gethostname()[:64]
+    return Record(settings.process_id, host, os.getpid(), tuple(facts.items()))
+
+
+# -- process 0 ----------------------------------------------------------------
+
+
+def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
+    """Returns the verdict, which all that came have been told."""
+    began = time.monotonic()
+    deadline = began + settings.timeouts.initialization
+    came: dict[Record, socket.socket | None] = {own: None}
+    with contextlib.ExitStack() as connections:
+        listening = connections.enter_context(_listen(settings))
+        while time.monotonic() < deadline and not _is_over(list(came), settings):
+            if _find_wrong(list(came)):
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            record, connection = _accept(listening, deadline)
+            if record is not None and connection is not None:
+                came[record] = connections.enter_context(connection)
+        in_order = sorted(came, key=lambda record: record.process_id)
+        verdict = _judge(in_order, settings, time.monotonic() - began)
+        for connection in filter(None, came.values()):
+            with contextlib.suppress(OSError):  # it has gone meanwhile: JAX will miss it
+                connection.sendall(_as_line(verdict))
+    return verdict
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Returns the socket on which process 0 waits, at the address of the coordinator."""
+    address = settings.bind_address or settings.coordinator_address
+    host, port = split_address(address, "coordinator_bind_address")
+    try:
+        resolved = resolve_host(host or "0.0.0.0", port)
+        family = socket.AF_INET6 if ":" in resolved else socket.AF_INET
+        # The address is free again at once: what listens there next is the coordinator.
+        return socket.create_server((resolved, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ClusterError(
+            message(
+                f"process 0 needs to listen at {address}",
+                got=f"{type(error).__name__}: {error}",
+                why="the other processes of the job look for it there: it is an address of the "
+                "machine of process 0, and no other program, nor a second process 0, uses its port",
+                fix="start process 0 on that machine, with a port that is free",
+            )
+        ) from error
+
+
+def _accept(
+    listening: socket.socket, deadline: float
+) -> tuple[Record, socket.socket] | tuple[None, None]:
+    """Returns who has come, and its connection; strangers are sent away."""
+    listening.settimeout(max(deadline - time.monotonic(), 0.001))
+    try:
+        connection, _ = listening.accept()
+    except TimeoutError:
+        return None, None
+    record = None
+    try:
+        connection.settimeout(_LINE_SECONDS)
+        record = _parse_record(_read_line(connection, _RECORD_BYTES))
+    except OSError:
+        pass  # it has gone, or says nothing
+    if record is None:
+        connection.close()
+        return None, None
+    return record, connection
+
+
+def _is_over(came: list[Record], settings: Settings) -> bool:
+    """Returns whether nobody else can be expected."""
+    missing = set(range(settings.num_processes)) - {r.process_id for r in came}
+    return not missing or (len(came) >= settings.num_processes and bool(_find_wrong(came)))
+
+
+def _judge(came: list[Record], settings: Settings, waited_seconds: float) -> dict[str, Any]:
+    """Returns what all that came are told."""
+    wrong = _find_wrong(came)
+    ids = {record.process_id for record in came}
+    missing = [i for i in range(settings.num_processes) if i not in ids]
+    if missing:
+        names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        wrong["start them, or give them more time: initialize(..., initialization_timeout=600)"] = [
+            f"no process {names} within {waited_seconds:.0f} s"
+        ]
+    if not wrong:
+        return {"protocol": _PROTOCOL, "error": None, "places": [r.place for r in came]}
+    text = message(
+        f"a job of {settings.num_processes} processes needs each of them once, and all alike",
+        got="; ".join(text for texts in wrong.values() for text in texts[:8]),
+        why=f"they call process 0 at {settings.coordinator_address} before they start JAX, whose "
+        "own rendezvous would abort them",
+        fix="; ".join(wrong),
+    )
+    return {"protocol": _PROTOCOL, "error": text, "places": []}
+
+
+def _find_wrong(came: list[Record]) -> dict[str, list[str]]:
+    """Returns what is wrong with those that came, as texts by their cure."""
+    by_id: dict[int, list[Record]] = {}
+    for record in came:
+        by_id.setdefault(record.process_id, []).append(record)
+    twice = [
+        f"process {i} is there {len(them)} times: on {' and on '.join(r.place for r in them)}"
+        for i, them in by_id.items()
+        if len(them) > 1
+    ]
+    first = came[0]
+    different = [
+        f"{record} has {what} {value}, and {first} has {what} {dict(first.facts).get(what)}"
+        for record in came
+        for what, value in record.facts
+        if dict(first.facts).get(what) != value
+    ]
+    wrong = {
+        "give each process a process_id (DISTJAX_PROCESS_ID) of its own": twice,
+        "start all with the same arguments, code and versions": different,
+    }
+    return {cure: texts for cure, texts in wrong.items() if texts}
+
+
+# -- the other processes ------------------------------------------------------
+
+
+def _answer(settings: Settings, own: Record) -> dict[str, Any]:
+    """Returns the verdict of process 0, after this process has told it who it is."""
+    assert settings.coordinator_address is not None
+    address = split_address(settings.coordinator_address, "coordinator_address")
+    patience = settings.timeouts.initialization
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with socket.create_connection(address, timeout=patience) as connection:
+                connection.settimeout(patience + _LINE_SECONDS)
+                connection.sendall(_as_line({"protocol": _PROTOCOL, **dataclasses.asdict(own)}))
+                verdict = _parse_verdict(_read_line(connection, _VERDICT_BYTES))
+            if verdict is not None:
+                return verdict
+            reason = "something else answers there"
+        except OSError as error:  # process 0 is not there yet
+            reason = f"{type(error).__name__}: {error}"
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_RETRY_SECONDS)
+    raise ClusterError(
+        message(
+            f"process 0 of the job needs to answer at {settings.coordinator_address}",
+            got=f"{reason}, for {patience:g} s",
+            why=f"{own} says there who it is; process 0 has not begun, is elsewhere, or gave up",
+            fix="start all processes together, with the address of process 0, or give them more "
+            "time: initialize(..., initialization_timeout=600)",
+        )
+    )
+
+
+# -- lines --------------------------------------------------------------------
+
+
+def _as_line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
+    """Returns a line without its end, or nothing where none of at most `max_bytes` came."""
+    read = b""
+    while len(read) < max_bytes:
+        part = connection.recv(min(65536, max_bytes - len(read)))
+        read += part
+        if not part or read.endswith(b"\n"):
+            break
+    return read[:-1] if read.endswith(b"\n") else b""
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):  # a stranger's
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _parse_record(line: bytes) -> Record | None:
+    content = _parse(line)
+    own, host, pid, facts = (content.get(f.name) for f in dataclasses.fields(Record))
+    is_record = is_int(own) and isinstance(host, str) and is_int(pid) and isinstance(facts, list)
+    if not is_record or content.get("protocol") != _PROTOCOL:
+        return None
+    pairs = [f for f in facts if isinstance(f, list) and len(f) == 2]
+    texts = tuple((_as_plain(what), _as_plain(value)) for what, value in pairs)
+    return Record(own, _as_plain(host), pid, texts)
+
+
+def _as_plain(text: object) -> str:
+    """Returns a text from elsewhere as it may be printed."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:64])
+
+
+def _parse_verdict(line: bytes) -> dict[str, Any] | None:
+    content = _parse(line)
+    error, places = content.get("error", ""), content.get("places")
+    is_verdict = content.get("protocol") == _PROTOCOL and isinstance(places, list)
+    if not is_verdict or not isinstance(error, str | None):
+        return None
+    return content

@@ -1,0 +1,80 @@
+"""What `initialize` refuses before anything is done, in one process."""
+
+import signal
+import sys
+import threading
+
+import jax
+import pytest
+
+import distjax as dj
+from distjax import jax_compat
+from distjax.cluster import ending, joining
+from distjax.cluster.job import job
+from distjax.errors import ClusterError
+from tests.processes.sockets import addresses_that_listen
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """A process that has not called `initialize`, and whose hooks are put back."""
+    monkeypatch.setattr(joining, "_joined_with", [])
+    monkeypatch.setattr(ending, "_endings", [])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    for name in ("DISTJAX_COORDINATOR", "DISTJAX_NUM_PROCESSES", "DISTJAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_may_call_it_late_and_again():
+    jax.devices()
+    before, hook = addresses_that_listen(), sys.excepthook
+    dj.initialize()
+    dj.initialize()
+    assert job() is None
+    assert addresses_that_listen() == before
+    assert sys.excepthook is hook
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_other_arguments_later():
+    dj.initialize()
+    with pytest.raises(ClusterError, match="needs equal arguments when it is called") as caught:
+        dj.initialize("127.0.0.1:1", 2, 1)
+    assert "num_processes=2, which was 1; process_id=1, which was 0" in str(caught.value)
+
+
+def test_after_a_backend_was_used():
+    jax.devices()
+    with pytest.raises(ClusterError, match="initialize of process 1 needs to come before JAX") as e:
+        dj.initialize("127.0.0.1:1", 2, 1)
+    assert f"Got: a backend that is in use since {jax_compat.first_use_of_a_backend()}" in str(
+        e.value
+    )
+    assert "call dj.initialize first" in str(e.value)
+
+
+def test_after_jax_has_joined(monkeypatch):
+    monkeypatch.setattr(jax_compat, "coordination_client", object)
+    with pytest.raises(ClusterError, match="needs to come before JAX is used") as caught:
+        dj.initialize("127.0.0.1:1", 2, 1)
+    assert "Got: jax.distributed.initialize has been called" in str(caught.value)
+    assert "call dj.initialize in place of jax.distributed.initialize" in str(caught.value)
+
+
+def test_an_option_that_jax_has_not():
+    with pytest.raises(TypeError, match="initialize needs options that it or JAX has") as caught:
+        dj.initialize(mtls_file_of_certs="x", num_proceses=2)
+    assert "Got: mtls_file_of_certs, num_proceses." in str(caught.value)
+
+
+@pytest.mark.skipif(jax_compat.JAX_VERSION < (0, 12), reason="JAX 0.10 has no mTLS")
+def test_options_that_jax_has_are_known():
+    joining._require_known({"mtls_cert_file": "x", "verify_secure_credentials": True})
+
+
+def test_what_is_wrong_leaves_the_hooks_in_place():
+    hook = sys.excepthook
+    with pytest.raises(ClusterError, match="needs coordinator_address, num_processes and pro"):
+        dj.initialize(num_processes=2)
+    assert sys.excepthook is not hook  # uncaught, it ends the process with 78

@@ -1,0 +1,82 @@
+"""Runs a script as the processes of a job, on loopback, and waits for them within bounds."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+#: What each script begins with: where the job meets, and which process it is.
+PREAMBLE = """\
+import os, sys
+ADDRESS, P, I = os.environ["TEST_ADDRESS"], int(os.environ["TEST_P"]), int(os.environ["TEST_I"])
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it said on stdout and stderr."""
+
+    code: int
+    said: str
+
+
+def free_address():
+    """Returns an address on loopback at which nothing listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=None, seconds=60):
+    """Runs `script` as one process for each of `ids`, all at once, and returns how they ended.
+
+    Args:
+      script: Python; ADDRESS, P and I are the address, the number of processes and the id.
+      ids: what I is in each process.
+      num_processes: what P is; None: as many as `ids`.
+      devices: CPU devices of each process.
+      environment: variables added to ours.
+      seconds: after which every process that runs is killed.
+    """
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DISTJAX_", "TF_CONFIG"))}
+    ours |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    ours |= {"TEST_ADDRESS": free_address(), "TEST_P": str(num_processes or len(ids))}
+    ours |= environment or {}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distjax-tests-"))
+        path = pathlib.Path(folder, "script.py")
+        path.write_text(PREAMBLE + script)
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in ids]
+        started = []
+        stack.callback(kill_all, started)
+        for i, output in zip(ids, outputs, strict=True):
+            command = [sys.executable, str(path)]
+            own = {**ours, "TEST_I": str(i)}
+            started.append(subprocess.Popen(command, stdout=output, stderr=output, env=own))
+        deadline = time.monotonic() + seconds
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # killed, its code is -9
+                process.wait(max(deadline - time.monotonic(), 0.01))
+        kill_all(started)
+        for output in outputs:
+            output.seek(0)
+        return [
+            Ended(process.returncode, output.read().decode(errors="replace"))
+            for process, output in zip(started, outputs, strict=True)
+        ]
+
+
+def kill_all(processes):
+    """Ends what still runs of `processes`."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()

@@ -246,13 +246,19 @@ def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
     return None
 
 
-def spans_devices(jaxpr: jec.Jaxpr) -> bool:
-    """Returns whether an equation, at any depth, names a mesh of several devices."""
+def meshes_of(jaxpr: jec.Jaxpr) -> Iterator[Any]:
+    """Yields the meshes that equations name, at any depth."""
     for eqn in jaxpr.eqns:
         mesh = getattr(eqn.params.get("sharding"), "mesh", eqn.params.get("mesh"))
-        if getattr(mesh, "size", 1) > 1 or any(spans_devices(s) for s in sub_jaxprs(eqn)):
-            return True
-    return False
+        if hasattr(mesh, "size"):
+            yield mesh
+        for sub in sub_jaxprs(eqn):
+            yield from meshes_of(sub)
+
+
+def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Returns whether a mesh has devices of several processes; of an abstract one nobody knows."""
+    return getattr(mesh, "is_multi_process", False)
 
 
 def scan_sizes(eqn: jec.JaxprEqn) -> tuple[int, int]:

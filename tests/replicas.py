@@ -39,6 +39,13 @@ def num_copies(strategy, variable):
     return 1 if split_or_central else strategy.num_replicas_in_sync
 
 
+def num_local_copies(strategy, variable):
+    """Returns how many copies of `variable` this process has."""
+    if num_copies(strategy, variable) == 1 or strategy.extended.is_default:
+        return 1
+    return len(strategy.extended.topology.local_replicas)
+
+
 def pads(strategy, rows, dtype):
     """Returns rows[r] on replica r, padded with 99, and the mask of what counts."""
     width = max(map(len, rows))

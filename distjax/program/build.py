@@ -51,6 +51,7 @@ class Build:
       read_arrays: the arrays of `reads`.
       lock: held while arrays of these variables are collected, donated and replaced.
       spans_devices: whether the program runs on several devices, as far as a trace tells.
+      spans_processes: whether it runs on devices of several processes.
       offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
         it may be made inside of `jit`.
     """
@@ -63,6 +64,7 @@ class Build:
     read_arrays: tuple[StoredArray, ...]
     lock: AbstractContextManager[Any]
     spans_devices: bool
+    spans_processes: bool
     offered: dict[int, Discovered | None]
 
     @property
@@ -94,6 +96,7 @@ class Build:
             {*self.variables} >= {*found.reads, *found.created}
             and {*self.writes} >= {*found.writes}
             and (self.spans_devices or not found.spans_devices)
+            and (self.spans_processes or not found.spans_processes)
         )
 
     def offer(self, found: Discovered, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
@@ -158,6 +161,9 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         read_arrays=tuple(v.stored for v in reads),
         lock=_make_lock(threaded),
         spans_devices=discovered.spans_devices or (former is not None and former.spans_devices),
+        spans_processes=any(v.spans_processes for v in threaded)
+        or discovered.spans_processes
+        or (former is not None and former.spans_processes),
         offered=offered,
     )
     return build

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.cluster.facts import describe_program
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.objects.stateful import active_bridge
@@ -20,6 +21,7 @@ from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.typing import PyTree
 from distjax.variables import access
+from distjax.variables.agreement import agree_on_creation
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.donation import hand_out
 from distjax.variables.state import TraceState, variable_p
@@ -68,10 +70,19 @@ class Discovered:
     @functools.cached_property
     def spans_devices(self) -> bool:
         """Whether the program runs on several devices, as far as the trace tells."""
+        return any(mesh.size > 1 for mesh in self._meshes())
+
+    @functools.cached_property
+    def spans_processes(self) -> bool:
+        """Whether the program runs on devices of several processes, as far as the trace tells."""
+        if jax.process_count() == 1:
+            return False
+        return any(jax_compat.spans_processes(mesh) for mesh in self._meshes())
+
+    def _meshes(self) -> Iterator[Any]:
         treedef, _ = self._signature
-        if any(t.mesh is not None and t.mesh.size > 1 for t in _topologies(treedef)):
-            return True
-        return jax_compat.spans_devices(self._jaxpr)
+        yield from (t.mesh for t in _topologies(treedef) if t.mesh is not None)
+        yield from jax_compat.meshes_of(self._jaxpr)
 
     @property
     def results(self) -> list[tuple[str, bool]]:
@@ -135,7 +146,10 @@ class Discovered:
             return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
 
         shardings = [v.sharding if v.size else None for v in variables]
-        return jax.jit(initial, out_shardings=shardings)(inputs)
+        compiled = jax.jit(initial, out_shardings=shardings)
+        if any(v.spans_processes for v in variables):
+            agree_on_creation(variables, describe_program(compiled.lower(inputs)))
+        return compiled(inputs)
 
 
 def _initial(variable: Variable, value: jax.Array) -> Any:

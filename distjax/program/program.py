@@ -8,6 +8,7 @@ before a lock on variables is taken; then the call is started (see `calls`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,12 +19,8 @@ from distjax import jax_compat, user_mesh
 from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
-from distjax.program.build import (
-    Build,
-    NotCompiled,
-    UnknownVariables,
-    make_build,
-)
+from distjax.program.agreement import agree_on_program
+from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
 from distjax.program.calls import Finish, require_outside_traces, start, trace_and_start
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
@@ -295,16 +292,22 @@ class Program:
             build = self._build
             if build is None or not build.variables:
                 build = self._trace(args, kwargs)
-            while build.variables:  # without them the call compiles: it holds no lock
+            # Without variables the call compiles: it holds no lock.
+            while build.variables or (build.spans_processes and not jax_compat.tracing()):
                 require_outside_traces(build)
                 try:
-                    build.lower(args, kwargs).compile()
-                    break
+                    lowered = build.lower(args, kwargs)
                 except NotCompiled:
-                    pass
+                    build = self._trace(args, kwargs)
+                    continue
                 except Exception:
                     break  # a class among the arguments takes arrays only: the call compiles
-                build = self._trace(args, kwargs)
+                if build.spans_processes:
+                    agree_on_program(build, lowered, self._step.argument_names, args, kwargs)
+                if build.variables:
+                    with contextlib.suppress(Exception):  # the call will say it
+                        lowered.compile()
+                break
             return build
 
     def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:

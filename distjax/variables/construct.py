@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
+from distjax.cluster.facts import describe_on_host, describe_program
 from distjax.collectives.ops import from_first_replica
 from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
@@ -17,6 +18,7 @@ from distjax.errors import ContextError, LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
+from distjax.variables.agreement import agree_on_creation
 from distjax.variables.creation_log import require_no_trace, require_own_trace
 from distjax.variables.donation import hand_out
 from distjax.variables.layouts.layout import Layout
@@ -182,7 +184,10 @@ def _initialize_now(
             return variable.layout.to_stored(value)
 
         with jax_compat.outside_traces():
-            variable.stored.swap(jax.jit(make, out_shardings=variable.sharding)())
+            compiled = jax.jit(make, out_shardings=variable.sharding)
+            if variable.spans_processes:
+                agree_on_creation([variable], describe_program(compiled.lower()))
+            variable.stored.swap(compiled())
         return
     with jax.ensure_compile_time_eval():
         value = initial_value.value if isinstance(initial_value, Variable) else initial_value
@@ -191,6 +196,8 @@ def _initialize_now(
             value = np.asarray(value)
         if value.dtype != variable.dtype:  # PRNG keys have no astype
             value = value.astype(variable.dtype)
+        if variable.spans_processes:
+            agree_on_creation([variable], describe_on_host(value))
         access.initialize(variable, value)
 
 

@@ -62,6 +62,11 @@ class StoredVariable:
         return self.layout.sharding
 
     @property
+    def spans_processes(self) -> bool:
+        """Whether the storage lies on devices of several processes."""
+        return self.sharding is not None and not self.sharding.is_fully_addressable
+
+    @property
     def global_shape(self) -> tuple[int, ...]:
         """[R, ...] for a variable with a component per replica, else the shape."""
         return self.layout.local_form.global_shape(self.shape)

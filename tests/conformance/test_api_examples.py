@@ -5,24 +5,15 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.replicas import num_copies
-
-
-@pytest.fixture
-def replicas(strategy):
-    return strategy
-
-
-@pytest.fixture
-def count(strategy):
-    return strategy.num_replicas_in_sync
+from tests.replicas import local, num_copies
 
 
 @pytest.mark.api_row(
     "call_for_each_replica", "merge_call", "eager and graph execution", "replica_id_in_sync_group"
 )
-def test_call_for_each_replica_example(replicas, count, how):
+def test_call_for_each_replica_example(strategy, how):
     """TF 1.12 and 1.13: merge_fn sums `three + replica id`; each adds its own."""
+    count = strategy.num_replicas_in_sync
 
     def merge_fn(strategy, three_plus_replica_id):
         return sum(strategy.local_results(three_plus_replica_id))
@@ -33,29 +24,29 @@ def test_call_for_each_replica_example(replicas, count, how):
         s = ctx.merge_call(merge_fn, args=(v,))
         return s + v
 
-    run = how(lambda: replicas.extended.call_for_each_replica(fn, args=[3]))
-    with replicas.scope():
+    run = how(lambda: strategy.extended.call_for_each_replica(fn, args=[3]))
+    with strategy.scope():
         merged_results = run()
     total = sum(3 + r for r in range(count))
     expected = [total + 3 + r for r in range(count)]
-    assert [int(v) for v in replicas.local_results(merged_results)] == expected
+    assert local(strategy, merged_results) == expected
 
 
 @pytest.mark.api_row("colocate_vars_with", "update", "eager and graph execution")
-def test_colocated_update_example(replicas, how):
+def test_colocated_update_example(strategy, how):
     """TF 1.15: fn(v1, v2, v3) runs on every device of var1; the others are there too."""
-    with replicas.scope():
+    with strategy.scope():
         var1 = dj.Variable(1.0, name="var1")
-        with replicas.extended.colocate_vars_with(var1):
+        with strategy.extended.colocate_vars_with(var1):
             var2 = dj.Variable(2.0, name="var2")
             var3 = dj.Variable(3.0, name="var3")
 
     def fn(v1, v2, v3):
         return v1.assign_add(v2.value * v3.value)
 
-    result = how(lambda: replicas.extended.update(var1, fn, args=(var2, var3)))()
+    result = how(lambda: strategy.extended.update(var1, fn, args=(var2, var3)))()
     assert float(result) == 7.0
-    assert [float(c) for c in var1.local_results()] == [7.0] * num_copies(replicas, var1)
+    assert local(strategy, var1) == [7.0] * num_copies(strategy, var1)
     assert dj.locality(var2) == dj.locality(var1) == dj.locality(var3)
 
 
@@ -67,9 +58,10 @@ def test_colocated_update_example(replicas, how):
     "VariableAggregation as a reduction",
 )
 @pytest.mark.parametrize("batched", [False, True])
-def test_r247_update_pattern_in_four_steps(replicas, count, how, batched):
+def test_r247_update_pattern_in_four_steps(strategy, how, batched):
     """TF 1.12 to 1.15: gradients, merge_call, reduce_to the variable, update."""
-    with replicas.scope():
+    count = strategy.num_replicas_in_sync
+    with strategy.scope():
         w = dj.Variable(10.0, name="w")
 
     def merge_fn(strategy, gradient, variable):
@@ -86,10 +78,10 @@ def test_r247_update_pattern_in_four_steps(replicas, count, how, batched):
         ctx.merge_call(merge_fn, args=(gradient, w))
         return w.value
 
-    seen = how(lambda: replicas.run(step))()
+    seen = how(lambda: strategy.run(step))()
     expected = 10.0 - 0.5 * sum(range(1, count + 1))
     assert float(seen) == expected
-    assert [float(c) for c in w.local_results()] == [expected] * num_copies(replicas, w)
+    assert local(strategy, w) == [expected] * num_copies(strategy, w)
 
 
 @pytest.mark.api_row(
@@ -98,40 +90,43 @@ def test_r247_update_pattern_in_four_steps(replicas, count, how, batched):
     "merging: values that differ",
     "merging: the members of a mirrored variable",
 )
-def test_unwrapping_and_merging(replicas, count):
+def test_unwrapping_and_merging(strategy):
     """TF 1.12 to 1.15: (x, a, v0) on each replica gives (x, wrapped a, v)."""
+    count = strategy.num_replicas_in_sync
     x = object()
-    with replicas.scope():
+    with strategy.scope():
         v = dj.Variable(1.0)
 
     def fn(w):
         return x, w + dj.get_replica_context().replica_id_in_sync_group, v
 
-    out_x, out_a, out_v = replicas.run(fn, args=[np.float32(1)])
+    out_x, out_a, out_v = strategy.run(fn, args=[np.float32(1)])
     assert out_x is x
     assert out_v is v
-    assert [float(a) for a in replicas.local_results(out_a)] == [1.0 + r for r in range(count)]
+    assert local(strategy, out_a) == [1.0 + r for r in range(count)]
 
 
 @pytest.mark.api_row("reduce_to", "an algorithm written with the strategy's methods")
-def test_all_reduce_of_an_intermediate_value(replicas, count):
+def test_all_reduce_of_an_intermediate_value(strategy):
     """TF 1.12 and 1.13: reduce_to with the same value as input and destination."""
+    count = strategy.num_replicas_in_sync
 
     def fn():
         ctx = dj.get_replica_context()
         t = jnp.float32(ctx.replica_id_in_sync_group)
         return ctx.merge_call(lambda s, t: s.extended.reduce_to("mean", t, t), args=(t,))
 
-    assert float(replicas.run(fn)) == (count - 1) / 2
+    assert float(strategy.run(fn)) == (count - 1) / 2
 
 
 @pytest.mark.api_row(
     "sync-on-read variable: reads and writes in a replica",
     "sync-on-read variable: read across replicas",
 )
-def test_sync_on_read_average(replicas, count):
+def test_sync_on_read_average(strategy):
     """TF 1.15: v = 0.9 * v + 0.1 * update is written per replica, summed on read."""
-    with replicas.scope():
+    count = strategy.num_replicas_in_sync
+    with strategy.scope():
         v = dj.Variable(
             1.0,
             synchronization=dj.VariableSynchronization.ON_READ,
@@ -142,7 +137,7 @@ def test_sync_on_read_average(replicas, count):
         update = dj.get_replica_context().replica_id_in_sync_group + 1
         v.assign(0.9 * v.value + 0.1 * update)
 
-    replicas.run(fn)
+    strategy.run(fn)
     expected = [0.9 + 0.1 * (r + 1) for r in range(count)]
-    np.testing.assert_allclose([float(c) for c in v.local_results()], expected, rtol=1e-6)
+    np.testing.assert_allclose(local(strategy, v), expected, rtol=1e-6)
     np.testing.assert_allclose(float(v.value), sum(expected), rtol=1e-6)

@@ -258,4 +258,4 @@ def test_repeated_calls_trace_nothing(strategy, how):
     jax.block_until_ready(last)
     assert fn.calls == (seen + 3 if strategy is DEFAULT_STRATEGY and how is not dj.jit else seen)
     assert local(strategy, x) == list(range(strategy.num_replicas_in_sync))
-    assert [float(c) for c in count.local_results()] == everywhere(strategy, 4.0)
+    assert local(strategy, count) == everywhere(strategy, 4.0)

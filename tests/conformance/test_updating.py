@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.replicas import local, num_copies
+from tests.replicas import local, num_copies, num_local_copies
 
 
 def make(strategy, initial=1.0, **options):
@@ -42,7 +42,7 @@ def test_r239_group_false_gives_an_element_per_copy(strategy, how):
     fn = lambda v: {"new": v.assign(np.full(v.shape, 5.0)), "name": "n"}
     step = how(lambda: [strategy.extended.update(v, fn, group=False) for v in (small, large)])
     for v, out in zip((small, large), step(), strict=True):
-        copies = num_copies(strategy, v)
+        copies = num_local_copies(strategy, v)
         assert type(out["new"]) is list and out["name"] == ["n"] * copies
         np.testing.assert_array_equal(out["new"], np.full((copies, *v.shape), 5.0))
 
@@ -50,7 +50,7 @@ def test_r239_group_false_gives_an_element_per_copy(strategy, how):
 def test_group_false_where_nothing_is_returned(strategy):
     """As in TF: `ops.extend(update(..., group=False))` has an element per copy."""
     v = make(strategy)
-    none = [None] * num_copies(strategy, v)
+    none = [None] * num_local_copies(strategy, v)
     assert strategy.extended.update(v, lambda v: None, group=False) == none
     pair = strategy.extended.update(v, lambda v: (None, {"a": None}), group=False)
     assert pair == (none, {"a": none})

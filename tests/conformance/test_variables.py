@@ -20,7 +20,7 @@ def make(strategy, initial_value, **options):
 
 
 def parts(variable):
-    return [np.asarray(c).tolist() for c in variable.local_results()]
+    return local(variable.strategy, variable)
 
 
 def replica_id():

@@ -15,7 +15,7 @@ import pytest
 import distjax as dj
 from distjax.errors import AggregationError, LocalityError
 from distjax.strategies.default import DEFAULT_STRATEGY
-from tests.replicas import num_copies, per_replica
+from tests.replicas import local, num_copies, per_replica
 
 NONE, SUM, MEAN = (getattr(dj.VariableAggregation, n) for n in ("NONE", "SUM", "MEAN"))
 FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
@@ -83,11 +83,11 @@ def assert_close(got, expected, message):
 
 def assert_components(strategy, mode, variable, expected):
     count = num_copies(strategy, variable)
-    assert_close(np.stack(variable.local_results()), np.stack(expected[:count]), mode)
+    assert_close(local(strategy, variable), np.stack(expected[:count]), mode)
 
 
 def assert_on_replicas(strategy, mode, value, expected):
-    assert_close(np.stack(strategy.local_results(value)), np.stack(expected), mode)
+    assert_close(local(strategy, value), np.stack(expected), mode)
 
 
 def assert_refused(write, kind, text, variable):

@@ -7,6 +7,7 @@ One group is alive at a time in one test worker.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
@@ -121,6 +122,10 @@ def end_groups() -> None:
         with contextlib.suppress(OSError):
             found.end()
     _alive.clear()
+
+
+# Before multiprocessing asks them to end, which JAX's handler of SIGTERM would not hear.
+atexit.register(end_groups)
 
 
 def _free_port() -> int:

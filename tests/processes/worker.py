@@ -18,7 +18,9 @@ def serve(connection: Any, address: str, num_processes: int, process_id: int, de
 
     jax.config.update("jax_compilation_cache_dir", os.environ.get("DISTJAX_TESTS_PROGRAMS"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.distributed.initialize(address, num_processes, process_id, coordinator_bind_address=address)
+    import distjax as dj
+
+    dj.initialize(address, num_processes, process_id, meeting_timeout=20)
     connection.send(("result", jax.device_count()))
     while True:
         try:
@@ -37,15 +39,14 @@ _num_exchanges = 0
 
 def exchange(value: Any) -> list[Any]:
     """Returns what each process of the job gave, by its number: JSON, without a device."""
-    import jax
-    from jax._src import distributed  # noqa: TID251
+    from distjax.cluster.job import job
 
     global _num_exchanges
     _num_exchanges += 1
-    client = distributed.global_state.client
+    joined = job()
     key = f"tests/exchange/{_num_exchanges}"
-    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    joined.client.key_value_set(f"{key}/{joined.process_id}", json.dumps(value))
     return [
-        json.loads(client.blocking_key_value_get(f"{key}/{process}", 20_000))
-        for process in range(jax.process_count())
+        json.loads(joined.client.blocking_key_value_get(f"{key}/{process}", 20_000))
+        for process in range(joined.num_processes)
     ]

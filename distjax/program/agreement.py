@@ -1,0 +1,62 @@
+"""What processes of a job compare before a program runs for the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import Fact, describe_on_host, describe_program
+from distjax.placement.per_replica import is_per_replica
+from distjax.program.build import Build
+from distjax.replica.arguments import user_path
+from distjax.typing import PyTree
+
+
+def agree_on_program(
+    build: Build,
+    lowered: jax.stages.Lowered,
+    argument_names: Sequence[str],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> None:
+    """Returns when every process is about to run this program, with these host arguments.
+
+    Args:
+      build: the program.
+      lowered: its text for this signature.
+      argument_names: the user's names of its positional arguments.
+      args: positional arguments.
+      kwargs: keyword arguments.
+
+    Raises:
+      AgreementError: processes differ; nothing has changed.
+      StuckError, PeerLostError: a process does not come.
+    """
+    facts = [
+        *(Fact(f"variable {v.name!r}", _describe_variable(build, v)) for v in build.variables),
+        *_describe_arguments(build.name, argument_names, args, kwargs),
+        Fact(f"the program of {build.name}", describe_program(lowered)),
+    ]
+    agree(f"the first call of {build.name}", facts, is_known_by_text=True)
+
+
+def _describe_variable(build: Build, variable: Any) -> str:
+    use = "written" if variable in build.writes else "read"
+    return f"{variable.dtype}{list(variable.shape)}, {use}"
+
+
+def _describe_arguments(
+    name: str, argument_names: Sequence[str], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> Iterator[Fact]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_per_replica):
+        where = user_path(jax.tree_util.keystr(path), argument_names)
+        yield Fact(f"argument {where} of {name}", _describe(leaf))
+
+
+def _describe(leaf: PyTree) -> str:
+    if is_per_replica(leaf):
+        return f"PerReplica {leaf.dtype}{list(leaf.shape)}"
+    return describe_on_host(leaf)

@@ -340,6 +340,7 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
 
 _distributed: Any = sys.modules[jax.distributed.initialize.__module__]
 _backends: Any = sys.modules[jeb.get_backend.__module__]
+_config: Any = jax.config  # its type does not know its options
 
 
 def coordination_client() -> Any:
@@ -385,7 +386,7 @@ def make_gloo_listen_at(host: str) -> None:
     """Has CPU collectives listen at `host`; of itself JAX asks what the machine's name means."""
 
     def make_client() -> Any:
-        if jax.config.jax_cpu_collectives_implementation != "gloo":
+        if _config.jax_cpu_collectives_implementation != "gloo":
             return _backends.make_cpu_client()
         make_gloo = _backends._jax.make_gloo_tcp_collectives
         gloo = make_gloo(distributed_client=coordination_client(), hostname=host)

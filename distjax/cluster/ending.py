@@ -134,8 +134,9 @@ class _Ending:
     def _meet(self) -> None:
         """Returns when all processes have come to their end; else ends this one."""
         joined = job()
-        is_over = joined is None or jax_compat.coordination_client() is None
-        if is_over or os.getpid() != self.pid or is_interactive():
+        if joined is None or jax_compat.coordination_client() is None:
+            return  # the user has left it, by jax.distributed.shutdown()
+        if os.getpid() != self.pid or is_interactive():
             return
         text = _wait_for_all(joined)
         if text is not None:

@@ -24,7 +24,6 @@ import jaxlib
 from distjax.cluster.addresses import resolve_host, split_address
 from distjax.cluster.settings import Settings
 from distjax.errors import ClusterError, message
-from distjax.integers import is_int
 
 _PROTOCOL = "distjax roll call 1"
 _RECORD_BYTES = 4096
@@ -33,7 +32,7 @@ _VERDICT_BYTES = 1 << 20
 _LINE_SECONDS = 5.0
 #: Once something is wrong, how much longer process 0 waits for the others, to tell them too.
 _GRACE_SECONDS = 5.0
-_RETRY_SECONDS = 0.05
+_RETRY_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +97,14 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
     began = time.monotonic()
     deadline = began + settings.timeouts.initialization
     came: dict[Record, socket.socket | None] = {own: None}
-    with contextlib.ExitStack() as connections:
-        listening = connections.enter_context(_listen(settings))
+    with contextlib.ExitStack() as connections, _listen(settings) as listening:
         while time.monotonic() < deadline and not _is_over(list(came), settings):
             if _find_wrong(list(came)):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             record, connection = _accept(listening, deadline)
             if record is not None and connection is not None:
                 came[record] = connections.enter_context(connection)
+        listening.close()  # what answers there from now on is the coordinator
         in_order = sorted(came, key=lambda record: record.process_id)
         verdict = _judge(in_order, settings, time.monotonic() - began)
         for connection in filter(None, came.values()):
@@ -223,6 +222,8 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
                 connection.settimeout(patience + _LINE_SECONDS)
                 connection.sendall(_as_line({"protocol": _PROTOCOL, **dataclasses.asdict(own)}))
                 verdict = _parse_verdict(_read_line(connection, _VERDICT_BYTES))
+            if verdict is not None and verdict["error"] is None:
+                _wait_for_coordinator(address)
             if verdict is not None:
                 return verdict
             reason = "something else answers there"
@@ -240,6 +241,16 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
             "time: initialize(..., initialization_timeout=600)",
         )
     )
+
+
+def _wait_for_coordinator(address: tuple[str, int]) -> None:
+    """Returns when process 0 listens again, as the coordinator: JAX looks once a second only."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            return socket.create_connection(address, timeout=_LINE_SECONDS).close()
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
 
 
 # -- lines --------------------------------------------------------------------
@@ -269,14 +280,19 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _parse_record(line: bytes) -> Record | None:
-    content = _parse(line)
-    own, host, pid, facts = (content.get(f.name) for f in dataclasses.fields(Record))
-    is_record = is_int(own) and isinstance(host, str) and is_int(pid) and isinstance(facts, list)
-    if not is_record or content.get("protocol") != _PROTOCOL:
-        return None
-    pairs = [f for f in facts if isinstance(f, list) and len(f) == 2]
-    texts = tuple((_as_plain(what), _as_plain(value)) for what, value in pairs)
-    return Record(own, _as_plain(host), pid, texts)
+    match _parse(line):
+        case {
+            "protocol": protocol,
+            "process_id": int(own),
+            "host": str(host),
+            "pid": int(pid),
+            "facts": list(facts),
+        } if protocol == _PROTOCOL:
+            pairs = [f for f in facts if isinstance(f, list) and len(f) == 2]
+            texts = tuple((_as_plain(what), _as_plain(value)) for what, value in pairs)
+            return Record(own, _as_plain(host), pid, texts)
+        case _:
+            return None
 
 
 def _as_plain(text: object) -> str:
@@ -285,9 +301,12 @@ def _as_plain(text: object) -> str:
 
 
 def _parse_verdict(line: bytes) -> dict[str, Any] | None:
-    content = _parse(line)
-    error, places = content.get("error", ""), content.get("places")
-    is_verdict = content.get("protocol") == _PROTOCOL and isinstance(places, list)
-    if not is_verdict or not isinstance(error, str | None):
-        return None
-    return content
+    match _parse(line):
+        case {
+            "protocol": protocol,
+            "error": str() | None,
+            "places": list(),
+        } as verdict if protocol == _PROTOCOL:
+            return verdict
+        case _:
+            return None

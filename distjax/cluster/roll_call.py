@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import socket
@@ -22,6 +21,7 @@ import jax
 import jaxlib
 
 from distjax.cluster.addresses import resolve_host, split_address
+from distjax.cluster.lines import as_line, as_plain, parse_line
 from distjax.cluster.settings import Settings
 from distjax.errors import ClusterError, message
 
@@ -109,7 +109,7 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
         verdict = _judge(in_order, settings, time.monotonic() - began)
         for connection in filter(None, came.values()):
             with contextlib.suppress(OSError):  # it has gone meanwhile: JAX will miss it
-                connection.sendall(_as_line(verdict))
+                connection.sendall(as_line(verdict).encode())
     return verdict
 
 
@@ -220,7 +220,8 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
         try:
             with socket.create_connection(address, timeout=patience) as connection:
                 connection.settimeout(patience + _LINE_SECONDS)
-                connection.sendall(_as_line({"protocol": _PROTOCOL, **dataclasses.asdict(own)}))
+                record = {"protocol": _PROTOCOL, **dataclasses.asdict(own)}
+                connection.sendall(as_line(record).encode())
                 verdict = _parse_verdict(_read_line(connection, _VERDICT_BYTES))
             if verdict is not None and verdict["error"] is None:
                 _wait_for_coordinator(address)
@@ -256,10 +257,6 @@ def _wait_for_coordinator(address: tuple[str, int]) -> None:
 # -- lines --------------------------------------------------------------------
 
 
-def _as_line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content).encode() + b"\n"
-
-
 def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
     """Returns a line without its end, or nothing where none of at most `max_bytes` came."""
     read = b""
@@ -271,16 +268,8 @@ def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
     return read[:-1] if read.endswith(b"\n") else b""
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):  # a stranger's
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _parse_record(line: bytes) -> Record | None:
-    match _parse(line):
+    match parse_line(line):
         case {
             "protocol": protocol,
             "process_id": int(own),
@@ -289,19 +278,14 @@ def _parse_record(line: bytes) -> Record | None:
             "facts": list(facts),
         } if protocol == _PROTOCOL:
             pairs = [f for f in facts if isinstance(f, list) and len(f) == 2]
-            texts = tuple((_as_plain(what), _as_plain(value)) for what, value in pairs)
-            return Record(own, _as_plain(host), pid, texts)
+            texts = tuple((as_plain(what), as_plain(value)) for what, value in pairs)
+            return Record(own, as_plain(host), pid, texts)
         case _:
             return None
 
 
-def _as_plain(text: object) -> str:
-    """Returns a text from elsewhere as it may be printed."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:64])
-
-
 def _parse_verdict(line: bytes) -> dict[str, Any] | None:
-    match _parse(line):
+    match parse_line(line):
         case {
             "protocol": protocol,
             "error": str() | None,

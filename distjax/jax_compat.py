@@ -345,7 +345,10 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
 # function of each; on JAX 0.10.2 to 0.12 the names are the same.
 
 _distributed: Any = sys.modules[jax.distributed.initialize.__module__]
-_backends: Any = sys.modules[jeb.get_backend.__module__]
+_backends: Any = sys.modules[jeb.register_backend_factory.__module__]
+_config: Any = jax.config  # its type does not know its options
+_first_uses: list[str] = []
+_gloo_hosts: list[str] = []
 
 
 def coordination_client() -> Any:
@@ -353,48 +356,40 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
-_first_uses: list[str] = []
+def detect_cluster(*known_method_and_timeout: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns coordinator address, number of processes, process id and local devices.
+
+    What JAX finds out about the cluster that this process was started in.
+
+    Args:
+      known_method_and_timeout: the four as far as they are known (None: not), JAX's name of
+        a way to find out the rest (None: any), and how many seconds that may take.
+    """
+    detect = _distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return detect(*known_method_and_timeout)
 
 
 def first_use_of_a_backend() -> str | None:
     """Returns where a backend was first used, or None: it may still become part of a job."""
     if not _backends.backends_are_initialized():
         return None
-    return _first_uses[0] if _first_uses else "a line before distjax was imported"
-
-
-def _note_use(_: object) -> None:
-    frame = sys._getframe(user_stacklevel() - 1)  # pyright: ignore[reportPrivateUsage]
-    _first_uses.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
-
-
-if not _backends.backends_are_initialized():
-    _backends.register_backend_initialization_hook(_note_use)
-
-
-def detect_cluster(*known_method_and_timeout: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns what JAX finds out about the cluster that this process was started in.
-
-    Args:
-      known_method_and_timeout: coordinator address, number of processes, process id and
-        local devices as far as they are known (None: not), JAX's name of a way to find
-        out the rest (None: any), and how many seconds that may take.
-
-    Returns:
-      The four of them; each that nobody knows is None.
-    """
-    detect = _distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
-    return detect(*known_method_and_timeout)
+    return _first_uses[-1] if _first_uses else "a line that is not known"
 
 
 def make_gloo_listen_at(host: str) -> None:
     """Has CPU collectives listen at `host`; of itself JAX asks what the machine's name means."""
+    _gloo_hosts[:] = [host]
+    jeb.register_backend_factory("cpu", _make_cpu_client, priority=0, fail_quietly=False)
 
-    def make_client() -> Any:
-        if jax.config.jax_cpu_collectives_implementation != "gloo":
-            return _backends.make_cpu_client()
-        make_gloo = _backends._jax.make_gloo_tcp_collectives
-        gloo = make_gloo(distributed_client=coordination_client(), hostname=host)
-        return _backends.make_cpu_client(gloo)
 
-    jeb.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+def _make_cpu_client() -> Any:
+    frame = sys._getframe(user_stacklevel() - 1)  # pyright: ignore[reportPrivateUsage]
+    _first_uses.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+    if not _gloo_hosts or _config.jax_cpu_collectives_implementation != "gloo":
+        return _backends.make_cpu_client()
+    make = _backends._jax.make_gloo_tcp_collectives
+    return _backends.make_cpu_client(make(coordination_client(), hostname=_gloo_hosts[0]))
+
+
+if not _backends.backends_are_initialized():  # in the place of JAX's own, to know the line
+    jeb.register_backend_factory("cpu", _make_cpu_client, priority=0, fail_quietly=False)

@@ -10,78 +10,24 @@ prompt an exception ends nothing, and nothing here does.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import logging
 import math
 import os
-import re
 import sys
 import threading
+import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from distjax import jax_compat
+from distjax.cluster.departure import begin_to_end, leave, start_watch
+from distjax.cluster.exits import PEER_LOST, end_at_once, exit_code, is_interactive
 from distjax.cluster.job import Job, job
-from distjax.errors import (
-    AgreementError,
-    ClusterError,
-    PeerLostError,
-    PreemptedError,
-    StuckError,
-    message,
-)
-
-UNCAUGHT, PEER_LOST = 70, 71
-
-#: The code of an exception that nobody catches; the first row that holds it.
-_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (AgreementError, 77),
-    (PeerLostError, PEER_LOST),
-    (PreemptedError, 75),
-    (StuckError, 76),
-    (ClusterError, 78),
-    (KeyboardInterrupt, 130),
-)
-
-#: What JAX's errors say when another process is gone: gloo's sockets, NCCL, the coordinator.
-#: They begin with a status; a read of a value raises them as ValueError.
-_GONE = re.compile(
-    r"[A-Z_]+: .*(gloo|connection (closed|reset|refused)|socket closed|broken pipe"
-    r"|coordination service|remote process exited)",
-    re.IGNORECASE | re.DOTALL,
-)
+from distjax.errors import ClusterError, message
 
 #: The part of `shutdown_timeout` that the last meeting waits: JAX's own wait would abort.
 _SHARE = 0.8
-
-
-def exit_code(error: BaseException) -> int:
-    """Returns the code with which a process of a job ends after `error`."""
-    cause: BaseException | None = error
-    while cause is not None:
-        is_jax = isinstance(cause, (jax.errors.JaxRuntimeError, ValueError))
-        if is_jax and _GONE.match(str(cause)):
-            return PEER_LOST
-        cause = cause.__cause__
-    return next((code for kind, code in _CODES if isinstance(error, kind)), UNCAUGHT)
-
-
-def end_at_once(code: int) -> NoReturn:
-    """Ends this process, without the callbacks of `atexit`, after what it said is written."""
-    for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
-        with contextlib.suppress(Exception):  # an output that is closed must not change the code
-            flush()
-    os._exit(code)
-
-
-def is_interactive() -> bool:
-    """Returns whether somebody sits at a prompt, where an exception ends nothing."""
-    ipython = sys.modules.get("IPython")
-    if ipython is not None and ipython.get_ipython() is not None:
-        return True
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
 
 
 class _Ending:
@@ -95,36 +41,44 @@ class _Ending:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.code = 0
-        self._former_hook, sys.excepthook = sys.excepthook, self._end_after
+        self._former_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         self._former_thread_hook = threading.excepthook
-        threading.excepthook = self._end_after_thread
+        threading.excepthook = self._on_uncaught_in_thread
 
-    def meet_at_exit(self) -> None:
-        """Has the end of the program be a meeting; once, when the job is joined."""
+    def watch(self, joined: Job) -> None:
+        """Has this process end when another one does, and the end of the program be a meeting."""
         self._exit, sys.exit = sys.exit, self._remember_and_exit
+        self._stop_watch = start_watch(joined, lambda: self.code)
         atexit.register(self._meet)
 
-    def _end_after(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Stands for `sys.excepthook`."""
+        is_end = self._is_end(error)
+        if is_end:
+            begin_to_end()  # before it is printed, which another thread's end would cut off
         try:
-            self._former_hook(kind, error, traceback)
+            self._former_hook(kind, error, trace)
         finally:
-            self._end(error)
+            if is_end:
+                _end_after(error)
 
-    def _end_after_thread(self, args: Any) -> None:
+    def _on_uncaught_in_thread(self, args: Any) -> None:
         """Stands for `threading.excepthook`."""
+        error = args.exc_value or args.exc_type()
+        is_end = not isinstance(error, SystemExit) and self._is_end(error)  # SystemExit: its own
+        if is_end:
+            begin_to_end()
         try:
             self._former_thread_hook(args)
         finally:
-            if not issubclass(args.exc_type, SystemExit):  # the end of a thread, no more
-                self._end(args.exc_value or args.exc_type())
+            if is_end:
+                _end_after(error)
 
-    def _end(self, error: BaseException) -> None:
+    def _is_end(self, error: BaseException) -> bool:
         is_ours = job() is not None or isinstance(error, ClusterError)
-        if is_ours and os.getpid() == self.pid and not is_interactive():
-            end_at_once(exit_code(error))
+        return is_ours and os.getpid() == self.pid and not is_interactive()
 
     def _remember_and_exit(self, status: Any = None, /) -> NoReturn:
         """Stands for `sys.exit`: Python tells nobody else with what code it ends."""
@@ -134,13 +88,24 @@ class _Ending:
     def _meet(self) -> None:
         """Returns when all processes have come to their end; else ends this one."""
         joined = job()
-        is_over = joined is None or jax_compat.coordination_client() is None
-        if is_over or os.getpid() != self.pid or is_interactive():
+        if joined is None or jax_compat.coordination_client() is None:
+            return  # the user has left it, by jax.distributed.shutdown()
+        if os.getpid() != self.pid or is_interactive():
             return
         text = _wait_for_all(joined)
-        if text is not None:
+        if text is None:
+            self._stop_watch()
+        else:
+            begin_to_end()
             print(text, file=sys.stderr)
-            end_at_once(self.code or PEER_LOST)
+            leave(joined, self.code or PEER_LOST, "it came to its end alone")
+
+
+def _end_after(error: BaseException) -> NoReturn:
+    joined, code = job(), exit_code(error)
+    if joined is None:
+        end_at_once(code)
+    leave(joined, code, "".join(traceback.format_exception_only(error)).strip())
 
 
 def _wait_for_all(joined: Job) -> str | None:
@@ -163,9 +128,8 @@ def _wait_for_all(joined: Job) -> str | None:
 
 def _find_missing(joined: Job) -> list[str]:
     try:
-        ended = {
-            key.rpartition("/")[2] for key, _ in joined.client.key_value_dir_get("distjax/end")
-        }
+        keys = joined.client.key_value_dir_get("distjax/end")
+        ended = {key.rpartition("/")[2] for key, _ in keys}
     except jax.errors.JaxRuntimeError:  # the coordinator is gone
         ended = {str(i) for i in range(1, joined.num_processes)}
     return [joined.name_process(i) for i in range(joined.num_processes) if str(i) not in ended]

@@ -109,8 +109,9 @@ def _join(settings: Settings) -> None:
         _join_jax(settings)
         client = jax_compat.coordination_client()
         place = (settings.process_id, settings.num_processes)
-        set_job(Job(*place, client, settings.timeouts, places, settings.attempt))
-        ending.meet_at_exit()
+        joined = Job(*place, client, settings.timeouts, places, settings.attempt)
+        set_job(joined)
+        ending.watch(joined)
         warm_up()
     _joined_with.append(settings)
 

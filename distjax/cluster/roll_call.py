@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import socket
@@ -22,9 +21,9 @@ import jax
 import jaxlib
 
 from distjax.cluster.addresses import resolve_host, split_address
+from distjax.cluster.lines import as_line, as_plain, parse_line
 from distjax.cluster.settings import Settings
 from distjax.errors import ClusterError, message
-from distjax.integers import is_int
 
 _PROTOCOL = "distjax roll call 1"
 _RECORD_BYTES = 4096
@@ -33,7 +32,7 @@ _VERDICT_BYTES = 1 << 20
 _LINE_SECONDS = 5.0
 #: Once something is wrong, how much longer process 0 waits for the others, to tell them too.
 _GRACE_SECONDS = 5.0
-_RETRY_SECONDS = 0.05
+_RETRY_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +97,19 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
     began = time.monotonic()
     deadline = began + settings.timeouts.initialization
     came: dict[Record, socket.socket | None] = {own: None}
-    with contextlib.ExitStack() as connections:
-        listening = connections.enter_context(_listen(settings))
+    with contextlib.ExitStack() as connections, _listen(settings) as listening:
         while time.monotonic() < deadline and not _is_over(list(came), settings):
             if _find_wrong(list(came)):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             record, connection = _accept(listening, deadline)
             if record is not None and connection is not None:
                 came[record] = connections.enter_context(connection)
+        listening.close()  # what answers there from now on is the coordinator
         in_order = sorted(came, key=lambda record: record.process_id)
         verdict = _judge(in_order, settings, time.monotonic() - began)
         for connection in filter(None, came.values()):
             with contextlib.suppress(OSError):  # it has gone meanwhile: JAX will miss it
-                connection.sendall(_as_line(verdict))
+                connection.sendall(as_line(verdict).encode())
     return verdict
 
 
@@ -221,8 +220,11 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
         try:
             with socket.create_connection(address, timeout=patience) as connection:
                 connection.settimeout(patience + _LINE_SECONDS)
-                connection.sendall(_as_line({"protocol": _PROTOCOL, **dataclasses.asdict(own)}))
+                record = {"protocol": _PROTOCOL, **dataclasses.asdict(own)}
+                connection.sendall(as_line(record).encode())
                 verdict = _parse_verdict(_read_line(connection, _VERDICT_BYTES))
+            if verdict is not None and verdict["error"] is None:
+                _wait_for_coordinator(address)
             if verdict is not None:
                 return verdict
             reason = "something else answers there"
@@ -242,11 +244,17 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
     )
 
 
+def _wait_for_coordinator(address: tuple[str, int]) -> None:
+    """Returns when process 0 listens again, as the coordinator: JAX looks once a second only."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            return socket.create_connection(address, timeout=_LINE_SECONDS).close()
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
+
+
 # -- lines --------------------------------------------------------------------
-
-
-def _as_line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content).encode() + b"\n"
 
 
 def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
@@ -260,34 +268,29 @@ def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
     return read[:-1] if read.endswith(b"\n") else b""
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):  # a stranger's
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _parse_record(line: bytes) -> Record | None:
-    content = _parse(line)
-    own, host, pid, facts = (content.get(f.name) for f in dataclasses.fields(Record))
-    is_record = is_int(own) and isinstance(host, str) and is_int(pid) and isinstance(facts, list)
-    if not is_record or content.get("protocol") != _PROTOCOL:
-        return None
-    pairs = [f for f in facts if isinstance(f, list) and len(f) == 2]
-    texts = tuple((_as_plain(what), _as_plain(value)) for what, value in pairs)
-    return Record(own, _as_plain(host), pid, texts)
-
-
-def _as_plain(text: object) -> str:
-    """Returns a text from elsewhere as it may be printed."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:64])
+    match parse_line(line):
+        case {
+            "protocol": protocol,
+            "process_id": int(own),
+            "host": str(host),
+            "pid": int(pid),
+            "facts": list(facts),
+        } if protocol == _PROTOCOL:
+            pairs = [f for f in facts if isinstance(f, list) and len(f) == 2]
+            texts = tuple((as_plain(what), as_plain(value)) for what, value in pairs)
+            return Record(own, as_plain(host), pid, texts)
+        case _:
+            return None
 
 
 def _parse_verdict(line: bytes) -> dict[str, Any] | None:
-    content = _parse(line)
-    error, places = content.get("error", ""), content.get("places")
-    is_verdict = content.get("protocol") == _PROTOCOL and isinstance(places, list)
-    if not is_verdict or not isinstance(error, str | None):
-        return None
-    return content
+    match parse_line(line):
+        case {
+            "protocol": protocol,
+            "error": str() | None,
+            "places": list(),
+        } as verdict if protocol == _PROTOCOL:
+            return verdict
+        case _:
+            return None

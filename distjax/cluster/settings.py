@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from distjax import jax_compat
 from distjax.cluster.addresses import split_address
@@ -37,7 +38,7 @@ class Settings:
     bind_address: str | None
     timeouts: Timeouts
     attempt: int
-    mtls: tuple[tuple[str, object], ...]
+    mtls: tuple[tuple[str, Any], ...]
 
     def describe_difference(self, other: Settings) -> str:
         """Returns "process_id=1, which was 0" for each argument in which `other` differs."""
@@ -86,7 +87,7 @@ def find_settings(
     detection_method: str | None,
     bind_address: str | None,
     timeouts: Timeouts,
-    mtls: dict[str, object],
+    mtls: dict[str, Any],
 ) -> Settings:
     """Returns what holds: arguments win, then the environment, then what is detected."""
     request = given.filled_from(_read_environment())
@@ -200,7 +201,7 @@ def _require_place(request: Request) -> None:
     if missing:
         raise ClusterError(
             message(
-                "initialize needs coordinator_address, num_processes and process_id, or none",
+                f"initialize needs {', '.join(_PLACE[:2])} and {_PLACE[2]}, or none of them",
                 got=", ".join(f"{name}={known[name]!r}" for name in _PLACE),
                 why=f"no argument, no variable DISTJAX_* and no cluster says {missing[0]}",
                 fix="dj.initialize('10.0.0.1:1234', num_processes=2, process_id=0), and 1 in the "

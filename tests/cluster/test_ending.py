@@ -1,5 +1,6 @@
 """With which code a process ends, and when Python's own end stays as it is."""
 
+import dataclasses
 import sys
 import threading
 import types
@@ -8,7 +9,7 @@ import jax
 import pytest
 
 from distjax import errors
-from distjax.cluster import ending
+from distjax.cluster import departure, ending, exits
 from distjax.cluster.job import Job
 from distjax.cluster.settings import make_timeouts
 
@@ -40,7 +41,7 @@ def caused(error, cause):
     ids=lambda x: str(x)[:30],
 )
 def test_codes(error, code):
-    assert ending.exit_code(error) == code
+    assert exits.exit_code(error) == code
 
 
 class Ended(BaseException):
@@ -49,15 +50,21 @@ class Ended(BaseException):
 
 @pytest.fixture
 def hooks(monkeypatch):
-    """The hooks of a process of a job, a note of each call; `os._exit` raises."""
+    """The hooks of a process of a job, a note of each call; the end of the process raises."""
 
     def end(code):
         raise Ended(code)
 
+    def leave(joined, code, text):
+        raise Ended(code, text)
+
     seen = []
-    monkeypatch.setattr(ending.os, "_exit", end)
-    monkeypatch.setattr(ending.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(ending, "job", lambda: make_job())
+    monkeypatch.setattr(exits.os, "_exit", end)
+    monkeypatch.setattr(exits.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(ending, "begin_to_end", lambda: None)
+    monkeypatch.setattr(ending, "leave", leave)
+    monkeypatch.setattr(ending, "start_watch", lambda joined, status: lambda: seen.append("stop"))
+    monkeypatch.setattr(ending, "job", make_job)
     monkeypatch.setattr(ending, "_endings", [])
     monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(ending.atexit, "register", seen.append)
@@ -83,8 +90,9 @@ def raise_uncaught(error):
 
 def test_the_former_hook_comes_first(hooks):
     error = ValueError("mine")
-    with pytest.raises(Ended, match="70"):
+    with pytest.raises(Ended) as end:
         raise_uncaught(error)
+    assert end.value.args == (70, "ValueError: mine")  # the code, and what the others hear
     assert hooks == [(ValueError, error, None)]
 
 
@@ -108,7 +116,7 @@ def test_exceptions_of_threads(hooks):
 def test_a_closed_output_changes_no_code(hooks, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(Ended, match="70"):
-        raise_uncaught(ValueError())
+        exits.end_at_once(70)
 
 
 def test_without_a_job_only_its_own_error_ends_the_process(hooks, monkeypatch):
@@ -141,41 +149,150 @@ def fail_to_meet(*args):
     raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: barrier timed out")
 
 
+@pytest.fixture
+def meet_with(hooks, monkeypatch):
+    """Watches the end of a job, and returns what runs at its end."""
+
+    def watch(job):
+        monkeypatch.setattr(ending, "job", lambda: job)
+        monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: job.client)
+        ending.watch_the_end().watch(job)
+        return hooks.pop()  # what `atexit` was given
+
+    return watch
+
+
 @pytest.mark.parametrize("status, code", [(None, 71), (0, 71), (3, 3), ("a message", 1)], ids=str)
-def test_a_meeting_at_the_end_that_fails(hooks, monkeypatch, capsys, status, code):
+def test_a_meeting_at_the_end_that_fails(meet_with, capsys, status, code):
     """`sys.exit(n)` keeps its code; what would be 0 is none where a process is lost."""
-    job = make_job(fail_to_meet, keys=(0, 2))
-    monkeypatch.setattr(ending, "job", lambda: job)
-    monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: job.client)
-    ending.watch_the_end().meet_at_exit()
-    (meet,) = hooks
+    meet = meet_with(make_job(fail_to_meet, keys=(0, 2)))
     with pytest.raises(SystemExit) as asked:
         sys.exit(status)
     assert asked.value.code == status
-    with pytest.raises(Ended, match=str(code)):
+    with pytest.raises(Ended) as end:
         meet()
+    assert end.value.args == (code, "it came to its end alone")
     said = capsys.readouterr().err
     assert said.startswith("the end of process 0 on a (pid 1) needs to be that of all processes.\n")
     assert "Got: no end of process 1 on b (pid 2) within 8 s." in said
 
 
-def test_a_meeting_at_the_end_without_the_coordinator(hooks, monkeypatch, capsys):
+def test_a_meeting_at_the_end_without_the_coordinator(meet_with, monkeypatch, capsys):
     job = make_job(fail_to_meet)
-    monkeypatch.setattr(ending, "job", lambda: job)
-    monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: job.client)
     monkeypatch.setattr(job.client, "key_value_dir_get", fail_to_meet)
     with pytest.raises(Ended, match="71"):
-        ending.watch_the_end()._meet()
+        meet_with(job)()
     assert "Got: no end of process 0 on a (pid 1) within 8 s." in capsys.readouterr().err
 
 
-def test_a_meeting_at_the_end(hooks, monkeypatch):
+def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
     met = []
-    job = make_job(lambda *args: met.append(args))
-    monkeypatch.setattr(ending, "job", lambda: job)
-    monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: job.client)
-    ending.watch_the_end()._meet()
+    meet = meet_with(make_job(lambda *args: met.append(args)))
+    meet()
     assert met == [("distjax/end", 8000)]
+    assert hooks == ["stop"]
     monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: None)
-    ending.watch_the_end()._meet()  # the user has left by jax.distributed.shutdown()
+    meet()  # the user has left by jax.distributed.shutdown()
     assert len(met) == 1
+
+
+class Store:
+    """A coordination service of one process: keys, and who waits for one."""
+
+    def __init__(self):
+        self.keys, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            if key in self.keys and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self.keys[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.changed:
+            if self.changed.wait_for(lambda: key in self.keys, timeout_in_ms / 1000):
+                return self.keys[key]
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Three processes of a job that share a store, and how each of them ended."""
+    store, ended = Store(), {}
+
+    def begin():
+        """Each process is a thread here, so each may end."""
+
+    def end(code):
+        ended[threading.current_thread().name] = code
+
+    monkeypatch.setattr(departure, "begin_to_end", begin)
+    monkeypatch.setattr(departure, "end_at_once", end)
+    monkeypatch.setattr(departure, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(departure, "_LEAVE_SECONDS", 20.0)
+    jobs = [dataclasses.replace(make_job(), process_id=i, client=store) for i in range(3)]
+    return jobs, ended
+
+
+def watch(job, status=0):
+    thread = threading.Thread(
+        target=departure._watch, args=(job, lambda: status), name=str(job.process_id)
+    )
+    thread.start()
+    return thread
+
+
+def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes, capsys):
+    jobs, ended = processes
+    watches = [watch(jobs[0]), watch(jobs[1], status=5)]
+    departure.leave(jobs[2], 70, "ValueError: \x1b[2Jmine", others_code=77)
+    departure.leave(jobs[2], 70, "another reason")  # the first one is the cause
+    for thread in watches:
+        thread.join()
+    assert ended == {"MainThread": 70, "0": 77, "1": 5}
+    left = [key for key in jobs[0].client.keys if key.startswith(departure._LEFT)]
+    assert sorted(left) == [f"{departure._LEFT}/{i}" for i in range(3)]
+    said = capsys.readouterr().err
+    assert "process 0 on a (pid 1) needs all processes of its job.\n" in said
+    assert "Got: the end of process 2 on c (pid 3): ValueError: ?[2Jmine.\n" in said
+    assert "another reason" not in said
+
+
+def test_at_a_prompt_the_others_end_is_said_and_no_more(processes, monkeypatch, capsys):
+    jobs, ended = processes
+    monkeypatch.setattr(departure, "is_interactive", lambda: True)
+    thread = watch(jobs[1])
+    departure._tell(jobs[2], "ValueError: mine", 71)
+    thread.join()
+    assert ended == {}
+    assert "the end of process 2 on c (pid 3): ValueError: mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["", "[]", '{"process": "2"}'])
+def test_what_is_no_departure_ends_nothing(processes, line):
+    jobs, ended = processes
+    thread = watch(jobs[1])
+    jobs[0].client.key_value_set(departure._CAUSE, line)
+    thread.join()
+    assert ended == {}
+
+
+def test_at_the_end_of_the_program_the_watch_ends(processes):
+    jobs, ended = processes
+    stops = [departure.start_watch(job, int) for job in jobs]
+    for stop in stops:
+        stop()
+    assert ended == {}
+    assert not any(t.name == "distjax-departures" for t in threading.enumerate())
+
+
+def test_a_coordinator_that_is_gone_ends_the_watch(processes, monkeypatch):
+    jobs, ended = processes
+    monkeypatch.setattr(jobs[0].client, "blocking_key_value_get", fail_for_good)
+    watch(jobs[1]).join()
+    assert ended == {}
+
+
+def fail_for_good(*args):
+    raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")

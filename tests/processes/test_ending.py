@@ -18,49 +18,56 @@ def meet():
 """
 
 
-def test_processes_that_end_early():
-    """Each of five in its own way, and the one that waits for them in a collective.
-
-    Process 0 holds the coordinator, so it ends last: after the wait for the others' ends.
-    """
+def test_an_exception_in_process_0_reaches_all():
+    """Process 0 holds the coordinator, without which JAX aborts; one of the others computes."""
     script = (
         JOINED
         + """
-dj.initialize(ADDRESS, P, I, shutdown_timeout=6)
+dj.initialize(ADDRESS, P, I)
 assert meet() == P
 if I == 0:
-    sys.exit(3)
+    raise ValueError("mine")
 if I == 1:
     meet().block_until_ready()
-if I == 2:
-    raise ValueError("mine")
-if I == 3:
-    threading.Thread(target=int, args=("a",)).start()
-    threading.Event().wait()
-os.kill(os.getpid(), signal.SIGKILL if I == 4 else signal.SIGTERM)
-signal.pause()
+threading.Event().wait()
 """
     )
-    ended = run_job(script, ids=range(6))
-    said = "\n".join(process.said for process in ended)
-    assert [process.code for process in ended] == [3, 71, 70, 70, -9, -15], said
-    assert "no end of process 1 on " in ended[0].said
-    assert "Gloo all-reduce failed" in ended[1].said
-    assert "ValueError: mine" in ended[2].said
-    assert "ValueError: invalid literal" in ended[3].said
+    ended = run_job(script, ids=range(3))
+    assert [process.code for process in ended] == [70, 71, 71], "\n".join(p.said for p in ended)
+    assert "ValueError: mine" in ended[0].said
+    for other in ended[1:]:
+        assert "Got: the end of process 0 on " in other.said and "ValueError: mine." in other.said
+
+
+@pytest.mark.parametrize(
+    "how, codes, said",
+    [
+        ("threading.Thread(target=int, args=('a',)).start(); meet()", (71, 70), "invalid literal"),
+        ("sys.exit(3)", (71, 3), "no end of process 0 on "),
+        ("os.kill(os.getpid(), signal.SIGKILL)", (71, -9), ""),
+    ],
+    ids=["thread", "exit", "kill"],
+)
+def test_one_process_ends_early(how, codes, said):
+    """The other is in a collective."""
+    script = JOINED + "dj.initialize(ADDRESS, P, I, shutdown_timeout=4)\nassert meet() == P\n"
+    first, second = run_job(script + f"if I == 1:\n    {how}\nelse:\n    print(meet())\n")
+    assert (first.code, second.code) == codes, first.said + second.said
+    assert said in second.said
 
 
 def test_the_end_of_the_program_is_a_meeting():
-    """Process 1 ends without it; process 0, which has nothing more to do, does not end with 0."""
+    """Process 1 dies before; process 0, which has nothing more to do, does not end with 0."""
     script = (
         JOINED
         + """
 dj.initialize(ADDRESS, P, I, shutdown_timeout=2)
 if I == 1:
-    os._exit(0)
+    os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service does not catch it
+    signal.pause()
 """
     )
     first, second = run_job(script)
-    assert (first.code, second.code) == (71, 0)
+    assert (first.code, second.code) == (71, -15)
     assert "the end of process 0 on " in first.said
     assert "Got: no end of process 1 on " in first.said

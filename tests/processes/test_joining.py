@@ -72,7 +72,10 @@ report(ids=ids, never=never, hosts=joined.hosts, id=joined.process_id, name=join
 threading.Thread(target=sys.exit, args=(5,)).start()  # ends the thread, no more
 raise SystemExit(4 * I)
 """
-    first, second = reports(run_job(script, devices=2))
+    ended = run_job(script, devices=2)
+    for process in ended:  # of two groups: both devices here with all, the first with the first
+        assert process.said.count("peer ranks. Expected") == 3, process.said
+    first, second = reports(ended)
     for i, process in enumerate((first, second)):
         assert process["code"] == 4 * i  # all come to the end: what each asks for
         assert process["ids"] == [0, 0, 1, 1]

@@ -1,0 +1,117 @@
+"""How the processes of a job hear that one of them ends early, and end too.
+
+Who ends early says so in the coordination service, under one key, where a thread of every process
+waits for it. The first one is the cause; what the others run into then is not. Process 0 holds that
+service: JAX aborts the others as soon as it is gone. So all say that they have read the key,
+and process 0 leaves last, after a bounded wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+
+from distjax.cluster.exits import PEER_LOST, end_at_once, is_interactive
+from distjax.cluster.job import Job
+from distjax.cluster.lines import as_line, as_plain, parse_line
+from distjax.errors import message
+
+_CAUSE, _LEFT = "distjax/departure/cause", "distjax/departure/left"
+#: How long the ending of a process may take for the others' sake.
+_LEAVE_SECONDS = 3.0
+_WATCH_SECONDS = 60.0
+
+#: Taken for good by the thread that ends this process, so that it is one.
+_end = threading.Lock()
+
+
+def begin_to_end() -> None:
+    """Returns when this thread may end the process: it is the first that wants to."""
+    _end.acquire()
+
+
+def leave(joined: Job, code: int, text: str, others_code: int = PEER_LOST) -> NoReturn:
+    """Ends this process with `code`, and the others with `others_code` and `text`.
+
+    To be called after `begin_to_end`. Where another process has left before, the others have
+    its code and text.
+    """
+    telling = threading.Thread(target=_tell, args=(joined, text, others_code), daemon=True)
+    telling.start()
+    telling.join(_LEAVE_SECONDS)  # a coordinator that does not answer holds nobody back
+    end_at_once(code)
+
+
+def _tell(joined: Job, text: str, others_code: int) -> None:
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    own, client = joined.process_id, joined.client
+    cause = {"process": own, "code": others_code, "text": as_plain(text, 2000)}
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody was first
+        client.key_value_set(_CAUSE, as_line(cause))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{_LEFT}/{own}", "", allow_overwrite=True)
+        for other in range(joined.num_processes) if own == 0 else ():
+            seconds = max(deadline - time.monotonic(), 0.001)
+            client.blocking_key_value_get(f"{_LEFT}/{other}", int(seconds * 1000))
+
+
+def start_watch(joined: Job, exit_status: Callable[[], int]) -> Callable[[], None]:
+    """Has a thread wait for the departure of a process, and returns what ends the thread.
+
+    Args:
+      joined: the job.
+      exit_status: asked when another process has left: a code that this one keeps, or 0.
+
+    Returns:
+      A function for the end of the program, when all processes have come to it.
+    """
+    watch = threading.Thread(
+        target=_watch, args=(joined, exit_status), name="distjax-departures", daemon=True
+    )
+    watch.start()
+
+    def stop() -> None:
+        if joined.process_id == 0:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                joined.client.key_value_set(_CAUSE, "")
+        watch.join(_LEAVE_SECONDS)
+
+    return stop
+
+
+def _watch(joined: Job, exit_status: Callable[[], int]) -> None:
+    while True:
+        try:
+            line = joined.client.blocking_key_value_get(_CAUSE, int(_WATCH_SECONDS * 1000))
+            break
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                return  # the coordinator is gone, or JAX has left it
+    match parse_line(line):
+        case {"process": int(left), "code": int(code), "text": str(text)}:
+            if left != joined.process_id:
+                _follow(joined, exit_status() or code, joined.name_process(left), text)
+        case _:
+            return  # the program has come to its end
+
+
+def _follow(joined: Job, code: int, who: str, text: str) -> None:
+    """Ends this process, as another one of its job has ended."""
+    said = message(
+        f"{joined.name_process(joined.process_id)} needs all processes of its job",
+        got=f"the end of {who}: {as_plain(text, 2000)}",
+        why="no collective can be complete without it",
+        fix="look at what that process said; start the job again",
+    )
+    if is_interactive():
+        print(said, file=sys.stderr)
+        return
+    begin_to_end()
+    print(said, file=sys.stderr)
+    leave(joined, code, text)

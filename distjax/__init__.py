@@ -44,6 +44,7 @@ from distjax.strategies.pmap import pmap
 from distjax.strategies.sharded import ShardedStrategy
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
+from distjax.strategies.tpu import TPUStrategy
 from distjax.strategies.values import ValueContext, locality
 from distjax.strategies.virtual import VirtualStrategy
 from distjax.variables.variable import Variable
@@ -72,6 +73,7 @@ __all__ = [
     "ShardedStrategy",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "ValueContext",
     "Variable",
     "VariableAggregation",

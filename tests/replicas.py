@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 import distjax as dj
+from tests.processes.laws import HOW
 from tests.processes.worker import exchange
 
 
@@ -44,6 +45,16 @@ def num_local_copies(strategy, variable):
     if num_copies(strategy, variable) == 1 or strategy.extended.is_default:
         return 1
     return len(strategy.extended.topology.local_replicas)
+
+
+def here(strategy, rows, how):
+    """Returns those of a row per copy that a call through `how` gives on this process.
+
+    All of them in a trace, which is the same on every process.
+    """
+    if how is HOW["jit"] or len(rows) == 1 or not strategy.extended.topology.spans_processes:
+        return rows
+    return [rows[replica] for replica in strategy.extended.topology.local_replicas]
 
 
 def pads(strategy, rows, dtype):

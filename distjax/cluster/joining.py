@@ -98,6 +98,12 @@ def initialize(
             raise
 
 
+def ensure_joined() -> None:
+    """Joins the job that the environment names, if nobody has called `initialize`."""
+    if not _joined_with:
+        initialize()
+
+
 def _join(settings: Settings) -> None:
     if _joined_with:
         _require_equal(_joined_with[0], settings)

@@ -9,9 +9,9 @@ import jax
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
-from distjax.placement.job_devices import devices_of_job
 from distjax.placement.topology import REPLICA_AXIS, Topology, mesh_topology
 from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.job_devices import devices_of_job
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DTypeLike
 from distjax.variables.layouts.host import HostLayout

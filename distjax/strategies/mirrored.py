@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from distjax.collectives.communication import CommunicationOptions
-from distjax.placement.topology import REPLICA_AXIS, devices_or_all, mesh_topology
+from distjax.placement.topology import REPLICA_AXIS, mesh_topology
 from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.job_devices import local_devices_or
 from distjax.strategies.strategy import Strategy
 from distjax.variables.variable_placement import MirroredPlacement
 
@@ -28,6 +29,10 @@ class MirroredStrategy(Strategy):
     Raises:
       ValueError: no or repeated devices, or axes that do not fit.
 
+    Warns:
+      ClusterWarning: no `devices`, in a job of several processes: see
+        `MultiWorkerMirroredStrategy`.
+
     Example:
       >>> strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
       >>> strategy.num_replicas_in_sync, strategy.mesh.shape["model"]
@@ -44,6 +49,7 @@ class MirroredStrategy(Strategy):
         model_axes: Mapping[str, int] | None = None,
         communication: CommunicationOptions | None = None,
     ):
-        topology = mesh_topology(devices_or_all(devices), axis_name, model_axes)
+        found = local_devices_or(devices, "MirroredStrategy")
+        topology = mesh_topology(found, axis_name, model_axes)
         placement = MirroredPlacement(topology)
         super().__init__(StrategyExtended(topology, placement, communication=communication))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from distjax.collectives.communication import CommunicationOptions
-from distjax.placement.job_devices import devices_of_job
 from distjax.placement.topology import REPLICA_AXIS, mesh_topology
 from distjax.strategies.extended import StrategyExtended
+from distjax.strategies.job_devices import devices_of_job
 from distjax.strategies.strategy import Strategy
 from distjax.variables.variable_placement import MirroredPlacement
 

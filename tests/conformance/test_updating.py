@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.replicas import local, num_copies, num_local_copies
+from tests.replicas import here, local, num_copies, num_local_copies
 
 
 def make(strategy, initial=1.0, **options):
@@ -42,7 +42,7 @@ def test_r239_group_false_gives_an_element_per_copy(strategy, how):
     fn = lambda v: {"new": v.assign(np.full(v.shape, 5.0)), "name": "n"}
     step = how(lambda: [strategy.extended.update(v, fn, group=False) for v in (small, large)])
     for v, out in zip((small, large), step(), strict=True):
-        copies = num_local_copies(strategy, v)
+        copies = len(here(strategy, [None] * num_copies(strategy, v), how))
         assert type(out["new"]) is list and out["name"] == ["n"] * copies
         np.testing.assert_array_equal(out["new"], np.full((copies, *v.shape), 5.0))
 

@@ -15,7 +15,7 @@ import pytest
 import distjax as dj
 from distjax.errors import AggregationError, LocalityError
 from distjax.strategies.default import DEFAULT_STRATEGY
-from tests.replicas import local, num_copies, per_replica
+from tests.replicas import here, local, num_copies, per_replica
 
 NONE, SUM, MEAN = (getattr(dj.VariableAggregation, n) for n in ("NONE", "SUM", "MEAN"))
 FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
@@ -280,7 +280,8 @@ def test_read(strategy, how):
     for mode, seen, parts in zip(MODES, replica, updated, strict=True):
         assert_on_replicas(strategy, mode, seen, held[mode])
         count = num_copies(strategy, variables[mode])
-        assert_close(np.stack(parts), np.stack(held[mode][:count]), mode)
+        rows = here(strategy, held[mode][:count], how)
+        assert_close(np.stack(parts), np.stack(rows), mode)
     for mode, seen, in_merge in zip(readable, across, merged, strict=True):
         for value in (*seen, in_merge):
             assert isinstance(value, jax.Array)

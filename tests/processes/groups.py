@@ -11,12 +11,12 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tests.processes import worker
+from tests.processes.jobs import free_address
 
 
 class GroupFailure(AssertionError):
@@ -32,7 +32,7 @@ class Group:
     """
 
     def __init__(self, num_processes: int, devices: int):
-        address = f"127.0.0.1:{_free_port()}"
+        address = free_address()
         spawn = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
         for process_id in range(num_processes):
@@ -126,9 +126,3 @@ def end_groups() -> None:
 
 # Before multiprocessing asks them to end, which JAX's handler of SIGTERM would not hear.
 atexit.register(end_groups)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,0 +1,87 @@
+"""The devices of a strategy: of all processes of the job, or of this one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import jax
+
+from distjax import jax_compat
+from distjax.cluster.job import job
+from distjax.cluster.joining import ensure_joined
+from distjax.errors import ClusterError, ClusterWarning, message
+from distjax.placement.topology import devices_or_all
+
+
+def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
+    """Returns `devices`; all of the job for None and for an empty sequence.
+
+    Args:
+      devices: what the user gave.
+      strategy: the name of the strategy, for errors.
+
+    Raises:
+      ValueError: no sequence, or a process of the job that has none of the devices.
+      ClusterError: the job that the environment names cannot be joined, or was joined
+        without distjax.
+    """
+    if devices is None or (hasattr(devices, "__len__") and not len(devices)):
+        ensure_joined()
+        _require_own_job(strategy)
+        return jax.devices()
+    given = devices_or_all(devices)
+    if all(isinstance(d, jax.Device) for d in given) and not jax_compat.only_compiles(given):
+        _require_own_job(strategy)
+        _require_every_process(given, strategy)
+    return given
+
+
+def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
+    """Returns `devices`; all of this process for None, with a word where it is one of several.
+
+    Raises:
+      ValueError: no sequence.
+    """
+    if devices is None and job() is not None:
+        warnings.warn(_alone_text(strategy), ClusterWarning, jax_compat.user_stacklevel())
+    return devices_or_all(devices)
+
+
+def _require_own_job(strategy: str) -> None:
+    if jax.process_count() == 1 or job() is not None:
+        return
+    raise ClusterError(
+        message(
+            f"{strategy} needs a job that dj.initialize has joined",
+            got="a process of several that was initialised by jax.distributed.initialize alone",
+            why="distjax compares what the processes do, which without it would train on wrong "
+            "numbers in silence",
+            fix="dj.initialize() in place of jax.distributed.initialize(), with the same arguments",
+        )
+    )
+
+
+def _alone_text(strategy: str) -> str:
+    return message(
+        f"{strategy}() takes the devices of this process only, and the job has several processes",
+        got=f"a strategy over {len(devices_or_all(None))} of {jax.device_count()} devices",
+        why="each process then trains a model of its own, as tf.distribute has it too",
+        fix="dj.MultiWorkerMirroredStrategy() for one model over all processes; "
+        f"dj.{strategy}(jax.local_devices()) if this is meant",
+    )
+
+
+def _require_every_process(devices: Sequence[jax.Device], strategy: str) -> None:
+    present = {device.process_index for device in devices}
+    missing = sorted(set(range(jax.process_count())) - present)
+    if missing and len(devices):
+        raise ValueError(
+            message(
+                f"{strategy}: devices needs devices of each of the {jax.process_count()} processes",
+                got=f"{len(devices)} devices, none of process {', '.join(map(str, missing))}",
+                why="every process launches the program, and one without a device cannot",
+                fix=f"dj.{strategy}(), or devices=[d for d in jax.devices() if ...] with some of "
+                "each process; on this process alone: dj.MirroredStrategy(jax.local_devices())",
+            )
+        )

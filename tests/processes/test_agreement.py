@@ -1,0 +1,210 @@
+"""Processes that are about to do different things end with the same error on all, or agree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.cluster.job import job
+from tests.processes import groups
+
+pytestmark = pytest.mark.multiprocess
+
+SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
+
+
+@pytest.fixture
+def group():
+    return groups.group(2, 2)
+
+
+def step_of(constant):
+    return lambda x: dj.get_replica_context().all_reduce("sum", x * constant)
+
+
+def agreed_step(strategy, x=None):
+    """A step that all processes agree on: what a job does after an error that was caught."""
+    x = np.float32(2.0) if x is None else x
+    return float(strategy.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(x,)))
+
+
+# What each process does: its number is all that differs.
+
+
+def another_initial_value(strategy, me):
+    with strategy.scope():
+        dj.Variable(np.full(3, me, np.float32), name="w")
+
+
+def another_seed(strategy, me):
+    with strategy.scope():
+        dj.Variable(lambda: jax.random.normal(jax.random.key(me), (3,)), name="w")
+
+
+def another_name(strategy, me):
+    with strategy.scope():
+        dj.Variable(0.0, name=f"w{me}")
+
+
+def another_shape_of_a_variable(strategy, me):
+    with strategy.scope():
+        dj.Variable(np.zeros(3 + me), name="w")
+
+
+def another_aggregation(strategy, me):
+    with strategy.scope():
+        dj.Variable(0.0, name="w", aggregation=(SUM, MEAN)[me])
+
+
+def another_initial_value_in_a_step(strategy, me):
+    made = []
+
+    def step():
+        if not made:
+            made.append(dj.Variable(jnp.float32(me), name="w"))
+        return made[0].value
+
+    strategy.run(step)
+
+
+def another_number(strategy, me):
+    strategy.run(step_of(1.0), args=(float(me),))
+
+
+def another_array(strategy, me):
+    strategy.run(step_of(1.0), args=(np.full(4, me, np.float32),))
+
+
+def another_shape(strategy, me):
+    strategy.run(step_of(1.0), args=(np.zeros(3 + me, np.float32),))
+
+
+def another_dtype(strategy, me):
+    strategy.run(step_of(1), args=(np.zeros(3, (np.float32, np.int32)[me]),))
+
+
+def another_constant(strategy, me):
+    strategy.run(step_of(np.float32(1.0 + me)), args=(np.float32(1.0),))
+
+
+def another_constant_in_jit(strategy, me):
+    with strategy.scope():
+        dj.jit(lambda x: strategy.run(step_of(np.float32(1.0 + me)), args=(x,)))(np.float32(1.0))
+
+
+def another_step_on_a_variable(strategy, me):
+    with strategy.scope():
+        v = dj.Variable(0.0, name="w", aggregation=MEAN)
+    strategy.run(lambda: v.assign_add(1.0 + me))
+
+
+def another_variable(strategy, me):
+    with strategy.scope():
+        pair = [dj.Variable(0.0, name=name, aggregation=MEAN) for name in "ab"]
+    strategy.run(lambda: pair[me].assign_add(1.0))
+
+
+def another_call(strategy, me):
+    with strategy.scope():
+        if me:
+            dj.Variable(0.0, name="w")
+        else:
+            strategy.run(step_of(1.0), args=(1.0,))
+
+
+#: What differs, and what the error says of it.
+DIFFERENT = {
+    another_initial_value: "differs from process 0 in the initial value of 'w'",
+    another_seed: "differs from process 0 in the initial value of 'w'",
+    another_name: "differs from process 0 in what they do",
+    another_shape_of_a_variable: "float32[4], ON_WRITE, NONE, mirrored' on process 1",
+    another_aggregation: "differs from process 0 in variable 0, 'w'",
+    another_initial_value_in_a_step: "differs from process 0 in the initial value of 'w'",
+    another_number: "differs from process 0 in argument x of",
+    another_array: "first [1.0]' on process 1",
+    another_shape: "differs from process 0 in argument x of",
+    another_dtype: "differs from process 0 in argument x of",
+    another_constant: "2.000000e+00",
+    another_constant_in_jit: "2.000000e+00",
+    another_step_on_a_variable: "differs from process 0 in the program of",
+    another_variable: "differs from process 0 in variable",
+    another_call: "the creation of 'w'\" on process 1",
+}
+
+
+def refuse(do):
+    """Returns the error on this process; then all of them go on together."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    with pytest.raises(dj.errors.AgreementError) as caught:
+        do(strategy, job().process_id)
+    assert agreed_step(strategy) == 8.0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("do", DIFFERENT, ids=lambda do: do.__name__)
+def test_what_differs_is_the_same_error_on_all(group, do):
+    first, second = group.call(refuse, do)
+    assert first == second
+    assert DIFFERENT[do] in first
+    assert first.startswith("processes need to do the same, and process 1 on ")
+
+
+# -- no false alarm ------------------------------------------------------------
+
+
+def own_values():
+    strategy = dj.MultiWorkerMirroredStrategy()
+    own = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    total = strategy.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(own,))
+    return float(total)
+
+
+def test_values_per_replica_may_differ(group):
+    assert group.call(own_values) == [6.0, 6.0]
+
+
+def trace_once_more():
+    """Only process 1 drops what it has compiled; both have agreed on the text before."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+
+    def call():
+        return float(strategy.run(lambda x: x + 1.0, args=(np.float32(1.0),)))
+
+    first = call()
+    if job().process_id == 1:
+        call()
+    return first, call()
+
+
+def test_a_program_that_was_agreed_on_needs_no_meeting(group):
+    assert group.call(trace_once_more) == [(2.0, 2.0)] * 2
+
+
+def on_one_process():
+    """Strategies of this process alone take no part."""
+    if job().process_id == 1:
+        strategy = dj.MirroredStrategy(jax.local_devices())
+        with strategy.scope():
+            v = dj.Variable(1.0, aggregation=SUM)
+        strategy.run(lambda: v.assign_add(jnp.ones(())))
+        return float(v.value)
+    return None
+
+
+def test_strategies_of_one_process_compare_nothing(group):
+    assert group.call(on_one_process) == [None, 3.0]
+
+
+def say_what_was_warned():
+    with pytest.warns(dj.errors.ClusterWarning) as caught:
+        strategy = dj.MirroredStrategy()
+    assert strategy.num_replicas_in_sync == 2
+    return str(caught[0].message).splitlines()[0]
+
+
+def test_a_strategy_of_local_devices_in_a_job_warns(group):
+    text = "MirroredStrategy() takes the devices of this process only, and the job has several"
+    assert group.call(say_what_was_warned) == [f"{text} processes."] * 2

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+
 from distjax.data.global_batches import GlobalBatches
 from distjax.data.input_context import InputContext
 from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
-from distjax.data.options import as_input_options
+from distjax.data.options import OWN, InputOptions, as_input_options
 from distjax.data.replica_elements import ReplicaElements
 from distjax.data.splitting import Splitter
 from distjax.data.stream import HostStream
@@ -30,23 +32,23 @@ class DistributedDataset:
       dataset: the user's iterable.
       splitter: makes elements for all replicas of its elements.
       layout: how they lie on the devices.
-      prefetch: how many elements are moved ahead.
+      options: how many elements are moved ahead, and what happens to smaller ones.
 
     Source: tf.distribute.DistributedDataset.
     """
 
     def __init__(
-        self, dataset: DatasetLike, splitter: Splitter, layout: InputLayout, prefetch: int
+        self, dataset: DatasetLike, splitter: Splitter, layout: InputLayout, options: InputOptions
     ):
         self._dataset: Any = dataset  # it need not have a length, nor items
         splitter.require_splittable(self._dataset)
         self._splitter = splitter
         self._layout = layout
-        self._prefetch = prefetch
+        self._options = options
 
     def __iter__(self) -> DistributedIterator:
         stream = HostStream(self._dataset, self._splitter)
-        return DistributedIterator(stream, self._layout, self._prefetch)
+        return DistributedIterator(stream, self._layout, self._options)
 
     def __len__(self) -> int:
         return self._splitter.count(self._dataset)
@@ -56,7 +58,7 @@ class DistributedDataset:
 
     def __repr__(self) -> str:
         kind = type(self._dataset).__name__
-        return f"DistributedDataset({kind}, {self._splitter}, prefetch={self._prefetch})"
+        return f"DistributedDataset({kind}, {self._splitter}, prefetch={self._options.prefetch})"
 
 
 def distribute_dataset(
@@ -70,9 +72,9 @@ def distribute_dataset(
     method = "distribute_dataset"
     options = as_input_options(options, method)
     _require_iterable(dataset, f"{method} needs an iterable of batches")
-    layout = InputLayout(topology, options.copy)
-    splitter = GlobalBatches(layout.num_replicas, options.partial)
-    return DistributedDataset(dataset, splitter, layout, options.prefetch)
+    layout = InputLayout(topology, options.copy, options.shard == OWN)
+    splitter = GlobalBatches(layout.num_rows, options.partial)
+    return DistributedDataset(dataset, splitter, layout, options)
 
 
 def distribute_datasets_from_function(
@@ -85,11 +87,20 @@ def distribute_datasets_from_function(
     method = "distribute_datasets_from_function"
     options = as_input_options(options, method)
     require_callable(fn, method)
-    layout = InputLayout(topology, options.copy)
-    dataset = fn(InputContext(num_replicas_in_sync=layout.num_replicas))
+    layout = InputLayout(topology, options.copy, is_own=True)
+    dataset = fn(_input_context(topology))
     _require_iterable(dataset, f"{method} needs a function that returns an iterable")
-    splitter = ReplicaElements(layout.num_replicas, options.partial, options.copy)
-    return DistributedDataset(dataset, splitter, layout, options.prefetch)
+    splitter = ReplicaElements(layout.num_rows, options.partial, options.copy)
+    return DistributedDataset(dataset, splitter, layout, options)
+
+
+def _input_context(topology: Topology | None) -> InputContext:
+    if topology is None:
+        return InputContext()
+    if not topology.spans_processes:
+        return InputContext(num_replicas_in_sync=topology.num_replicas)
+    own = topology.processes.index(jax.process_index())
+    return InputContext(len(topology.processes), own, topology.num_replicas)
 
 
 def _require_iterable(dataset: object, expected: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from distjax.data.elements import HostTree
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer_each
+from distjax.placement.transfer import transfer_each, transfer_local_rows
 from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies memory of the host that does not begin at a multiple
@@ -27,18 +27,34 @@ class InputLayout:
     Attributes:
       topology: the replicas; None: one replica, wherever JAX puts its arrays.
       copies: whether what the source gave is copied before it is moved.
+      is_own: whether each process gives the rows of its own replicas only.
     """
 
     topology: Topology | None
     copies: bool = True
+    is_own: bool = False
 
     @property
     def num_replicas(self) -> int:
         """R."""
         return 1 if self.topology is None else self.topology.num_replicas
 
+    @property
+    def spans_processes(self) -> bool:
+        """Whether the replicas belong to several processes, which compare what they read."""
+        return self.topology is not None and self.topology.spans_processes
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows an element of this process has, one for each replica it is read for."""
+        if self.topology is None or not self.is_own:
+            return self.num_replicas
+        return len(self.topology.local_replicas)
+
     def to_element(self, tree: HostTree) -> Any:
         """Returns leaves [R, B, ...] as one element on the devices, in one transfer."""
+        if self._gives_own_rows:
+            return self.as_element(self._from_own_rows(tree, axis=0))
         leaves = tree.leaves if self.num_replicas > 1 else [leaf[0] for leaf in tree.leaves]
         sharding = None
         if self.topology is not None:
@@ -49,6 +65,8 @@ class InputLayout:
 
     def to_steps(self, tree: HostTree) -> Any:
         """Returns leaves [K, R, B, ...] as a tree of arrays, moved in one transfer."""
+        if self._gives_own_rows:
+            return self._from_own_rows(tree, axis=1)
         leaves = tree.leaves if self.num_replicas > 1 else [leaf[:, 0] for leaf in tree.leaves]
         return jax.tree.unflatten(tree.treedef, transfer_each(leaves, self._of_steps))
 
@@ -68,11 +86,20 @@ class InputLayout:
         num_replicas, *rest = shape
         return _allocate_aligned((num_replicas, num_steps, *rest), dtype).swapaxes(0, 1)
 
+    @property
+    def _gives_own_rows(self) -> bool:
+        return self.is_own and self.spans_processes and self.num_replicas > 1
+
+    def _from_own_rows(self, tree: HostTree, axis: int) -> Any:
+        assert self.topology is not None, "it spans processes"
+        arrays = [transfer_local_rows(leaf, self.topology, axis) for leaf in tree.leaves]
+        return jax.tree.unflatten(tree.treedef, arrays)
+
     @functools.cached_property
     def _of_steps(self) -> Sharding | None:
         if self.topology is None or self.topology.mesh is None or self.num_replicas == 1:
             return None if self.topology is None else self.topology.mirrored
-        return NamedSharding(self.topology.mesh, PartitionSpec(None, self.topology.axis_name))
+        return self.topology.split_along(1)
 
     def as_element(self, arrays: PyTree) -> Any:
         """Returns arrays [R, B, ...] as PerReplica; arrays [B, ...] of one replica as they are."""

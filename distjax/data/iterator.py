@@ -10,10 +10,24 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from distjax import jax_compat
+from distjax.cluster.job import Job, job
 from distjax.context import frames
+from distjax.data.agreement import (
+    ELEMENT,
+    EMPTY,
+    ENDED,
+    FAILED,
+    Said,
+    agree_on_element,
+    describe_element,
+)
 from distjax.data.block import Block, HostElement
+from distjax.data.elements import HostTree
 from distjax.data.input_layout import InputLayout
+from distjax.data.options import ERROR, PAD, InputOptions
 from distjax.data.prefetch import Direct, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, message
@@ -48,6 +62,7 @@ class Steps:
 class _Chunk:
     block: Block
     result: Any  # what the user is given
+    said: Said | None  # what the processes of a job compare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +83,18 @@ class DistributedIterator:
     Args:
       stream: the elements on the host.
       layout: how they lie on the devices.
-      prefetch: how many elements to move ahead; 0: no thread.
+      options: how many elements to move ahead (0: no thread), and what happens where the
+        data of some processes of a job ends first.
 
     Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an
       iterator with locality T (TF 1.12, 1.13).
     """
 
-    def __init__(self, stream: HostStream, layout: InputLayout, prefetch: int):
+    def __init__(self, stream: HostStream, layout: InputLayout, options: InputOptions):
         self._stream = stream
         self._layout = layout
-        self._prefetch = prefetch
+        self._options = options
+        self._latest: _Chunk | None = None  # what a masked copy is made of, if there may be one
         self._state = stream.state  # after the last element that a thread has claimed
         # By thread, what it has taken and not returned: an interrupt leaves it there.
         self._claims: dict[int, Any] = {}  # a _Chunk or End, or None
@@ -212,6 +229,8 @@ class DistributedIterator:
         _require_untraced(method)
         thread = threading.get_ident()
         outcome = self._claim(thread, steps)
+        if self._layout.spans_processes and (joined := job()) is not None:
+            outcome = self._agree(joined, outcome, steps)
         if isinstance(outcome, End):
             error = outcome.take_error()
             try:
@@ -224,6 +243,33 @@ class DistributedIterator:
         except BaseException:
             self._claims[thread] = outcome
             raise
+
+    def _agree(self, joined: Job, outcome: _Chunk | End, steps: int | None) -> _Chunk | End:
+        """Returns what this process takes where all of them have compared what they came to."""
+        pads = self._options.partial == PAD and steps is None
+        partial = ERROR if self._options.partial == PAD and not pads else self._options.partial
+        said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
+        assert said is not None, "described, as the layout spans processes"
+        takes = agree_on_element(joined, said, partial, is_own=self._layout.is_own)
+        if isinstance(outcome, End):
+            return self._masked() if takes == ELEMENT else outcome
+        if takes != ELEMENT:
+            self.close()
+            return End()
+        self._latest = outcome if pads and self._layout.is_own else None
+        return outcome
+
+    def _describe(self, end: End) -> Said:
+        if end.error_text is not None:
+            return Said(FAILED, end.error_text)
+        return Said(ENDED, "" if self._latest is not None else EMPTY)
+
+    def _masked(self) -> _Chunk:
+        """Returns the latest element, with a mask that leaves all of it out."""
+        assert self._latest is not None, "a process without an element is refused"
+        treedef, leaves = self._latest.block.element(0).tree
+        masked = HostTree(treedef, [*leaves[:-1], np.zeros_like(leaves[-1])])  # of a `Batch`
+        return dataclasses.replace(self._latest, result=self._layout.to_element(masked))
 
     def _claim(self, thread: int, steps: int | None) -> _Chunk | End:
         """Returns what is this thread's to return: claimed by an interrupted call, or now."""
@@ -251,8 +297,8 @@ class DistributedIterator:
         ahead = [*self._end_pipeline(thread), *self._stream.ahead]
         peek = functools.partial(_peek, self._stream, self._layout, steps)
         pipeline: Pipeline = Direct(self._stream, peek)
-        if self._prefetch:
-            depth = max(1, self._prefetch // (steps or 1))
+        if self._options.prefetch:
+            depth = max(1, self._options.prefetch // (steps or 1))
             pipeline = Prefetcher(self._stream, peek, depth)
         running = _Running(pipeline, steps, weakref.finalize(self, pipeline.stop))
         # In one line, so that each element is in one place, whenever a signal raises.
@@ -287,10 +333,13 @@ def _peek(
         block = stream.peek(steps or 1, allocate)
         if isinstance(block, End):
             return block, stream.ahead
+        said = None
+        if layout.spans_processes:
+            said = describe_element(block.tree, steps is not None, is_own=layout.is_own)
         if steps is None:
-            chunk = _Chunk(block, layout.to_element(block.element(0).tree))
+            chunk = _Chunk(block, layout.to_element(block.element(0).tree), said)
         else:
-            chunk = _Chunk(block, Steps(len(block), layout.to_steps(block.tree), layout))
+            chunk = _Chunk(block, Steps(len(block), layout.to_steps(block.tree), layout), said)
         return chunk, stream.ahead[len(block) :]
     except Exception as error:  # raised again in the loop
         return End(error), stream.ahead

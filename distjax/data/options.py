@@ -8,6 +8,7 @@ from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
 ERROR, DROP, PAD = PARTIAL = ("error", "drop", "pad")
+ROWS, OWN = SHARDS = ("rows", "own")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,22 +21,26 @@ class InputOptions:
         every element a `Batch` of the full size, with a mask.
       prefetch: how many elements a background thread moves to the devices ahead of
         the loop; 0: no thread.
+      shard: which part of the data a process of a job reads. "rows": all of them read the
+        same global batches, and each keeps the rows of its own replicas. "own": each reads
+        batches of its own, of B examples for each of its replicas.
       copy: whether each batch is copied before it is moved. False is your word that the
         source never writes again to an array it has given, as a loader that makes each
         batch anew: then a batch costs what `jax.device_put` does. On CPU the arrays on
         the devices may keep its memory.
 
     Raises:
-      ValueError: another word for `partial`, a prefetch that is no int >= 0, or a copy
+      ValueError: another word for `partial` or `shard`, a prefetch that is no int >= 0, or a copy
         that is no bool.
 
     Example:
       >>> dj.InputOptions(partial="pad")
-      InputOptions(partial='pad', prefetch=2, copy=True)
+      InputOptions(partial='pad', prefetch=2, shard='rows', copy=True)
     """
 
     partial: str = ERROR
     prefetch: int = 2
+    shard: str = ROWS
     copy: bool = True
 
     def __post_init__(self) -> None:
@@ -55,6 +60,15 @@ class InputOptions:
                     got=describe_value(self.prefetch),
                     why="it counts the elements that are moved to the devices ahead of the loop",
                     fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
+                )
+            )
+        if self.shard not in SHARDS:
+            raise ValueError(
+                message(
+                    "InputOptions(shard=...) needs 'rows' or 'own'",
+                    got=describe_value(self.shard),
+                    why="it says whether the processes of a job read the same batches",
+                    fix="dj.InputOptions(shard='own') where each process reads files of its own",
                 )
             )
         if type(self.copy) is not bool:

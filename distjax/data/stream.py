@@ -26,6 +26,13 @@ class End:
     def __init__(self, error: BaseException | None = None):
         self._error = error
 
+    @property
+    def error_text(self) -> str | None:
+        """Kind and first line of the error; None: the stream has ended."""
+        if self._error is None:
+            return None
+        return f"{type(self._error).__name__}: {str(self._error).partition(chr(10))[0]}"
+
     def take_error(self) -> BaseException | None:
         """Returns the error, once: frames of its traceback hold this object."""
         error, self._error = self._error, None

@@ -64,9 +64,13 @@ class Topology:
     @functools.cached_property
     def per_replica(self) -> Sharding:
         """The sharding of a stacked value [R, ...], one slice per replica."""
+        return self.split_along(0)
+
+    def split_along(self, axis: int) -> Sharding:
+        """Returns the sharding of a value of which `axis` runs over the replicas."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec(self.axis_name))
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.axis_name))
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:

@@ -43,23 +43,26 @@ def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
     return [transfer(value, sharding) for value in values]
 
 
-def transfer_local_rows(rows: PyTree, topology: Topology) -> Any:
+def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
     """Returns the array [R, ...] of which each process gives the rows of its own replicas.
 
     Args:
       rows: array [L, ...], a row for each replica in `topology.local_replicas`, in order.
       topology: the replicas.
+      axis: which axis of `rows`, and of the array, runs over the replicas.
     """
+    sharding = topology.split_along(axis)
     if not topology.spans_processes:
-        return jax.device_put(rows, topology.per_replica)
+        return jax.device_put(rows, sharding)
     host, place = as_host_rows(rows), {r: i for i, r in enumerate(topology.local_replicas)}
 
     def of_one_replica(index: tuple[slice, ...]) -> Any:
-        replica = index[0].start or 0  # R = 1: slice(None)
-        return host[place[replica] : place[replica] + 1]
+        own = place[index[axis].start or 0]  # R = 1: slice(None)
+        return host[(slice(None),) * axis + (slice(own, own + 1),)]
 
-    shape = (topology.num_replicas, *host.shape[1:])
-    return jax.make_array_from_callback(shape, topology.per_replica, of_one_replica)
+    shape = [*host.shape]
+    shape[axis] = topology.num_replicas
+    return jax.make_array_from_callback(tuple(shape), sharding, of_one_replica)
 
 
 def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:

@@ -1,0 +1,113 @@
+"""Meetings: where the processes of a job tell each other a line of text, without a device.
+
+Collectives of devices cannot do this: they hang, or pair up wrongly, where processes do different
+things. A meeting goes through the coordination service, and whoever does not come is named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Sequence
+
+import jax
+
+from distjax.cluster.job import Job
+from distjax.errors import AgreementError, PeerLostError, StuckError, message
+
+#: Meetings are numbered, and come in the same order on every process.
+_lock = threading.RLock()
+_count = 0
+
+
+def exchange(joined: Job, occasion: str, text: str) -> tuple[str, ...]:
+    """Returns what each process says, by its number; a meeting of all of them.
+
+    Args:
+      joined: the job.
+      occasion: what this process is about to do, as "the first call of step": for errors.
+      text: what this one says; short, since process 0 hands all of it on.
+
+    Cost: a few messages for each process, and the wait for the last one.
+
+    Raises:
+      AgreementError: processes are about to do different things; all of them raise it.
+      StuckError: a process did not come in time.
+      PeerLostError: a process has ended.
+    """
+    global _count
+    with _lock:
+        _count += 1
+        place, client = f"distjax/meeting/{_count}", joined.client
+        try:
+            said = json.dumps([occasion, text])
+            client.key_value_set(f"{place}/came/{joined.process_id}", said)
+            client.wait_at_barrier(f"{place}/all", _milliseconds(joined))
+            if joined.process_id == 0:
+                came = client.key_value_dir_get(f"{place}/came")
+                by_process = {int(key.rpartition("/")[2]): said for key, said in came}
+                in_order = [by_process[i] for i in range(joined.num_processes)]
+                client.key_value_set(f"{place}/said", json.dumps(in_order))
+                if _count > 1:  # all have left it: they are here
+                    client.key_value_delete(f"distjax/meeting/{_count - 1}")
+            all_said = json.loads(client.blocking_key_value_get(f"{place}/said", 60_000))
+        except jax.errors.JaxRuntimeError as error:
+            raise _absence(joined, occasion, f"{place}/came", error) from None
+    occasions, texts = zip(*map(json.loads, all_said), strict=True)
+    differ = [i for i, other in enumerate(occasions) if other != occasions[0]]
+    if differ:
+        pair = repr(occasions[0]), repr(occasions[differ[0]])
+        raise AgreementError(difference_text(joined, differ, "what they do", *pair))
+    return texts
+
+
+def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, second: str) -> str:
+    """Returns the text of an `AgreementError`, the same on every process.
+
+    Args:
+      joined: the job.
+      differ: the processes that differ from process 0.
+      what: in what they differ, in the user's words.
+      first: what it is on process 0.
+      second: what it is on the first of `differ`.
+    """
+    names = ", ".join(map(joined.name_process, differ))
+    verb = "differs" if len(differ) == 1 else "differ"
+    return message(
+        f"processes need to do the same, and {names} {verb} from process 0 in {what}",
+        got=f"{second} on process {differ[0]}; {first} on process 0",
+        why="each process runs a part of one program over all of them; parts of different programs "
+        "exchange wrong numbers in silence",
+        fix="make it equal on every process: the same file, seed and options, no branch on "
+        "jax.process_index() around it. A set of strings iterates differently in each process "
+        "unless PYTHONHASHSEED is set. What may differ is a PerReplica: "
+        "strategy.distribute_values_from_function(fn)",
+    )
+
+
+def _milliseconds(joined: Job) -> int:
+    return math.ceil(joined.timeouts.meeting * 1000)
+
+
+def _absence(joined: Job, occasion: str, came: str, error: Exception) -> StuckError | PeerLostError:
+    """Returns what to raise where others did not come, or cannot be reached."""
+    missing: Sequence[int]
+    try:
+        here = {int(key.rpartition("/")[2]) for key, _ in joined.client.key_value_dir_get(came)}
+        missing = [i for i in range(joined.num_processes) if i not in here]
+    except jax.errors.JaxRuntimeError:
+        missing = [0]  # the coordinator itself
+    names = ", ".join(map(joined.name_process, missing)) or "a process"
+    is_late = "DEADLINE_EXCEEDED" in str(error)
+    what = f"did not come within {joined.timeouts.meeting:g} s" if is_late else "has ended"
+    return (StuckError if is_late else PeerLostError)(
+        message(
+            f"{occasion} needs all {joined.num_processes} processes",
+            got=f"{names} {what}, while {joined.name_process(joined.process_id)} waited",
+            why="every process makes the same calls in the same order, and they compare them first",
+            fix="look at what those processes did last; a call under `if jax.process_index() == 0` "
+            "is made by one of them alone. If they are only slow: "
+            "dj.initialize(..., meeting_timeout=600)",
+        )
+    )

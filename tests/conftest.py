@@ -52,9 +52,6 @@ def _table():
 #: Every way to run a step in one process: sharded strategies by what they split.
 STRATEGIES = {name: (lambda make=make, n=n: make(jax.devices()[:n])) for name, make, n in _table()}
 
-#: Rows over several processes: a law is called on each of them, beside this one.
-STRATEGIES.update({name: (lambda name=name: name) for name in SPANNING})
-
 #: A row of each kind, and each number of replicas: for tests of what is built on strategies.
 SAMPLE = (
     "default one_device mirrored1 mirrored8 virtual2 virtual3 parameters2 central3 two_each2"
@@ -65,13 +62,14 @@ def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample."""
     if "strategy" in metafunc.fixturenames:
         is_law = metafunc.definition.path.parent.name == "conformance"
-        metafunc.parametrize("strategy", list(STRATEGIES) if is_law else SAMPLE, indirect=True)
+        rows = [*STRATEGIES, *SPANNING] if is_law else SAMPLE
+        metafunc.parametrize("strategy", rows, indirect=True)
 
 
 @pytest.fixture
 def strategy(request):
-    """Each strategy of the table (or of its sample), made anew."""
-    return STRATEGIES[request.param]()
+    """Each strategy of the table (or of its sample), made anew; the name of one that spans."""
+    return request.param if request.param in SPANNING else STRATEGIES[request.param]()
 
 
 @pytest.fixture(params=["mirrored2", "virtual2"])

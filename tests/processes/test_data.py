@@ -1,0 +1,209 @@
+"""Input over several processes: the same batches on all, files of their own, unequal lengths."""
+
+import jax
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.cluster.job import job
+from tests.processes import groups
+
+pytestmark = pytest.mark.multiprocess
+
+OWN = dj.InputOptions(shard="own", partial="pad")
+
+
+@pytest.fixture
+def group():
+    return groups.group(2, 2)
+
+
+def total_of(strategy, batch):
+    """The sum over all replicas, of the examples that count."""
+    if isinstance(batch, dj.Batch):
+        masked = strategy.run(lambda b: (b.data * b.mask).sum(), args=(batch,))
+        return float(strategy.reduce("sum", masked))
+    return float(strategy.reduce("sum", batch, axis=0))
+
+
+def totals(dataset, options=None):
+    strategy = dj.MultiWorkerMirroredStrategy()
+    return [total_of(strategy, b) for b in strategy.distribute_dataset(dataset, options)]
+
+
+# -- the same global batches ------------------------------------------------------
+
+
+def global_batches(prefetch):
+    batches = [np.arange(8, dtype=np.float32) + i for i in range(5)]
+    return totals(batches, dj.InputOptions(prefetch=prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_each_process_keeps_its_rows_of_the_global_batch(group, prefetch):
+    expected = [float(np.arange(8).sum() + 8 * i) for i in range(5)]
+    assert group.call(global_batches, prefetch) == [expected] * 2
+
+
+def rows_here():
+    strategy = dj.MultiWorkerMirroredStrategy()
+    (batch,) = strategy.distribute_dataset([np.arange(8)])
+    return [x.tolist() for x in strategy.local_results(batch)]
+
+
+def test_rows_go_to_their_replicas(group):
+    assert group.call(rows_here) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def in_one_loop():
+    strategy = dj.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        total = dj.Variable(np.float32(0.0), aggregation=dj.VariableAggregation.SUM)
+
+    def step(context, x):
+        strategy.run(lambda x: total.assign_add(x.sum()), args=(x,))
+
+    data = iter(strategy.distribute_dataset([np.arange(8, dtype=np.float32)] * 6))
+    strategy.extended.run_steps_on_iterator(step, data, iterations=4)
+    return float(total.value)
+
+
+def test_steps_in_one_loop(group):
+    assert group.call(in_one_loop) == [112.0] * 2
+
+
+# -- what differs -----------------------------------------------------------------
+
+
+def shuffled_without_a_seed(me):
+    totals([np.random.default_rng(me).permutation(8).astype(np.float32) for _ in range(2)])
+
+
+def of_another_shape(me):
+    totals([np.zeros(8 + 4 * me, np.float32)])
+
+
+def of_another_length(me):
+    totals([np.zeros(8, np.float32)] * (2 + me))
+
+
+def own_batches_of_another_shape(me):
+    totals([np.zeros((4, 1 + me), np.float32)], dj.InputOptions(shard="own"))
+
+
+DIFFERENT = {
+    shuffled_without_a_seed: (dj.errors.AgreementError, "values of checksum"),
+    of_another_shape: (dj.errors.AgreementError, "float32[4, 3]"),
+    of_another_length: (dj.errors.AgreementError, "the end of the data on process 0"),
+    own_batches_of_another_shape: (dj.errors.AgreementError, "float32[2, 2, 2]"),
+}
+
+
+def refuse(do, kind):
+    with pytest.raises(kind) as caught:
+        do(job().process_id)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("do", DIFFERENT, ids=lambda do: do.__name__)
+def test_data_that_differ_are_the_same_error_on_all(group, do):
+    kind, text = DIFFERENT[do]
+    first, second = group.call(refuse, do, kind)
+    assert first == second
+    assert first.startswith("the next element of a dataset needs to be ")
+    assert text in first
+
+
+def fail_on_one():
+    def source():
+        yield np.zeros(8, np.float32)
+        if job().process_id == 1:
+            raise OSError("disk gone")
+        yield np.zeros(8, np.float32)
+
+    with pytest.raises((OSError, dj.errors.PeerLostError)) as caught:
+        totals(source())
+    return type(caught.value).__name__, str(caught.value).splitlines()[:2]
+
+
+def test_an_error_of_one_source_is_known_to_all(group):
+    (other, text), own = group.call(fail_on_one)
+    assert own == ("OSError", ["disk gone"])
+    assert other == "PeerLostError"
+    assert "an error of the data source on process 1" in text[1]
+    assert "OSError: disk gone" in text[1]
+
+
+# -- data of their own ------------------------------------------------------------
+
+
+def own_counts(lengths, partial):
+    """Counts examples, each of which is 1, in batches of 4 for the two replicas of a process."""
+    examples = np.ones(lengths[job().process_id], np.float32)
+    batches = [examples[i : i + 4] for i in range(0, len(examples), 4)]
+    return totals(batches, dj.InputOptions(shard="own", partial=partial))
+
+
+@pytest.mark.parametrize("lengths", [(15, 23), (23, 15), (4, 4), (8, 4)])
+def test_every_example_counts_once(group, lengths):
+    first, second = group.call(own_counts, lengths, "pad")
+    assert first == second
+    assert sum(first) == sum(lengths)
+    assert len(first) == -(-max(lengths) // 4)
+
+
+def test_all_stop_where_the_first_ends(group):
+    assert group.call(own_counts, (8, 16), "drop") == [[8.0, 8.0]] * 2
+
+
+def test_unequal_lengths_need_a_word(group):
+    for text in group.call(refuse_uneven, (8, 4)):
+        assert "the end of the data on process 1" in text
+        assert "dj.InputOptions(partial='pad')" in text
+    for text in group.call(refuse_uneven, (8, 0), "pad"):
+        assert "without any element" in text
+
+
+def refuse_uneven(lengths, partial="error"):
+    with pytest.raises(dj.errors.BatchError) as caught:
+        own_counts(lengths, partial)
+    return str(caught.value)
+
+
+def context_here():
+    seen = []
+
+    def make(context):
+        seen.append((context.num_input_pipelines, context.input_pipeline_id))
+        me = context.input_pipeline_id
+        return [np.float32(10 * me + i) for i in range(4)]
+
+    strategy = dj.MultiWorkerMirroredStrategy()
+    elements = [
+        [float(x) for x in strategy.local_results(element)]
+        for element in strategy.distribute_datasets_from_function(make)
+    ]
+    return seen, elements
+
+
+def test_a_function_is_told_which_pipeline_it_makes(group):
+    first, second = group.call(context_here)
+    assert first == ([(2, 0)], [[0.0, 1.0], [2.0, 3.0]])
+    assert second == ([(2, 1)], [[10.0, 11.0], [12.0, 13.0]])
+
+
+def nothing_is_moved_between_processes():
+    """Values are placed with no collective: NaN and keys too, and on one thread alone."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        nan = dj.Variable(np.full(3, np.nan, np.float32))
+        key = dj.Variable(jax.random.key(3))
+    mirrored = strategy.extended.broadcast_to(np.full(2, np.nan, np.float32))
+    return np.asarray(nan).tolist(), jax.random.key_data(key.value).tolist(), mirrored.shape
+
+
+def test_nan_and_keys_are_placed(group):
+    key = jax.random.key_data(jax.random.key(3)).tolist()
+    for nan, data, shape in group.call(nothing_is_moved_between_processes):
+        assert np.isnan(nan).all()
+        assert (data, shape) == (key, (2,))

@@ -6,8 +6,7 @@ import inspect
 import math
 import signal
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -44,7 +43,7 @@ def initialize(
     step_deadline: float = 600.0,
     meeting_timeout: float | None = None,
     phase_timeout: float = 3600.0,
-    **mtls: Any,
+    **mtls: str | bool | None,
 ) -> None:
     """Joins the job of several processes that this process is a part of.
 
@@ -144,7 +143,7 @@ def _join_jax(settings: Settings) -> None:
         signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def _require_known(mtls: dict[str, Any]) -> None:
+def _require_known(mtls: Mapping[str, object]) -> None:
     known = inspect.signature(jax.distributed.initialize).parameters
     names = [n for n in known if n.startswith("mtls_") or n == "verify_secure_credentials"]
     unknown = sorted(set(mtls) - set(names))

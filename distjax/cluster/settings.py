@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distjax import jax_compat
@@ -87,7 +87,7 @@ def find_settings(
     detection_method: str | None,
     bind_address: str | None,
     timeouts: Timeouts,
-    mtls: dict[str, Any],
+    mtls: Mapping[str, object],
 ) -> Settings:
     """Returns what holds: arguments win, then the environment, then what is detected."""
     request = given.filled_from(_read_environment())

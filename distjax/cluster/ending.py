@@ -80,7 +80,7 @@ class _Ending:
         is_ours = job() is not None or isinstance(error, ClusterError)
         return is_ours and os.getpid() == self.pid and not is_interactive()
 
-    def _remember_and_exit(self, status: object = None, /) -> NoReturn:
+    def _remember_and_exit(self, status: str | int | None = None, /) -> NoReturn:
         """Stands for `sys.exit`: Python tells nobody else with what code it ends."""
         self.code = status if isinstance(status, int) else int(status is not None)
         self._exit(status)
@@ -90,11 +90,13 @@ class _Ending:
         joined = job()
         if joined is None or jax_compat.coordination_client() is None:
             return  # the user has left it, by jax.distributed.shutdown()
-        if os.getpid() != self.pid or is_interactive():
+        if os.getpid() != self.pid:
             return
         text = _wait_for_all(joined)
         if text is None:
             self._stop_watch()
+        elif is_interactive():
+            print(text, file=sys.stderr)
         else:
             begin_to_end()
             print(text, file=sys.stderr)

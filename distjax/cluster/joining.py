@@ -60,7 +60,7 @@ def initialize(
       coordinator_address: "host:port" of process 0. On loopback, nothing listens beyond it.
       num_processes: how many processes there are.
       process_id: which one this is, from 0.
-      local_device_ids: the GPUs that this process uses; None: all that it sees.
+      local_device_ids: the GPUs that this process of a job uses; None: all that it sees.
       coordinator_bind_address: where process 0 listens, if not at `coordinator_address`.
       cluster_detection_method: as in `jax.distributed.initialize`; "deactivate": none.
       initialization_timeout: seconds until all processes have to be there.
@@ -95,6 +95,12 @@ def initialize(
         except ClusterError:
             watch_the_end()  # uncaught, it ends the process with a code of its own
             raise
+
+
+def join_if_nobody_did() -> None:
+    """Calls `initialize`, unless the program has: for a strategy over all processes."""
+    if not _joined_with:
+        initialize()
 
 
 def _join(settings: Settings) -> None:

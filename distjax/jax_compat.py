@@ -356,7 +356,7 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
-def detect_cluster(*known_method_and_timeout: Any) -> tuple[Any, Any, Any, Any]:
+def detect_cluster(*known_method_and_timeout: object) -> tuple[Any, Any, Any, Any]:
     """Returns coordinator address, number of processes, process id and local devices.
 
     What JAX finds out about the cluster that this process was started in.

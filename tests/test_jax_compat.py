@@ -66,3 +66,13 @@ def test_an_element_of_a_dataset_in_a_derivative(pair):
     with pytest.raises(ContextError, match="needs to be called outside of traced functions"):
         jax.jit(lambda x: total(next(iterator)) * x)(2.0)
     iterator.close()
+
+
+def test_one_process_has_no_coordination_client():
+    """What the client of a job can do is asked in tests/processes."""
+    assert jax_compat.coordination_client() is None
+
+
+def test_the_line_that_first_used_a_backend_is_known():
+    assert jax.devices()
+    assert ".py:" in jax_compat.first_use_of_a_backend()

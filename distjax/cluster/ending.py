@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -64,7 +64,7 @@ class _Ending:
             if is_end:
                 _end_after(error)
 
-    def _on_uncaught_in_thread(self, args: Any) -> None:
+    def _on_uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         """Stands for `threading.excepthook`."""
         error = args.exc_value or args.exc_type()
         is_end = not isinstance(error, SystemExit) and self._is_end(error)  # SystemExit: its own
@@ -80,7 +80,7 @@ class _Ending:
         is_ours = job() is not None or isinstance(error, ClusterError)
         return is_ours and os.getpid() == self.pid and not is_interactive()
 
-    def _remember_and_exit(self, status: Any = None, /) -> NoReturn:
+    def _remember_and_exit(self, status: str | int | None = None, /) -> NoReturn:
         """Stands for `sys.exit`: Python tells nobody else with what code it ends."""
         self.code = status if isinstance(status, int) else int(status is not None)
         self._exit(status)
@@ -90,11 +90,13 @@ class _Ending:
         joined = job()
         if joined is None or jax_compat.coordination_client() is None:
             return  # the user has left it, by jax.distributed.shutdown()
-        if os.getpid() != self.pid or is_interactive():
+        if os.getpid() != self.pid:
             return
         text = _wait_for_all(joined)
         if text is None:
             self._stop_watch()
+        elif is_interactive():
+            print(text, file=sys.stderr)
         else:
             begin_to_end()
             print(text, file=sys.stderr)

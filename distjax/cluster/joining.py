@@ -6,8 +6,7 @@ import inspect
 import math
 import signal
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -44,7 +43,7 @@ def initialize(
     step_deadline: float = 600.0,
     meeting_timeout: float | None = None,
     phase_timeout: float = 3600.0,
-    **mtls: Any,
+    **mtls: str | bool | None,
 ) -> None:
     """Joins the job of several processes that this process is a part of.
 
@@ -61,7 +60,7 @@ def initialize(
       coordinator_address: "host:port" of process 0. On loopback, nothing listens beyond it.
       num_processes: how many processes there are.
       process_id: which one this is, from 0.
-      local_device_ids: the GPUs that this process uses; None: all that it sees.
+      local_device_ids: the GPUs that this process of a job uses; None: all that it sees.
       coordinator_bind_address: where process 0 listens, if not at `coordinator_address`.
       cluster_detection_method: as in `jax.distributed.initialize`; "deactivate": none.
       initialization_timeout: seconds until all processes have to be there.
@@ -98,8 +97,8 @@ def initialize(
             raise
 
 
-def ensure_joined() -> None:
-    """Joins the job that the environment names, if nobody has called `initialize`."""
+def join_if_nobody_did() -> None:
+    """Calls `initialize`, unless the program has: for a strategy over all processes."""
     if not _joined_with:
         initialize()
 
@@ -150,7 +149,7 @@ def _join_jax(settings: Settings) -> None:
         signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def _require_known(mtls: dict[str, Any]) -> None:
+def _require_known(mtls: Mapping[str, object]) -> None:
     known = inspect.signature(jax.distributed.initialize).parameters
     names = [n for n in known if n.startswith("mtls_") or n == "verify_secure_credentials"]
     unknown = sorted(set(mtls) - set(names))

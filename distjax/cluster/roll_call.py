@@ -227,7 +227,7 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
                 _wait_for_coordinator(address)
             if verdict is not None:
                 return verdict
-            reason = "something else answers there"
+            reason = "another program answers there, or a job that has begun"
         except OSError as error:  # process 0 is not there yet
             reason = f"{type(error).__name__}: {error}"
         if time.monotonic() > deadline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distjax import jax_compat
@@ -87,7 +87,7 @@ def find_settings(
     detection_method: str | None,
     bind_address: str | None,
     timeouts: Timeouts,
-    mtls: dict[str, Any],
+    mtls: Mapping[str, object],
 ) -> Settings:
     """Returns what holds: arguments win, then the environment, then what is detected."""
     request = given.filled_from(_read_environment())
@@ -142,10 +142,20 @@ def make_timeouts(
 
 
 def as_device_ids(ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Returns `ids` as JAX takes them: one, several, or None for all."""
+    """Returns `ids` as a tuple: of one, of several, or None for all."""
     if ids is None:
         return None
-    return (int(ids),) if is_int(ids) else tuple(int(i) for i in ids)  # type: ignore[union-attr]
+    found = (ids,) if isinstance(ids, (int, str)) else tuple(ids)
+    if not all(is_int(i) and i >= 0 for i in found):
+        raise ClusterError(
+            message(
+                "local_device_ids of initialize needs to be a number, or several",
+                got=repr(ids),
+                why="they say which of this machine's GPUs are those of this process",
+                fix="dj.initialize(..., local_device_ids=[0, 1])",
+            )
+        )
+    return tuple(int(i) for i in found)
 
 
 def _read_environment() -> Request:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax import jax_compat
+from distjax.errors import LocalityError, message
 from distjax.placement.topology import Topology
 from distjax.typing import PyTree
 
@@ -77,6 +78,26 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
         for offset in range(shard.data.shape[0]) if is_whole else ():
             rows.setdefault((first.start or 0) + offset, shard.data[offset])
     return {replica: rows[replica] for replica in topology.local_replicas if replica in rows}
+
+
+def require_wholly_here(array: jax.Array, name: str) -> None:
+    """Raises a LocalityError for an array of which other processes hold a part.
+
+    Args:
+      array: the array.
+      name: the user's name of it.
+    """
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return
+    raise LocalityError(
+        message(
+            f"{name} needs to be wholly on this process to be read by the host",
+            got=f"a part of {array.dtype}{list(array.shape)}: {array.sharding}",
+            why="the rest is on devices of other processes, and a part would pass for the whole",
+            fix="read it on every process: strategy.extended.broadcast_to(x), or reduce it in the "
+            "step; save all of it by dj.checkpoint.Checkpointer",
+        )
+    )
 
 
 def _covers(part: slice, size: int) -> bool:

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import jax_compat
 from distjax.context.contracts import Destinations
-from distjax.errors import describe_value, message
+from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
@@ -79,10 +79,26 @@ def _device(item: object, method: str) -> jax.Device:
 def _over(devices: list[jax.Device], topology: Topology) -> Sharding:
     if tuple(devices) == topology.devices:
         return topology.mirrored
+    elsewhere = [d for d in devices if topology.spans_processes and not _is_here(d)]
+    if elsewhere:
+        raise LocalityError(_elsewhere_text(elsewhere[0]))
     if len(devices) == 1:
         return jax.sharding.SingleDeviceSharding(devices[0])
     mesh = Mesh(np.array(devices, dtype=object), ("copy",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec())
+
+
+def _is_here(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _elsewhere_text(device: jax.Device) -> str:
+    return message(
+        "a destination needs devices of this process, or all devices of the strategy",
+        got=f"{device} of process {device.process_index}, in process {jax.process_index()}",
+        why="nothing is sent to single devices of other processes",
+        fix="destinations=None for all devices; or jax.local_devices()[0] on each process",
+    )
 
 
 def place_on(value: PyTree, target: Sharding | None) -> Any:

@@ -9,7 +9,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.cluster.job import job
-from distjax.cluster.joining import ensure_joined
+from distjax.cluster.joining import join_if_nobody_did
 from distjax.errors import ClusterError, ClusterWarning, message
 from distjax.placement.topology import devices_or_all
 
@@ -27,7 +27,7 @@ def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Seque
         without distjax.
     """
     if devices is None or (hasattr(devices, "__len__") and not len(devices)):
-        ensure_joined()
+        join_if_nobody_did()
         _require_own_job(strategy)
         return jax.devices()
     given = devices_or_all(devices)

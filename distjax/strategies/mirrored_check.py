@@ -7,6 +7,8 @@ compares. A program that wrote a value without reducing it (a hand-written
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
+from distjax.cluster.job import Job, job
+from distjax.cluster.meeting import exchange
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, message
 from distjax.placement.per_replica import is_per_replica
@@ -37,11 +41,15 @@ def require_equal_copies(topology: Topology, tree: PyTree) -> None:
     named = [(_name(path, leaf), leaf) for path, leaf in leaves]
     for name, leaf in named:
         _require_one_value(name, leaf)
-    for name, leaf in named:
-        if isinstance(leaf, Variable):
-            _compare_copies(topology, name, hand_out(leaf.stored))
-        elif isinstance(leaf, jax.Array):
-            _compare_copies(topology, name, leaf)
+    arrays = [
+        (name, hand_out(leaf.stored) if isinstance(leaf, Variable) else leaf)
+        for name, leaf in named
+        if isinstance(leaf, (Variable, jax.Array))
+    ]
+    for name, array in arrays:
+        _compare_copies(topology, name, array)
+    if topology.spans_processes and (joined := job()) is not None:
+        _compare_processes(joined, arrays)
 
 
 def _name(path: tuple[Any, ...], leaf: object) -> str:
@@ -83,6 +91,34 @@ def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
             drifted.append((reference, copy, varying))
     if drifted:
         raise LocalityError(_drift_text(topology, name, drifted))
+
+
+def _compare_processes(joined: Job, arrays: Sequence[tuple[str, jax.Array]]) -> None:
+    """Raises on every process if a part of an array is another one on another process."""
+    own = {
+        f"{name} {copy.slices}": f"{zlib.crc32(np.ascontiguousarray(copy.data).tobytes()):08x}"
+        for name, array in arrays
+        for copy in _copies(array)
+    }
+    everyone = [json.loads(said) for said in exchange(joined, "assert_mirrored", json.dumps(own))]
+    first: dict[str, tuple[int, str]] = {}
+    for process, sums in enumerate(everyone):
+        for part, checksum in sums.items():
+            other, expected = first.setdefault(part, (process, checksum))
+            if checksum != expected:
+                name = next(name for name, _ in arrays if part.startswith(f"{name} ("))
+                raise LocalityError(_processes_text(joined, name, (other, process)))
+
+
+def _processes_text(joined: Job, name: str, pair: tuple[int, int]) -> str:
+    first, second = map(joined.name_process, pair)
+    return message(
+        f"{name} needs to be equal on every replica, and {second} drifted",
+        got=f"other values than on {first}",
+        why="a program wrote values that were never reduced, or the processes ran different ones",
+        fix="reduce before writing: ctx.all_reduce('mean', x); strategy.describe() on each process "
+        "says where the value lives",
+    )
 
 
 def _copies(array: jax.Array) -> Iterator[_Copy]:

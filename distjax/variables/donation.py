@@ -98,9 +98,20 @@ def copy_aliased(stepped: SteppedArrays) -> None:
             continue
         array: Any = stored.require()
         if any(reference() is not None for reference in stored.handles):
-            stepped.arrays[stored.place[1]] = jax.numpy.copy(array)
+            stepped.arrays[stored.place[1]] = _copy(array)
         stored.handles = []
     stepped.aliased = []
+
+
+def _copy(array: jax.Array) -> jax.Array:
+    """Returns a copy, over several processes shard by shard.
+
+    Whether one is needed depends on what a process still holds: it is no program of all of them.
+    """
+    if array.is_fully_addressable:
+        return jax.numpy.copy(array)
+    shards = [jax.numpy.copy(shard.data) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def copy_handles(tree: T) -> T:
@@ -110,7 +121,7 @@ def copy_handles(tree: T) -> T:
     """
     if not _handed_out:
         return tree
-    return jax.tree.map(lambda x: jax.numpy.copy(x) if _is_handle(x) else x, tree)
+    return jax.tree.map(lambda x: _copy(x) if _is_handle(x) else x, tree)
 
 
 def _is_handle(array: object) -> bool:

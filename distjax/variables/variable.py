@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distjax import jax_compat
 from distjax.context import frames
 from distjax.errors import message
-from distjax.jax_compat import is_key_dtype
 from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.placement.transfer import require_wholly_here
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables import access
 from distjax.variables.html import variable_html
@@ -96,7 +97,7 @@ class Variable(StoredVariable):
         self = object.__new__(cls)
         self.strategy = strategy
         self.shape = tuple(shape)
-        self.dtype = dtype if is_key_dtype(dtype) else jnp.dtype(dtype)
+        self.dtype = dtype if jax_compat.is_key_dtype(dtype) else jnp.dtype(dtype)
         self.name = name
         self.synchronization, self.aggregation = modes
         on_read = self.synchronization is VariableSynchronization.ON_READ
@@ -195,7 +196,10 @@ class Variable(StoredVariable):
         return self.value
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.value, dtype=dtype)
+        value = self.value
+        if not isinstance(value, jax_compat.Tracer):
+            require_wholly_here(value, f"variable {self.name!r}")
+        return np.asarray(value, dtype=dtype)
 
     def __getitem__(self, key: PyTree) -> jax.Array:
         return self.value[key]

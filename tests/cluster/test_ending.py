@@ -139,7 +139,6 @@ def test_nothing_ends_where_somebody_sits_at_a_prompt(hooks, monkeypatch):
     ipython = types.SimpleNamespace(get_ipython=object)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     raise_uncaught(errors.AgreementError())
-    ending.watch_the_end()._meet()
     ipython.get_ipython = lambda: None  # imported, and not running
     with pytest.raises(Ended, match="77"):
         raise_uncaught(errors.AgreementError())
@@ -183,6 +182,17 @@ def test_a_meeting_at_the_end_without_the_coordinator(meet_with, monkeypatch, ca
     with pytest.raises(Ended, match="71"):
         meet_with(job)()
     assert "Got: no end of process 0 on a (pid 1) within 8 s." in capsys.readouterr().err
+
+
+def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(meet_with, monkeypatch, capsys):
+    meet = meet_with(make_job(fail_to_meet))
+    with monkeypatch.context() as patch:
+        patch.setattr(ending, "is_interactive", lambda: True)
+        meet()
+    assert "the end of process 0 on a (pid 1) needs" in capsys.readouterr().err
+    monkeypatch.setattr(ending.watch_the_end(), "pid", -1)
+    meet()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):

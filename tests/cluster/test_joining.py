@@ -11,6 +11,7 @@ import distjax as dj
 from distjax import jax_compat
 from distjax.cluster import ending, joining
 from distjax.cluster.job import job
+from distjax.cluster.settings import Settings, make_timeouts
 from distjax.errors import ClusterError
 from tests.processes.sockets import addresses_that_listen
 
@@ -78,3 +79,48 @@ def test_what_is_wrong_leaves_the_hooks_in_place():
     with pytest.raises(ClusterError, match="needs coordinator_address, num_processes and pro"):
         dj.initialize(num_processes=2)
     assert sys.excepthook is not hook  # uncaught, it ends the process with 78
+
+
+def test_who_needs_a_job_joins_it_unless_the_program_has():
+    dj.initialize(step_deadline=30.0)
+    joining.join_if_nobody_did()
+    assert joining._joined_with[0].timeouts.step_deadline == 30
+    joining._joined_with.clear()
+    joining.join_if_nobody_did()
+    assert joining._joined_with[0].timeouts.step_deadline == 600
+
+
+@pytest.mark.parametrize(
+    "coordinator, bind, bound, gloo",
+    [
+        ("localhost:1", None, "127.0.0.1:1", "127.0.0.1"),
+        ("[::1]:1", None, "[::1]:1", "::1"),
+        ("localhost:1", "0.0.0.0:2", "0.0.0.0:2", "127.0.0.1"),
+        ("localhost:1", "127.0.0.2:2", "127.0.0.2:2", "127.0.0.2"),
+    ],
+)
+def test_what_jax_is_told(monkeypatch, coordinator, bind, bound, gloo):
+    """Where it binds (of itself, every interface), how long it waits, options of mTLS."""
+    told, hosts = {}, []
+
+    def rendezvous(*place, **options):
+        told.update(options, place=place)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as its preemption service does
+
+    monkeypatch.setattr(jax.distributed, "initialize", rendezvous)
+    monkeypatch.setattr(jax_compat, "make_gloo_listen_at", hosts.append)
+    timeouts = make_timeouts(60, 9.5, 11, 600.0, None, 3600.0)
+    mtls = (("mtls_ca_file", "ca"),)
+    joining._join_jax(Settings(coordinator, 2, 0, (3,), bind, timeouts, 0, mtls))
+    assert hosts == [gloo]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert told == {
+        "place": (coordinator, 2, 0),
+        "local_device_ids": (3,),
+        "coordinator_bind_address": bound,
+        "cluster_detection_method": "deactivate",
+        "initialization_timeout": 60,
+        "heartbeat_timeout_seconds": 10,
+        "shutdown_timeout_seconds": 11,
+        "mtls_ca_file": "ca",
+    }

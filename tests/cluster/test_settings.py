@@ -181,6 +181,9 @@ def test_device_ids():
     assert as_device_ids(None) is None
     assert as_device_ids(2) == (2,)
     assert as_device_ids([0, 1]) == (0, 1)
+    for wrong in ("01", [0, "1"], -1, [0.0]):
+        with pytest.raises(ClusterError, match="local_device_ids of initialize needs to be a num"):
+            as_device_ids(wrong)
 
 
 def test_a_difference_names_what_was_and_what_is():

@@ -46,10 +46,10 @@ def require_equal_copies(topology: Topology, tree: PyTree) -> None:
         for name, leaf in named
         if isinstance(leaf, (Variable, jax.Array))
     ]
+    if topology.spans_processes and (joined := job()) is not None:
+        _compare_processes(joined, arrays)  # first: all of them come here
     for name, array in arrays:
         _compare_copies(topology, name, array)
-    if topology.spans_processes and (joined := job()) is not None:
-        _compare_processes(joined, arrays)
 
 
 def _name(path: tuple[Any, ...], leaf: object) -> str:

@@ -1,0 +1,225 @@
+"""What a process sees of values of several: its own part, or an error with the way out."""
+
+import ast
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.cluster.job import job
+from tests.processes import groups
+
+pytestmark = pytest.mark.multiprocess
+
+SUM, MEAN = dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN
+ON_READ = dj.VariableSynchronization.ON_READ
+
+
+@pytest.fixture
+def group():
+    return groups.group(2, 2)
+
+
+STRATEGIES = {
+    "multi_worker": lambda: dj.MultiWorkerMirroredStrategy(),
+    "tpu": lambda: dj.TPUStrategy(),
+    "zero3": lambda: dj.ShardedStrategy(partition="parameters"),
+    "central": lambda: dj.CentralStorageStrategy(),
+    "model": lambda: dj.MultiWorkerMirroredStrategy(model_axes={"model": 2}),
+    "wide": lambda: dj.TPUStrategy(model_axes={"model": 4}),
+}
+
+
+def describe(name):
+    strategy = STRATEGIES[name]()
+    extended = strategy.extended
+    return {
+        "R": strategy.num_replicas_in_sync,
+        "mesh": strategy.mesh.size,
+        "workers": len(extended.worker_devices),
+        "parameters": len(extended.parameter_devices),
+        "are here": all(d.process_index == jax.process_index() for d in extended.worker_devices),
+        "flags": (
+            extended.between_graph,
+            extended.should_init,
+            extended.should_checkpoint,
+            extended.should_save_summary,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_replicas_are_of_the_job_and_devices_of_the_process(group, name):
+    num_replicas = {"model": 2, "wide": 1}.get(name, 4)
+    for process, found in enumerate(group.call(describe, name)):
+        assert found == {
+            "R": num_replicas,
+            "mesh": 4,
+            "workers": 2,
+            "parameters": 2,
+            "are here": True,
+            "flags": (True, True, process == 0, process == 0),
+        }
+
+
+def train(name):
+    """A few steps on own values; the same numbers as on one process with as many replicas."""
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        w = dj.Variable(jnp.arange(8.0), name="w", aggregation=SUM)
+        seen = dj.Variable(0.0, name="seen", synchronization=ON_READ, aggregation=SUM)
+    own = strategy.distribute_values_from_function(
+        lambda ctx: np.full(8, ctx.replica_id_in_sync_group + 1, np.float32)
+    )
+
+    def step(x):
+        w.assign_add(x * 0.5)
+        seen.assign_add(x[0])
+        return dj.get_replica_context().all_reduce("mean", x.sum())
+
+    loss = [float(strategy.run(step, args=(own,))) for _ in range(3)][-1]
+    total = strategy.reduce("sum", own)
+    whole = strategy.extended.broadcast_to(w.value)
+    return loss, np.asarray(whole).tolist(), float(seen.value), np.asarray(total).tolist()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_steps_give_the_numbers_of_one_process(group, name):
+    count = {"model": 2, "wide": 1}.get(name, 4)
+    rows = np.arange(1, count + 1)
+    for loss, whole, seen, total in group.call(train, name):
+        assert loss == 8 * rows.mean()
+        assert whole == (np.arange(8) + 1.5 * rows.sum()).tolist()
+        assert seen == 3 * rows.sum()
+        assert total == [float(rows.sum())] * 8
+
+
+def look(name):
+    strategy = STRATEGIES[name]()
+    own = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    with strategy.scope():
+        v = dj.Variable(1.0, synchronization=ON_READ, aggregation=SUM)
+    mirrored = strategy.extended.broadcast_to(np.float32(7.0))
+    return {
+        "own": [float(x) for x in strategy.local_results(own)],
+        "tree": [float(t["x"]) for t in strategy.local_results({"x": own, "n": 3})],
+        "mirrored": [float(x) for x in strategy.local_results(mirrored)],
+        "component": [float(x) for x in strategy.local_results(v)],
+        "text": repr(own),
+        "update": strategy.extended.update(v, lambda v: 5, group=False),
+    }
+
+
+def test_local_results_are_of_this_process(group):
+    for process, found in enumerate(group.call(look, "multi_worker")):
+        own = [2.0 * process, 2.0 * process + 1]
+        assert found["own"] == found["tree"] == own
+        assert found["mirrored"] == [7.0, 7.0]
+        assert found["component"] == [1.0, 1.0]
+        assert found["update"] == [5, 5]
+        lines = found["text"].splitlines()[1:-1]
+        assert [line.endswith(f"<in process {1 - process}>") for line in lines] == (
+            [False, False, True, True] if process == 0 else [True, True, False, False]
+        )
+
+
+def ask_for_what_is_elsewhere():
+    strategy = dj.ShardedStrategy(partition="parameters")
+    with strategy.scope():
+        w = dj.Variable(jnp.zeros(8), name="w")
+    texts = []
+    with pytest.raises(dj.errors.LocalityError) as caught:
+        np.asarray(w)
+    texts.append(str(caught.value).splitlines()[0])
+    other = next(d for d in jax.devices() if d.process_index != jax.process_index())
+    with pytest.raises(dj.errors.LocalityError) as caught:
+        strategy.extended.reduce_to("mean", np.float32(1.0), other)
+    texts.append(str(caught.value).splitlines()[0])
+    mirrored = strategy.extended.broadcast_to(np.zeros((4, 4), np.float32))
+    columns = jax.sharding.NamedSharding(strategy.mesh, jax.P(None, "replica"))
+    by_columns = jax.jit(lambda x: x, out_shardings=columns)(mirrored)
+    with pytest.raises(dj.errors.LocalityError) as caught:
+        strategy.local_results(dj.PerReplica(by_columns, strategy.extended.topology))
+    texts.append(str(caught.value).splitlines()[0])
+    return texts
+
+
+def test_what_is_elsewhere_is_an_error(group):
+    for texts in group.call(ask_for_what_is_elsewhere):
+        assert texts == [
+            "variable 'w' needs to be wholly on this process to be read by the host.",
+            "a destination needs devices of this process, or all devices of the strategy.",
+            "a value per replica needs to lie with its replicas to be taken apart.",
+        ]
+
+
+def leave_a_process_out():
+    own = jax.local_devices() if job().process_id == 0 else jax.devices()[:2]
+    texts = []
+    for make in (dj.MultiWorkerMirroredStrategy, dj.TPUStrategy, dj.ShardedStrategy):
+        with pytest.raises(ValueError) as caught:
+            make(own)
+        texts.append(str(caught.value).splitlines()[0])
+    return texts
+
+
+def test_a_list_that_leaves_a_process_out_is_refused(group):
+    names = "MultiWorkerMirroredStrategy", "TPUStrategy", "ShardedStrategy"
+    expected = [f"{name}: devices needs devices of each of the 2 processes." for name in names]
+    assert group.call(leave_a_process_out) == [expected] * 2
+
+
+def drift():
+    strategy = dj.MultiWorkerMirroredStrategy()
+    strategy.assert_mirrored(strategy.extended.broadcast_to({"w": np.ones(3)}))
+    copies = [jax.device_put(np.float32(job().process_id), d) for d in jax.local_devices()]
+    sharding = strategy.extended.topology.mirrored
+    drifted = jax.make_array_from_single_device_arrays((), sharding, copies)
+    with pytest.raises(dj.errors.LocalityError) as caught:
+        strategy.assert_mirrored({"w": drifted})
+    return str(caught.value).splitlines()[0]
+
+
+def test_copies_are_compared_over_processes(group):
+    first, second = group.call(drift)
+    assert first == second
+    assert first.startswith("the value['w'] needs to be equal on every replica, and process 1 on ")
+
+
+def hold_on_one_process():
+    """What a process holds of a variable is copied before the next step donates it."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        v = dj.Variable(0.0, aggregation=SUM)
+    held = []
+    for _ in range(3):
+        if job().process_id == 1:
+            held.append(v.value)
+        strategy.run(lambda: v.assign_add(jnp.ones(())))
+    return [float(x) for x in held], float(v.value)
+
+
+def test_a_value_that_one_process_holds_stays(group):
+    assert group.call(hold_on_one_process) == [([], 12.0), ([0.0, 4.0, 8.0], 12.0)]
+
+
+# -- doors ---------------------------------------------------------------------
+
+ROOT = pathlib.Path(dj.__file__).parent
+
+#: Where `jax.device_put` may stand: the doors, and a move between the memories of one array.
+DOORS = {"placement/transfer.py", "flax/host_reads.py"}
+
+
+def test_values_of_the_host_go_to_devices_by_one_door():
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "device_put":
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == DOORS

@@ -87,7 +87,8 @@ def _first_difference(first: dict[str, str], second: dict[str, str]) -> tuple[st
             return name, _show(a), _show(b)
         lines = zip(a.splitlines(), b.splitlines(), strict=False)
         pair = next(((x, y) for x, y in lines if x != y), (a[-_MAX_LINE:], b[-_MAX_LINE:]))
-        return name, *map(_show, _around_the_difference(*pair))
+        ours, theirs = _around_the_difference(*pair)
+        return name, _show(ours), _show(theirs)
     return "the order in which they do it", "one order", "another"
 
 

@@ -57,7 +57,8 @@ def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
         return jax.device_put(rows, sharding)
     host, place = as_host_rows(rows), {r: i for i, r in enumerate(topology.local_replicas)}
 
-    def of_one_replica(index: tuple[slice, ...]) -> Any:
+    def of_one_replica(index: tuple[slice, ...] | None) -> Any:
+        assert index is not None, "JAX says which part"
         own = place[index[axis].start or 0]  # R = 1: slice(None)
         return host[(slice(None),) * axis + (slice(own, own + 1),)]
 

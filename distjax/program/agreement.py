@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.program.build import Build
 from distjax.replica.arguments import user_path
 from distjax.typing import PyTree
+from distjax.variables.variable import Variable
 
 
 def agree_on_program(
@@ -43,7 +43,7 @@ def agree_on_program(
     agree(f"the first call of {build.name}", facts, is_known_by_text=True)
 
 
-def _describe_variable(build: Build, variable: Any) -> str:
+def _describe_variable(build: Build, variable: Variable) -> str:
     use = "written" if variable in build.writes else "read"
     return f"{variable.dtype}{list(variable.shape)}, {use}"
 

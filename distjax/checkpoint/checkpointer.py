@@ -33,9 +33,13 @@ class Checkpointer:
       max_to_keep: how many steps are kept, the latest ones; None: all.
       best_metric: keep the best by this metric in their place, and the latest.
       best_mode: "max" or "min": which is better.
+      local: in a job of several processes, whether this is a matter of this process
+        alone, for values that are wholly here. Without it all processes construct it, save
+        and restore together, and the directory is one that they share.
 
     Raises:
-      CheckpointError: `directory` is a file, or a directory of something else.
+      CheckpointError: `directory` is a file, a directory of something else, or in a job
+        one that not all processes share.
       TypeError: `directory` is no path.
       ValueError: other arguments that are none of these.
 
@@ -61,10 +65,11 @@ class Checkpointer:
         max_to_keep: int | None = None,
         best_metric: str | None = None,
         best_mode: str = "max",
+        local: bool = False,
     ):
         _require_options(max_to_keep, best_mode)
         self._best_metric = best_metric
-        self._storage = Storage(directory, max_to_keep, best_metric, best_mode)
+        self._storage = Storage(directory, max_to_keep, best_metric, best_mode, local)
 
     @property
     def directory(self) -> str:

@@ -8,8 +8,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -17,12 +16,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
+from distjax.checkpoint.first_process import hear_from_first
+from distjax.cluster.job import job
 from distjax.context.thread_settings import settings_of_this_thread
-from distjax.errors import CheckpointError, describe_value, message
+from distjax.errors import CheckpointError, message
+from distjax.placement.transfer import require_wholly_here
 from distjax.uninterrupted import UninterruptedCalls
 
 _VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
-_UNFINISHED = ".orbax-checkpoint-tmp"
 #: Steps go here by a rename before their files are removed, so that a process killed meanwhile
 #: leaves no step with half of its files.
 _REMOVED = ".removed"
@@ -41,6 +43,7 @@ class Storage:
       max_to_keep: how many steps are kept; None: all.
       best_metric: the metric by which they are chosen; the latest is kept too.
       best_mode: "max" or "min".
+      local: whether they are this process's alone, in a job of several.
 
     Raises:
       CheckpointError: `directory` is a file, or a folder of something else.
@@ -53,9 +56,17 @@ class Storage:
         max_to_keep: int | None,
         best_metric: str | None,
         best_mode: str,
+        local: bool = False,
     ):
-        _require_checkpoint_directory(directory)
-        self.directory = os.path.abspath(os.fspath(directory))
+        self._job = None if local else job()
+        if self._job is None:
+            require_checkpoint_directory(directory)
+            self.directory = os.path.abspath(os.fspath(directory))
+        else:
+            check = functools.partial(require_checkpoint_directory, directory)
+            hear_from_first("the construction of a Checkpointer", check)
+            self.directory = os.path.abspath(os.fspath(directory))
+            require_shared_directory(self._job, self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -82,6 +93,11 @@ class Storage:
           CheckpointError: it cannot be written, or the step before could not.
         """
         self.wait()
+        if self._is_alone_in_a_job:  # orbax refuses arrays of one process there
+            _require_first_process(self.place(step))
+            for key, array in arrays.items():
+                require_wholly_here(array, repr(key))
+            arrays = {key: np.array(array) for key, array in arrays.items()}
         items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
@@ -174,15 +190,13 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Returns the complete steps, in order."""
-        if not os.path.isdir(self.directory):
-            return []
-        return self._look(lambda manager: sorted(manager.all_steps()))
+        return self._ask("a look at the steps", lambda manager: sorted(manager.all_steps())) or []
 
     def best_step(self) -> int | None:
         """Returns the step that is best by the metric; None where there is none."""
-        if self._best_metric is None or not os.path.isdir(self.directory):
+        if self._best_metric is None:
             return None
-        return self._look(lambda manager: manager.best_step())
+        return self._ask("a look at the best step", lambda manager: manager.best_step())
 
     def description(self, step: int) -> dict[str, Any]:
         """Returns what the step says of itself.
@@ -191,8 +205,13 @@ class Storage:
           CheckpointError: it was not written by distjax, or is damaged.
         """
         args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
-        with self._guard_read(step):
-            return self._look(lambda manager: manager.restore(step, args=args))[_DESCRIPTION]
+        read = lambda manager: manager.restore(step, args=args)[_DESCRIPTION]
+
+        def look(manager: ocp.CheckpointManager) -> Any:
+            with self._guard_read(step):
+                return read(manager)
+
+        return self._ask("a look at the description of a step", look)
 
     def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Returns the arrays of some keys, on devices or (None) in host memory.
@@ -202,6 +221,8 @@ class Storage:
         """
         if not shardings:
             return {}
+        if self._is_alone_in_a_job:
+            shardings = dict.fromkeys(shardings)
         args = ocp.args.PyTreeRestore(
             item=dict.fromkeys(shardings, 0),
             restore_args={key: _restore_args(s) for key, s in shardings.items()},
@@ -211,6 +232,10 @@ class Storage:
         with self._guard_read(step):
             read = lambda manager: jax.block_until_ready(manager.restore(step, args=both)[_VALUES])
             return self._look(read)
+
+    @property
+    def _is_alone_in_a_job(self) -> bool:
+        return self._job is None and job() is not None
 
     @contextlib.contextmanager
     def _guard_read(self, step: int) -> Generator[None]:
@@ -228,22 +253,38 @@ class Storage:
                 )
             ) from error
 
-    def _look(self, look: Callable[[ocp.CheckpointManager], T]) -> T:
-        """Returns ``look(manager)``, with a manager that has looked at the directory just now."""
+    def _ask(self, occasion: str, look: Callable[[ocp.CheckpointManager], Any]) -> Any:
+        """Returns ``look(manager)`` of process 0, on every process; None: no directory yet."""
+
+        def answer() -> Any:
+            if not os.path.isdir(self.directory):
+                return None
+            return self._look(look, alone=True)
+
+        return answer() if self._job is None else hear_from_first(occasion, answer)
+
+    def _look(self, look: Callable[[ocp.CheckpointManager], T], alone: bool = False) -> T:
+        """Returns ``look(manager)``, with a manager that has looked at the directory just now.
+
+        Args:
+          look: what is done.
+          alone: whether this process does it without the others of the job.
+        """
 
         def call() -> T:
-            with self._open_manager() as manager:
+            with self._open_manager(alone) as manager:
                 return look(manager)
 
         return self._calls.call(_with_settings(call))
 
     @contextlib.contextmanager
-    def _open_manager(self) -> Generator[ocp.CheckpointManager]:
-        if self._writer is not None:
+    def _open_manager(self, alone: bool) -> Generator[ocp.CheckpointManager]:
+        if self._writer is not None and not (alone and self._job is not None):
             _retry_look(self._writer.reload)
             yield self._writer
             return
-        manager = _retry_look(functools.partial(self._make_manager, is_writer=False))
+        make = functools.partial(self._make_manager, is_writer=False, alone=alone)
+        manager = _retry_look(make)
         try:
             yield manager
         finally:
@@ -251,10 +292,13 @@ class Storage:
 
     # -- orbax ----------------------------------------------------------------
 
-    def _make_manager(self, *, is_writer: bool) -> ocp.CheckpointManager:
+    def _make_manager(self, *, is_writer: bool, alone: bool = False) -> ocp.CheckpointManager:
         metric = self._best_metric
+        if is_writer:
+            os.makedirs(self.directory, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
-            create=is_writer,
+            create=False,
+            multiprocessing_options=_of_processes(alone or self._job is None),
             # What a killed process left. A reader may look on while another process writes.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,
@@ -277,6 +321,30 @@ class Storage:
         if math.isnan(value):
             return -math.inf
         return value if self._best_mode == "max" else -value
+
+
+def _require_first_process(place: str) -> None:
+    if jax.process_index() == 0:
+        return
+    raise CheckpointError(
+        message(
+            f"{place} with local=True needs to be written by process 0",
+            got=f"a save on process {jax.process_index()}",
+            why="in a job orbax writes values of one process on process 0 only",
+            fix="save on process 0, or with dj.checkpoint.Checkpointer(directory) on all of them; "
+            "every process can read with local=True",
+        )
+    )
+
+
+def _of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
+    """Returns which processes take part: all of the job, or this one alone."""
+    if job() is None or not alone:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
+    )
 
 
 def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
@@ -306,49 +374,6 @@ def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-def _require_checkpoint_directory(directory: object) -> None:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(
-            message(
-                "Checkpointer needs the path of a directory",
-                got=describe_value(directory),
-                why="a folder is made in it for each step",
-                fix="dj.checkpoint.Checkpointer('runs/first')",
-            )
-        )
-    text = os.fspath(directory)
-    path = Path(text)
-    fix = "dj.checkpoint.Checkpointer('runs/first')"
-    if "://" in text:
-        got, fix = "a URL", "mount the bucket, and pass the path where it is mounted"
-    elif path.is_dir():
-        names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
-        if not names or any(_is_of_a_checkpoint(name) for name in names):
-            return
-        got = f"a directory of something else ({_some(names)})"
-        fix = f"dj.checkpoint.Checkpointer({str(path / 'checkpoints')!r})"
-    elif path.exists():
-        got = "a file"
-    else:
-        return
-    raise CheckpointError(
-        message(
-            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
-            got=got,
-            why="a folder is made in it for each step, and old ones are removed",
-            fix=fix,
-        )
-    )
-
-
-def _is_of_a_checkpoint(name: str) -> bool:
-    return name.isdigit() or name.endswith(_UNFINISHED)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 # -- the end of the program ---------------------------------------------------

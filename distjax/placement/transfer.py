@@ -81,14 +81,14 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
     return {replica: rows[replica] for replica in topology.local_replicas if replica in rows}
 
 
-def require_wholly_here(array: jax.Array, name: str) -> None:
+def require_wholly_here(array: jax.Array | np.ndarray, name: str) -> None:
     """Raises a LocalityError for an array of which other processes hold a part.
 
     Args:
       array: the array.
       name: the user's name of it.
     """
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return
     raise LocalityError(
         message(

@@ -1,0 +1,132 @@
+"""The directory of checkpoints: what it may hold, and that all processes of a job see the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from distjax.checkpoint.first_process import hear_from_first
+from distjax.cluster.job import Job
+from distjax.cluster.meeting import exchange
+from distjax.errors import CheckpointError, describe_value, message
+
+#: The end of the name of what orbax has not completed.
+UNFINISHED = ".orbax-checkpoint-tmp"
+
+#: How long a process looks for what another one wrote: file systems of networks take a moment.
+_LOOK_SECONDS = 5.0
+
+
+def require_checkpoint_directory(directory: object) -> None:
+    """Raises unless `directory` is a path of checkpoints, or of nothing yet.
+
+    Raises:
+      CheckpointError: it is a file, or a folder of something else.
+      TypeError: it is no path.
+    """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            message(
+                "Checkpointer needs the path of a directory",
+                got=describe_value(directory),
+                why="a folder is made in it for each step",
+                fix="dj.checkpoint.Checkpointer('runs/first')",
+            )
+        )
+    text = os.fspath(directory)
+    path = Path(text)
+    fix = "dj.checkpoint.Checkpointer('runs/first')"
+    if "://" in text:
+        got, fix = "a URL", "mount the bucket, and pass the path where it is mounted"
+    elif path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+        if not names or any(_is_of_a_checkpoint(name) for name in names):
+            return
+        got = f"a directory of something else ({_some(names)})"
+        fix = f"dj.checkpoint.Checkpointer({str(path / 'checkpoints')!r})"
+    elif path.exists():
+        got = "a file"
+    else:
+        return
+    raise CheckpointError(
+        message(
+            f"Checkpointer needs a directory for checkpoints, or a new or empty one: {text!r}",
+            got=got,
+            why="a folder is made in it for each step, and old ones are removed",
+            fix=fix,
+        )
+    )
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    return name.isdigit() or name.endswith(UNFINISHED)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def require_shared_directory(joined: Job, directory: str) -> None:
+    """Makes the directory, and raises on every process unless all of them see the same one.
+
+    Process 0 leaves a file there until the others have seen it; where it cannot write, they
+    compare the names of the steps.
+
+    Raises:
+      CheckpointError: a process sees another directory; nothing is left in it.
+    """
+    occasion = "the construction of a Checkpointer"  # its path may have another name elsewhere
+    token = hear_from_first(occasion, lambda: _leave_token(directory))
+    try:
+        sees = _sees(directory, token) if token is not None else _names(directory)
+        everyone = [json.loads(said) for said in exchange(joined, occasion, json.dumps(sees))]
+    finally:
+        if token is not None and joined.process_id == 0:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(directory, token))
+    differ = [i for i, seen in enumerate(everyone) if seen != everyone[0]]
+    if differ:
+        raise CheckpointError(_not_shared_text(joined, directory, differ))
+
+
+def _leave_token(directory: str) -> str | None:
+    token = f".distjax-{secrets.token_hex(8)}"
+    try:
+        os.makedirs(directory, exist_ok=True)
+        Path(directory, token).touch()
+    except OSError:
+        return None
+    return token
+
+
+def _sees(directory: str, token: str) -> bool:
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if token in os.listdir(directory):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def _names(directory: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(name for name in os.listdir(directory) if name.isdigit())
+    return []
+
+
+def _not_shared_text(joined: Job, directory: str, differ: Sequence[int]) -> str:
+    names = ", ".join(map(joined.name_process, differ))
+    return message(
+        "Checkpointer needs a directory that all processes of the job share",
+        got=f"{directory!r} on process 0, in which {names} found something else",
+        why="each process writes its part of a step, and process 0 completes it",
+        fix="a path on a shared file system, the same on every process; for what one process "
+        "alone keeps: dj.checkpoint.Checkpointer(directory, local=True)",
+    )

@@ -1,0 +1,142 @@
+"""Checkpoints of a job: one directory, one step, restored on any number of processes."""
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.cluster.job import job
+from tests.processes import groups
+from tests.processes.test_agreement import agreed_step
+from tests.processes.test_local_views import STRATEGIES
+
+pytestmark = pytest.mark.multiprocess
+
+SUM = dj.VariableAggregation.SUM
+ON_READ = dj.VariableSynchronization.ON_READ
+
+
+@pytest.fixture
+def group():
+    return groups.group(2, 2)
+
+
+def make_state(strategy, start=0.0):
+    with strategy.scope():
+        return {
+            "w": dj.Variable(jnp.arange(8.0) + start, name="w", aggregation=SUM),
+            "seen": dj.Variable(start, synchronization=ON_READ, aggregation=SUM),
+            "key": dj.Variable(jax.random.key(3)),
+        }
+
+
+def step_of(strategy, state):
+    def step():
+        state["w"].assign_add(jnp.ones(8))
+        state["seen"].assign_add(1.0)
+
+    return lambda: strategy.run(step)
+
+
+def values(state, strategy):
+    whole = strategy.extended.broadcast_to(state["w"].value)
+    return np.asarray(whole).tolist(), float(state["seen"].value)
+
+
+def save_two_steps(directory, name):
+    strategy = STRATEGIES[name]()
+    state = make_state(strategy)
+    step = step_of(strategy, state)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        before = checkpointer.latest_step()
+        for i in (1, 2):
+            step()
+            checkpointer.save(i, state)
+        return before, checkpointer.all_steps(), values(state, strategy)
+
+
+def restore(directory, name):
+    strategy = STRATEGIES[name]()
+    state = make_state(strategy, start=100.0)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.restore(state, 1)
+        first = values(state, strategy)
+        checkpointer.restore(state)
+        return first, values(state, strategy)
+
+
+@pytest.mark.parametrize("name", ["multi_worker", "zero3", "central"])
+def test_a_fresh_directory_and_back(group, name, tmp_path):
+    directory = str(tmp_path / "checkpoints")
+    counts = 4  # replicas
+    saved = ([x + 2 * counts for x in range(8)], 2.0 * counts)
+    assert group.call(save_two_steps, directory, name) == [(None, [1, 2], saved)] * 2
+    former = ([x + counts for x in range(8)], float(counts))
+    assert group.call(restore, directory, name) == [(former, saved)] * 2
+    assert sorted(os.listdir(directory)) == ["1", "2"]
+
+
+def test_one_process_goes_on_where_several_ended(group, tmp_path):
+    directory = str(tmp_path / "checkpoints")
+    (saved, *_) = group.call(save_two_steps, directory, "zero3")
+    strategy = dj.MirroredStrategy(jax.devices()[:3])
+    state = make_state(strategy)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.restore(state)
+        assert values(state, strategy) == saved[2]
+        step_of(strategy, state)()
+        checkpointer.save(3, state)
+    first, latest = group.call(restore, directory, "multi_worker")[0]
+    assert latest == ([x + 8.0 + 3.0 for x in range(8)], 8.0 + 3.0)
+
+
+def open_apart(directory):
+    own = pathlib.Path(directory, str(job().process_id))
+    with pytest.raises(dj.errors.CheckpointError) as caught:
+        dj.checkpoint.Checkpointer(own)
+    return str(caught.value).splitlines()[0], sorted(os.listdir(own)) if own.is_dir() else []
+
+
+def test_a_directory_that_is_not_shared_is_refused(group, tmp_path):
+    text = "Checkpointer needs a directory that all processes of the job share."
+    assert group.call(open_apart, str(tmp_path)) == [(text, [])] * 2
+
+
+def save_alone(directory):
+    """Process 0 with values that are wholly its own; the other one reads them, later."""
+    strategy = dj.MirroredStrategy(jax.local_devices())
+    with strategy.scope():
+        w = dj.Variable(5.0 if job().process_id == 0 else 0.0)
+    with dj.checkpoint.Checkpointer(directory, local=True) as checkpointer:
+        if job().process_id == 0:
+            checkpointer.save(1, {"w": w})
+            checkpointer.wait()
+            w.assign(0.0)
+        agreed_step(dj.MultiWorkerMirroredStrategy())  # waits for it
+        if job().process_id == 1:
+            with pytest.raises(dj.errors.CheckpointError, match="to be written by process 0"):
+                checkpointer.save(2, {"w": w})
+        checkpointer.restore({"w": w})
+        return checkpointer.all_steps(), float(w.value)
+
+
+def test_one_process_alone(group, tmp_path):
+    assert group.call(save_alone, str(tmp_path / "own")) == [([1], 5.0)] * 2
+
+
+def open_a_file(path):
+    with pytest.raises(dj.errors.CheckpointError) as caught:
+        dj.checkpoint.Checkpointer(path)
+    return str(caught.value)
+
+
+def test_what_process_0_finds_wrong_is_known_to_all(group, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("not a directory")
+    first, second = group.call(open_a_file, str(path))
+    assert first == second
+    assert "Got: a file." in first

@@ -94,7 +94,7 @@ SECTIONS = {
         ),
         row("model parallelism (in the future)", "1.12 1.13 1.15", "MirroredStrategy"),
         row("several devices of one host", "1.12 1.13", "MirroredStrategy"),
-        row("several hosts", "1.13", later="later: jobs of several processes"),
+        row("several hosts", "1.13", "MultiWorkerMirroredStrategy TPUStrategy initialize"),
         row("code with no knowledge of strategies", "1.12 1.13", "get_strategy"),
         row("ordinary model code under a strategy", "1.12 1.13", "Strategy.scope", "v1_12 v1_13"),
         row("an algorithm written with the strategy's methods", "1.12 1.13", "StrategyExtended"),

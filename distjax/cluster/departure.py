@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import jax
 
-from distjax.cluster.exits import PEER_LOST, end_at_once, is_interactive
+from distjax.cluster.exits import PEER_LOST, end_at_once, flush_outputs, is_interactive
 from distjax.cluster.job import Job
 from distjax.cluster.lines import as_line, as_plain, parse_line
 from distjax.errors import message
@@ -26,6 +26,8 @@ _CAUSE, _LEFT = "distjax/departure/cause", "distjax/departure/left"
 #: How long the ending of a process may take for the others' sake.
 _LEAVE_SECONDS = 3.0
 _WATCH_SECONDS = 60.0
+#: What process 0 leaves the others between their last word and their end.
+_LAST_SECONDS = 0.3
 
 #: Taken for good by the thread that ends this process, so that it is one.
 _end = threading.Lock()
@@ -42,6 +44,7 @@ def leave(joined: Job, code: int, text: str, others_code: int = PEER_LOST) -> No
     To be called after `begin_to_end`. Where another process has left before, the others have
     its code and text.
     """
+    flush_outputs()  # from its last word on JAX may abort this process
     telling = threading.Thread(target=_tell, args=(joined, text, others_code), daemon=True)
     telling.start()
     telling.join(_LEAVE_SECONDS)  # a coordinator that does not answer holds nobody back
@@ -59,6 +62,8 @@ def _tell(joined: Job, text: str, others_code: int) -> None:
         for other in range(joined.num_processes) if own == 0 else ():
             seconds = max(deadline - time.monotonic(), 0.001)
             client.blocking_key_value_get(f"{_LEFT}/{other}", int(seconds * 1000))
+        if own == 0:
+            time.sleep(_LAST_SECONDS)
 
 
 def start_watch(joined: Job, exit_status: Callable[[], int]) -> Callable[[], None]:

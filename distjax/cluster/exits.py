@@ -53,10 +53,15 @@ def exit_code(error: BaseException) -> int:
 
 def end_at_once(code: int) -> NoReturn:
     """Ends this process, without the callbacks of `atexit`, after what it said is written."""
+    flush_outputs()
+    os._exit(code)
+
+
+def flush_outputs() -> None:
+    """Writes what this process said."""
     for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
         with contextlib.suppress(Exception):  # an output that is closed must not change the code
             flush()
-    os._exit(code)
 
 
 def is_interactive() -> bool:

@@ -86,6 +86,7 @@ def train(name):
     return loss, np.asarray(whole).tolist(), float(seen.value), np.asarray(total).tolist()
 
 
+@pytest.mark.api_row("several hosts")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_steps_give_the_numbers_of_one_process(group, name):
     count = {"model": 2, "wide": 1}.get(name, 4)

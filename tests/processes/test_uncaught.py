@@ -1,0 +1,57 @@
+"""What ends a job whose processes differ, or of which one does not come."""
+
+import pytest
+
+from tests.processes.jobs import run_job
+
+pytestmark = pytest.mark.multiprocess
+
+START = """
+import numpy as np
+import distjax as dj
+dj.initialize(ADDRESS, P, I, meeting_timeout=3)
+strategy = dj.MultiWorkerMirroredStrategy()
+"""
+
+OTHER_VALUES = """
+with strategy.scope():
+    dj.Variable(np.full(3, I, np.float32), name="w")
+"""
+
+ON_ONE_PROCESS = """
+if I == 0:
+    strategy.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(1.0,))
+"""
+
+
+def test_processes_that_differ_end_with_77():
+    for ended in run_job(START + OTHER_VALUES):
+        assert ended.code == 77
+        assert "differs from process 0 in the initial value of 'w'" in ended.said
+
+
+def test_who_does_not_come_is_named_and_the_others_end_with_76():
+    first, second = run_job(START + ON_ONE_PROCESS)
+    assert first.code == 76
+    assert "the first call of <lambda> needs all 2 processes" in first.said
+    assert "Got: process 1 on " in first.said
+    assert "did not come within 3 s" in first.said
+    assert second.code in (71, 76)
+
+
+UNRELATED_RUNTIME = """
+import jax
+jax.distributed.initialize(ADDRESS, P, I)
+import distjax as dj
+try:
+    dj.MultiWorkerMirroredStrategy(jax.devices())
+except dj.errors.ClusterError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_job_that_was_joined_without_distjax_is_refused():
+    for ended in run_job(UNRELATED_RUNTIME):
+        assert ended.code == 0
+        text = "MultiWorkerMirroredStrategy needs a job that dj.initialize has joined."
+        assert text in ended.said

@@ -60,6 +60,7 @@ class Analysis:
 
     def __init__(self, axis_name: str):
         self.axis_name = axis_name
+        self._remembered: dict[Any, tuple[jax_compat.Jaxpr, list[bool]]] = {}
 
     def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None:
         """Adds to `varying` the locality of every output of `eqns`, in order.
@@ -74,11 +75,18 @@ class Analysis:
             varying.update(zip(eqn.outvars, outs or proved, strict=True))
 
     def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
-        """Returns which outputs of `jaxpr` differ, given which inputs do."""
-        varying = dict(zip(jaxpr.invars, ins, strict=True))
-        varying.update((v, False) for v in jaxpr.constvars)
-        self.run(jaxpr.eqns, varying)
-        return [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
+        """Returns which outputs of `jaxpr` differ, given which inputs do.
+
+        The answer is remembered: rounds of nested loops would multiply.
+        """
+        key = id(jaxpr), tuple(ins), _blind.get()
+        if key not in self._remembered:
+            varying = dict(zip(jaxpr.invars, ins, strict=True))
+            varying.update((v, False) for v in jaxpr.constvars)
+            self.run(jaxpr.eqns, varying)
+            outs = [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
+            self._remembered[key] = jaxpr, outs  # the jaxpr is kept, and so is its id
+        return list(self._remembered[key][1])
 
     def _outputs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         name = eqn.primitive.name

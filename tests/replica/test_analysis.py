@@ -224,6 +224,24 @@ def test_blind_analysis_proves_nothing(pair, x):
     assert is_equal(pair, lambda w, x: lax.psum(x, AXIS), W, x)
 
 
+@pytest.mark.parametrize("depth", [2, 6])
+def test_rounds_of_nested_loops_do_not_multiply(monkeypatch, depth):
+    walked, outputs = [], analysis.Analysis._outputs
+    monkeypatch.setattr(
+        analysis.Analysis, "_outputs", lambda *args: walked.append(args) or outputs(*args)
+    )
+
+    def nest(carry, x, depth):
+        if depth:
+            step = lambda carry, _: (nest(carry, x, depth - 1), None)
+            carry = lax.scan(step, carry, length=2)[0]
+        return carry[1], carry[2], carry[2] + x  # what differs goes from carry to carry
+
+    jaxpr = jax.make_jaxpr(lambda w, x: nest((w, w, w), x, depth)[0])(W, W).jaxpr
+    assert analysis.Analysis(AXIS).outputs(jaxpr, [False, True]) == [True]
+    assert len(walked) <= 2 + 4 * depth
+
+
 def test_groups_of_replicas_are_not_the_whole_axis():
     strategy = dj.MirroredStrategy(jax.devices()[:4])
     x = strategy.distribute_values_from_function(

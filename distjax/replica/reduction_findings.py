@@ -16,6 +16,8 @@ from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
+_CONTEXT = "ctx = dj.get_replica_context(); "
+_REPLICA_CALL = re.compile(r"(ctx|dj\.get_replica_context\(\))\.all_reduce\(")
 _NAMES = {
     "averaged": "a mean over the replicas",
     "summed": "a sum over the replicas",
@@ -36,6 +38,8 @@ def find(
     fix: str,
 ) -> None:
     """Adds a finding, once for each rule and line; the first site is that of the mistake."""
+    if walk.across:
+        fix = _REPLICA_CALL.sub("strategy.reduce(", fix.replace(_CONTEXT, ""))
     source = sites[0].source
     source = calling_line() if source == UNKNOWN else source
     if (rule, source) in walk.found:

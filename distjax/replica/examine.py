@@ -17,8 +17,9 @@ from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
 from distjax.replica.arguments import PartitionedTree, user_path
+from distjax.replica.cross_facts import recall
 from distjax.replica.fact_rules import RULES
-from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk
+from distjax.replica.facts import EQUAL, Fact, FactWalk
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.user_merge import WeakMerge
 from distjax.variables.variable import Variable
@@ -65,7 +66,7 @@ def examine(
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
-    ins = [DIFFERS if a.varying else EQUAL.having(base=f"argument {i}") for i, a in enumerate(args)]
+    ins = [_of_argument(i, argument) for i, argument in enumerate(args)]
     env = dict(zip(jaxpr.invars, ins, strict=True))
     walk.run(jaxpr, env)
     finals = [walk.read(env, v) for v in jaxpr.outvars[num_results:]]
@@ -76,6 +77,12 @@ def examine(
     for finding in walk.found.values():
         report(finding, ReductionWarning if finding.level == "warning" else None)
     return env
+
+
+def _of_argument(index: int, value: GlobalValue) -> Fact:
+    told = (recall(value.array) or EQUAL)._replace(differs=value.varying)
+    is_plain = not (value.varying or told.tags)
+    return told.having(base=f"argument {index}") if is_plain else told
 
 
 def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:

@@ -67,12 +67,20 @@ class Site:
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
+class Place(NamedTuple):
+    """What is kept of a `Site` when its trace is over."""
+
+    source: str
+    is_mean: bool
+    names: str
+
+
 _MEANS = ("mean", "_mean")
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
 #: A sum of equal parts: what these have been through, where that was, where the sum is.
-Times: TypeAlias = tuple[str, Site, Site]
+Times: TypeAlias = tuple[str, Site | Place, Site | Place]
 
 
 class Fact(NamedTuple):
@@ -158,7 +166,7 @@ class FactWalk:
         self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
         self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
 
-    def site(self, eqn: JaxprEqn) -> Site:
+    def site(self, eqn: JaxprEqn) -> Site | Place:
         """Returns where an equation stands."""
         return Site(eqn, self._calls)
 

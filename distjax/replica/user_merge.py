@@ -30,7 +30,7 @@ from distjax.replica.global_value import (
 from distjax.replica.merge import merge_p
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
-from distjax.variables.state import ShapeState, TraceState
+from distjax.variables.state import MergeState, ShapeState, TraceState
 
 
 class UserMerge:
@@ -135,7 +135,7 @@ class UserMerge:
         """Calls the function in the global view, on proved localities."""
         num_args = len(self.args.leaves)
         creation = CreationLog(made=self.created, makes_at_once=True)
-        state = TraceState(local_view=False, creations=creation)
+        state = MergeState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
             state.bind(variable, to_variable(variable, value, self.topology))
         values = [as_user_value(v, self.topology) for v in values[:num_args]]

@@ -26,7 +26,7 @@ from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.replica.cross_facts import call_as_reduction
+from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
 from distjax.replica.static import mark_modules, unmark
@@ -83,7 +83,9 @@ def _reduce_leaves(
     reduce = lambda arrays: call_compiled(reduce_arrays, arrays, extended.topology, *static)
     arrays = [x.array for x in found]
     name = op.name if not axes else f"{op.name}_within"
-    reduced = iter(call_as_reduction(name, reduce, arrays) if found else ())
+    outs = call_as_reduction(name, reduce, arrays) if found else []
+    follow_between_runs(name, arrays, outs, extended.topology)
+    reduced = iter(outs)
     return [
         next(reduced) if x is not None else _reduce_elsewhere(extended, op, leaf, axes)
         for x, leaf in zip(global_values, leaves, strict=True)
@@ -323,7 +325,9 @@ def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
     static = (tuple(x.varying for x in found), axis)
     collect = lambda arrays: call_compiled(gather_arrays, arrays, extended.topology, *static)
     arrays = [x.array for x in found]
-    gathered = iter(call_as_reduction("GATHER", collect, arrays) if found else ())
+    outs = call_as_reduction("GATHER", collect, arrays) if found else []
+    follow_between_runs("GATHER", arrays, outs, extended.topology)
+    gathered = iter(outs)
     outs = [
         next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
     ]

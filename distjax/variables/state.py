@@ -200,7 +200,11 @@ class TraceState:
 State: TypeAlias = StorageState | TraceState
 
 
-class ShapeState(TraceState):
+class MergeState(TraceState):
+    """The state of a merge function."""
+
+
+class ShapeState(MergeState):
     """The state of a trace that is made for shapes and facts, and compiled by nobody."""
 
 

@@ -177,14 +177,13 @@ def discover(
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
-        for argument, array in zip(given, arrays, strict=True):
-            remember(array, recall(argument))
+        remember(arrays, list(map(recall, given)))
         with frames.with_frame(step.frame(state)) as entered:
             result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
         leaves = partitioned.take_leaves()
-        facts = [recall(leaf) for leaf in leaves]
+        facts = list(map(recall, leaves))
         results = [place_output(leaf, topology) for leaf in leaves]
         forms = tuple(r.form if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)

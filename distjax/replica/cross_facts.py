@@ -18,7 +18,7 @@ from distjax.errors import ReductionWarning
 from distjax.jax_compat import JaxprEqn
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
-from distjax.replica.facts import EQUAL, Fact, FactWalk, Place, Site
+from distjax.replica.facts import EQUAL, Fact, FactWalk, Place, Site, Where
 from distjax.typing import PyTree
 from distjax.variables.state import MergeState, ShapeState
 
@@ -81,16 +81,20 @@ _TOLD = frozenset(
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
 
-def remember(value: PyTree, fact: Fact | None) -> None:
-    """Keeps what is known of an array, or a PerReplica, for as long as it lives.
+def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
+    """Keeps what is known of arrays, or PerReplicas, for as long as they live.
 
     Of state nothing is kept: it is no reduction any more, and is told of where it is updated.
     """
-    array = getattr(value, "stacked", value)
-    if fact is None or fact.find("base") or not isinstance(array, jax.Array):
-        return
+    if len(values) == len(facts):  # else there are objects or variables among the values
+        for value, fact in zip(values, facts, strict=True):
+            if fact is not None and not fact.find("base"):
+                _remember(getattr(value, "stacked", value), fact)
+
+
+def _remember(array: PyTree, fact: Fact) -> None:
     tags = frozenset((name, _without_trace(held)) for name, held in fact.tags if name in _TOLD)
-    if tags:
+    if tags and isinstance(array, jax.Array):
         key = id(array)
         reference = weakref.ref(array, lambda _: _known.pop(key, None))
         _known[key] = reference, Fact(fact.differs, None, tags)
@@ -117,7 +121,7 @@ def follow_between_runs(
     for out, fact in zip(outs, facts, strict=False):
         if fact is not None:
             walk = _Line(topology)
-            remember(out, follow(walk, op, _ANY, fact))
+            remember([out], [follow(walk, op, _ANY, fact)])
             walk.report()
 
 
@@ -145,7 +149,7 @@ class _Line(FactWalk):
         super().__init__({}, topology.axis_name, topology.num_replicas, frozenset())
         self.across = True
 
-    def site(self, eqn: JaxprEqn) -> Place:
+    def site(self, eqn: JaxprEqn) -> Where:
         """Returns the user's line that is being run."""
         return Place(calling_line(), False, "")
 

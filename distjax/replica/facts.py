@@ -79,8 +79,9 @@ _MEANS = ("mean", "_mean")
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
+Where: TypeAlias = Site | Place
 #: A sum of equal parts: what these have been through, where that was, where the sum is.
-Times: TypeAlias = tuple[str, Site | Place, Site | Place]
+Times: TypeAlias = tuple[str, Where, Where]
 
 
 class Fact(NamedTuple):
@@ -159,14 +160,14 @@ class FactWalk:
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
         self.sums: list[tuple[Any, Times, str]] = []
-        self.counts: list[tuple[Any, float, Site]] = []
+        self.counts: list[tuple[Any, float, Where]] = []
         self.combines = False
         self.ratio_counts: set[Any] = set()
         self._calls: list[JaxprEqn] = []
         self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
         self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
 
-    def site(self, eqn: JaxprEqn) -> Site | Place:
+    def site(self, eqn: JaxprEqn) -> Where:
         """Returns where an equation stands."""
         return Site(eqn, self._calls)
 

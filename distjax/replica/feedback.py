@@ -53,10 +53,8 @@ class Feedback:
           result: the result.
           facts: what is known of its arrays, for reductions outside of the function.
         """
-        leaves = PartitionedTree(result, is_array).leaves if any(facts) else []
-        if len(leaves) == len(facts):  # else there are objects or variables among the results
-            for leaf, fact in zip(leaves, facts, strict=True):
-                cross_facts.remember(leaf, fact)
+        if any(facts):
+            cross_facts.remember(PartitionedTree(result, is_array).leaves, facts)
         if num_reported() > self._num_reported:  # the trace has told already
             return
         self._returned = {

@@ -141,8 +141,7 @@ def run_in_trace(
         flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
         return stack_results(given.name, traced.result, pinned, flow, topology, options)
     values = [as_user_value(r, topology) for r in pinned]
-    for value, fact in zip(values, facts, strict=False):
-        remember(value, fact)
+    remember(values, facts)
     result = traced.result.combine(values)
     feedback.remember(result)
     return result
@@ -208,8 +207,7 @@ def _tell_findings(
 ) -> list[Fact]:
     """Reports what is probably wrong; tells the observer what is proved, and why.
 
-    Returns:
-      What is known of each result, or nothing of any.
+    Returns what is known of each result, or nothing of any.
     """
     env: dict[Any, Any] = {}
     if topology.num_replicas > 1:

@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import distjax as dj
 from benchmarks import models, ours
 from benchmarks.handwritten import replicate
 from benchmarks.report import Benchmark
+from distjax.errors import RecompilationWarning
 from distjax.program import program
 from distjax.replica import run as replica_run
 from distjax.replica.analysis import Analysis
@@ -175,6 +177,7 @@ def trace_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of the analysis, of the trace around it, and of trace and lowering together."""
     jax.clear_caches()
+    warnings.simplefilter("ignore", RecompilationWarning)  # a first call is what is measured
     step, analysis, trace = make(), Clock(), Clock()
     compiled = dj.jit(lambda *args: strategy.run(step, args=args))
     with timed(trace, [(program, "discover")]), timed(analysis, ANALYSIS):

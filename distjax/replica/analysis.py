@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from distjax import jax_compat
+from distjax.context.expectation import says_equal
 from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 
@@ -125,7 +126,8 @@ class Analysis:
 
     def _is_source(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation may make different values of equal operands."""
-        impure = eqn.primitive.name in IMPURE or _hides_its_body(eqn)
+        impure = eqn.primitive.name in IMPURE and not is_declared_equal(eqn)
+        impure = impure or _hides_its_body(eqn)
         if impure or eqn.effects or self.over_replicas(eqn):
             return True
         return any(self._is_source(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
@@ -214,6 +216,12 @@ class Analysis:
 def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     """Returns the least locality above both, element by element."""
     return [x or y for x, y in zip(a, b, strict=True)]
+
+
+def is_declared_equal(eqn: jax_compat.JaxprEqn) -> bool:
+    """Returns whether the user says of a callback that it is a function of its operands."""
+    is_pure = eqn.primitive.name == "pure_callback"
+    return is_pure and says_equal(str(eqn.source_info.name_stack))
 
 
 def _is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:

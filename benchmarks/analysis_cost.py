@@ -1,6 +1,7 @@
 """What share of a step's trace does the analysis take: proofs, facts and findings?"""
 
 import contextlib
+import gc
 import statistics
 import time
 import warnings
@@ -30,7 +31,7 @@ _CALLS = 20
 
 
 class Clock:
-    """Adds up the seconds of functions, of those called inside of each other once."""
+    """Adds up the processor time of functions, of those called inside of each other once."""
 
     def __init__(self) -> None:
         self.seconds, self.num_calls, self._depth = 0.0, 0, 0
@@ -41,13 +42,13 @@ class Clock:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
             self._depth += 1
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return fn(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self.seconds += time.perf_counter() - start
+                    self.seconds += time.thread_time() - start
 
         return call
 
@@ -175,15 +176,16 @@ PROGRAMS = {
 def trace_seconds(
     strategy: dj.MirroredStrategy, make: Callable[[], Callable[..., Any]], *args: Any
 ) -> tuple[float, float, float]:
-    """Seconds of the analysis, of the trace around it, and of trace and lowering together."""
+    """Returns the seconds of the analysis, of the trace around it, of trace and lowering."""
     jax.clear_caches()
     warnings.simplefilter("ignore", RecompilationWarning)  # a first call is what is measured
+    gc.collect()
     step, analysis, trace = make(), Clock(), Clock()
     compiled = dj.jit(lambda *args: strategy.run(step, args=args))
     with timed(trace, [(program, "discover")]), timed(analysis, ANALYSIS):
-        start = time.perf_counter()
+        start = time.thread_time()
         compiled.lower(*args)
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
     return analysis.seconds, trace.seconds, seconds
 
 
@@ -205,7 +207,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     strategy = dj.MirroredStrategy()
     steps = {name: build(strategy) for name, build in PROGRAMS.items()}
     traces: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
-    for round_number in range(3 if quick else 12):
+    for round_number in range(5 if quick else 12):
         for name, step in steps.items():
             seconds = trace_seconds(strategy, *step)
             if round_number:  # the first loads what JAX imports late

@@ -7,6 +7,7 @@ import pathlib
 import jax
 
 from benchmarks import (
+    analysis_cost,
     compile_time,
     dispatch,
     flax_steps,
@@ -25,6 +26,7 @@ BENCHMARKS = {
         parity,
         dispatch,
         compile_time,
+        analysis_cost,
         steps_in_flight,
         steps_on_iterator,
         flax_steps,

@@ -15,6 +15,7 @@ from distjax.errors import describe_value, message
 from distjax.typing import PyTree
 
 _MISSING = object()
+_NOTHING_DIFFERS = "_nothing_differs"
 _SCOPE = re.compile(r"distjax_expect_(\d+)")
 
 _reasons: ContextVar[tuple[str, ...]] = ContextVar("distjax_expected", default=())
@@ -35,11 +36,14 @@ class Expected:
     def __enter__(self) -> Expected:
         number = _numbers.setdefault(self.reason, len(_numbers))
         is_traced = jax_compat.tracing()
-        name = f"distjax_expect_{number}"
+        name = f"distjax_expect_{number}{_NOTHING_DIFFERS if self._says_equal() else ''}"
         scope = jax.named_scope(name) if is_traced else contextlib.nullcontext()
         scope.__enter__()
         self._entered.append((_reasons.set((*_reasons.get(), self.reason)), scope))
         return self
+
+    def _says_equal(self) -> bool:
+        return self.differs is not _MISSING and not jax.tree.leaves(self.differs)
 
     def __exit__(
         self,
@@ -81,13 +85,16 @@ def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
     """Says once why something that looks wrong is meant, which silences its findings.
 
     As a block, ``with dj.expect(reason):``, for all that is found of the code in it, in a step
-    or around the call of one. Around an argument of `run` or of a `dj.jit` function for a tree
-    that goes in equal and is meant to come out different: an environment, a sampler, a buffer.
-    `dj.explain` shows the reasons.
+    or around the call of one. ``with dj.expect(reason, differs=()):`` also says that nothing in it
+    differs which is made of equal values: a `jax.pure_callback` there returns the same for the same
+    arguments, and its result is taken to be equal where they are.
+
+    Around an argument of `run` or of a `dj.jit` function for a tree that goes in equal and is meant
+    to come out different: an environment, a sampler, a buffer. `dj.explain` shows the reasons.
 
     Args:
       reason: why it is meant, for the reader.
-      differs: an argument that is meant to differ per replica afterwards.
+      differs: an argument that is meant to differ per replica afterwards; of a block nothing, ().
 
     Returns:
       What is entered, or passed in place of the argument.
@@ -143,6 +150,11 @@ def reason_in(names: str) -> str | None:
     """Returns the reason of the innermost `dj.expect` block among scopes "a/b/c", or None."""
     found = _SCOPE.findall(names)
     return list(_numbers)[int(found[-1])] if found else None
+
+
+def says_equal(names: str) -> bool:
+    """Returns whether scopes "a/b/c" have a `dj.expect` block in which nothing differs."""
+    return _NOTHING_DIFFERS in names
 
 
 def current_reason() -> str | None:

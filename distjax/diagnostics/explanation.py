@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distjax.context.finding import Finding
+from distjax.diagnostics.explanation_diff import ExplanationDiff, diff_explanations
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.notes import EqualReduction, RunProof
 from distjax.diagnostics.program_collectives import Collective, count_by_kind
@@ -112,6 +113,23 @@ class Explanation:
           indent: spaces to indent by; None: one line.
         """
         return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    def diff(self, other: Explanation) -> ExplanationDiff:
+        """Returns what is reduced, proved equal or found in one of two steps only.
+
+        Args:
+          other: of the second step; this one is of the first.
+
+        Example:
+          >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
+          >>> x = strategy.distribute_values_from_function(lambda ctx: jnp.ones(3))
+          >>> forgetful = dj.explain(lambda w, x: w - x, jnp.ones(3), x, strategy=strategy)
+          >>> mean = lambda x: dj.get_replica_context().all_reduce("mean", x)
+          >>> right = dj.explain(lambda w, x: w - mean(x), jnp.ones(3), x, strategy=strategy)
+          >>> [(each.path, each.first, each.second) for each in forgetful.diff(right).proofs]
+          [('the result', 'T', 'M')]
+        """
+        return diff_explanations(self, other)
 
     def __str__(self) -> str:
         return as_text(list(self._tables()))

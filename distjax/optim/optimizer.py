@@ -20,6 +20,7 @@ from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
 from distjax.optim.variable_update import update_variables
 from distjax.program.jit import jit
+from distjax.replica.cross_facts import require_fit_between_runs
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
@@ -176,6 +177,7 @@ class Optimizer:
         frame = frames.current()
         context = frame.replica_context
         if context is None or (frame.allows_both and frame.strategy is not self._strategy):
+            require_fit_between_runs(self._op.name, grads, self._strategy.extended.topology)
             self._apply_across(self._strategy, grads, extra)
             return
         gradient_pairs.require_local((grads, extra))

@@ -20,6 +20,7 @@ from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
 from distjax.program.signatures import Jitted, Signatures
 from distjax.program.step import Step
+from distjax.replica.facts import Fact
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import SteppedArrays, StoredArray
@@ -54,6 +55,7 @@ class Build:
       spans_processes: whether it runs on devices of several processes.
       offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
         it may be made inside of `jit`.
+      facts: what the last trace knew of each array result.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Build:
     spans_devices: bool
     spans_processes: bool
     offered: dict[int, Discovered | None]
+    facts: list[Fact | None] = dataclasses.field(default_factory=list)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -102,6 +105,7 @@ class Build:
     def offer(self, found: Discovered, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Offers a trace of these arguments to the next call of this thread."""
         self.signatures.add(args, kwargs)
+        self.facts[:] = found.facts
         self.offered[threading.get_ident()] = found
 
     def _collect_written(self) -> Sequence[Any]:

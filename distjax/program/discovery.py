@@ -18,6 +18,8 @@ from distjax.placement.per_replica import PerReplica
 from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
 from distjax.replica.arguments import PartitionedTree, is_array
+from distjax.replica.cross_facts import recall, remember
+from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.typing import PyTree
 from distjax.variables import access
@@ -35,6 +37,7 @@ class Discovered:
       reads: variables whose value at the start is needed.
       writes: variables that are written.
       created: variables that were created, not yet initialised.
+      facts: what is known of each array result.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class Discovered:
         forms: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
+        facts: Sequence[Fact | None],
     ):
         self._consts, self._signature = consts, signature
         self._partitioned, self._forms = partitioned, forms
         self._log = log
         self.writes = writes
         self.created = list(log.values)
+        self.facts = facts
         reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
         self.reads = [e.params["variable"]() for e in reads]
         self._jaxpr = jax_compat.new_jaxpr(
@@ -181,19 +186,22 @@ def discover(
       kwargs: keyword arguments.
       log: where variables that the step creates are recorded.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    given, treedef = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
+        remember(arrays, list(map(recall, given)))
         with frames.with_frame(step.frame(state)) as entered:
             result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
             partitioned = PartitionedTree(result, _is_result)
         topology = entered.strategy.extended.topology
-        results = [place_output(leaf, topology) for leaf in partitioned.take_leaves()]
+        leaves = partitioned.take_leaves()
+        facts = list(map(recall, leaves))
+        results = [place_output(leaf, topology) for leaf in leaves]
         forms = tuple(r.form if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)
-        found.update(partitioned=partitioned, forms=forms, writes=writes)
+        found.update(partitioned=partitioned, forms=forms, writes=writes, facts=facts)
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
         return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
 
@@ -204,11 +212,11 @@ def discover(
             if not log.values:
                 raise
             outs = []
-            found.update(error=error, partitioned=None, forms=(), writes=[])
+            found.update(error=error, partitioned=None, forms=(), writes=[], facts=[])
         return [*outs, *log.take_values()]
 
     try:
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, list(map(jax_compat.aval_of, leaves)))
+        jaxpr, consts = jax_compat.trace_jaxpr(traced, list(map(jax_compat.aval_of, given)))
     finally:
         log.close()
     error = found.pop("error", None)

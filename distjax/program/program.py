@@ -119,7 +119,7 @@ class Program:
             return self._with_objects(args, kwargs, self._run)
         feedback = Feedback(self._step.name, self._step.argument_names, args, kwargs)
         result = self._with_objects(args, kwargs, self._run)
-        feedback.remember(result)
+        feedback.remember(result, self._build.facts if self._build is not None else ())
         self._feedback = feedback
         return result
 

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from distjax import jax_compat
+from distjax.context.expectation import says_equal
 from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 
@@ -60,6 +61,7 @@ class Analysis:
 
     def __init__(self, axis_name: str):
         self.axis_name = axis_name
+        self._remembered: dict[Any, tuple[jax_compat.Jaxpr, list[bool]]] = {}
 
     def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None:
         """Adds to `varying` the locality of every output of `eqns`, in order.
@@ -74,11 +76,18 @@ class Analysis:
             varying.update(zip(eqn.outvars, outs or proved, strict=True))
 
     def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
-        """Returns which outputs of `jaxpr` differ, given which inputs do."""
-        varying = dict(zip(jaxpr.invars, ins, strict=True))
-        varying.update((v, False) for v in jaxpr.constvars)
-        self.run(jaxpr.eqns, varying)
-        return [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
+        """Returns which outputs of `jaxpr` differ, given which inputs do.
+
+        The answer is remembered: rounds of nested loops would multiply.
+        """
+        key = id(jaxpr), tuple(ins), _blind.get()
+        if key not in self._remembered:
+            varying = dict(zip(jaxpr.invars, ins, strict=True))
+            varying.update((v, False) for v in jaxpr.constvars)
+            self.run(jaxpr.eqns, varying)
+            outs = [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
+            self._remembered[key] = jaxpr, outs  # the jaxpr is kept, and so is its id
+        return list(self._remembered[key][1])
 
     def _outputs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         name = eqn.primitive.name
@@ -117,7 +126,8 @@ class Analysis:
 
     def _is_source(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation may make different values of equal operands."""
-        impure = eqn.primitive.name in IMPURE or _hides_its_body(eqn)
+        impure = eqn.primitive.name in IMPURE and not is_declared_equal(eqn)
+        impure = impure or _hides_its_body(eqn)
         if impure or eqn.effects or self.over_replicas(eqn):
             return True
         return any(self._is_source(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
@@ -206,6 +216,12 @@ class Analysis:
 def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     """Returns the least locality above both, element by element."""
     return [x or y for x, y in zip(a, b, strict=True)]
+
+
+def is_declared_equal(eqn: jax_compat.JaxprEqn) -> bool:
+    """Returns whether the user says of a callback that it is a function of its operands."""
+    is_pure = eqn.primitive.name == "pure_callback"
+    return is_pure and says_equal(str(eqn.source_info.name_stack))
 
 
 def _is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:

@@ -17,10 +17,11 @@ from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
 from distjax.replica.arguments import PartitionedTree, user_path
+from distjax.replica.cross_facts import recall
 from distjax.replica.fact_rules import RULES
-from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk
+from distjax.replica.facts import EQUAL, Fact, FactWalk
 from distjax.replica.global_value import GlobalValue
-from distjax.variables.state import variable_p
+from distjax.replica.user_merge import WeakMerge
 from distjax.variables.variable import Variable
 
 
@@ -65,11 +66,8 @@ def examine(
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
-    ins = [DIFFERS if a.varying else EQUAL.having(base=f"argument {i}") for i, a in enumerate(args)]
+    ins = [_of_argument(i, argument) for i, argument in enumerate(args)]
     env = dict(zip(jaxpr.invars, ins, strict=True))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is variable_p:
-            env[eqn.outvars[0]] = _of_variable(eqn.params["variable"]())
     walk.run(jaxpr, env)
     finals = [walk.read(env, v) for v in jaxpr.outvars[num_results:]]
     findings.find_sums(walk)
@@ -81,21 +79,26 @@ def examine(
     return env
 
 
-def _of_variable(variable: Variable) -> Fact:
-    if variable.policy.stacked:
-        return DIFFERS.having(component=variable.name)
-    return EQUAL.having(base=f"variable {variable.name}")
+def _of_argument(index: int, value: GlobalValue) -> Fact:
+    told = (recall(value.array) or EQUAL)._replace(differs=value.varying)
+    is_plain = not (value.varying or told.tags)
+    return told.having(base=f"argument {index}") if is_plain else told
 
 
-def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> None:
-    """Finds gradients that a merge of distjax's own reduces in another way than they need."""
+def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Follows the values through a merge; of one of distjax's own, finds what it reduces amiss."""
     walk.combines = True
-    reduces = getattr(eqn.params["merge"], "reduces", None)
-    if reduces is None or walk.is_transposed(eqn):
-        return
-    op, first, last = reduces
+    merge, outs = eqn.params["merge"], [EQUAL] * len(eqn.outvars)
+    if not isinstance(merge, WeakMerge) or walk.is_transposed(eqn):
+        return outs
+    if merge.reduces is None:
+        inner = merge.jaxpr
+        found = [] if inner is None else walk.call(eqn, inner, ins[: len(inner.invars)])
+        return [*found, *outs[len(found) :]]
+    op, first, last = merge.reduces
     for x in ins[first:last]:
         findings.require_fit(walk, op, eqn, x)
+    return outs
 
 
 def _find_local_training(

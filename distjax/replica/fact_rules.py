@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from distjax.jax_compat import JaxprEqn
+from distjax.replica import cross_facts
 from distjax.replica import fact_arithmetic as arithmetic
 from distjax.replica import reduction_findings as findings
 from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, size_of, unknown
+from distjax.variables.state import variable_p
 
 #: What is known of an equation's results, of its operands; None: as if there were no rule.
 Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
@@ -140,6 +142,13 @@ def _rank(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [DIFFERS.having(rank=walk.site(eqn))]
 
 
+def _variable(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    variable = eqn.params["variable"]()
+    if variable.policy.stacked:
+        return [DIFFERS.having(component=variable.name)]
+    return [EQUAL.having(base=f"variable {variable.name}")]
+
+
 def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [DIFFERS] * len(eqn.outvars)
 
@@ -181,5 +190,7 @@ RULES: dict[str, Rule] = {
     **_named(_equalised("gathered"), "all_gather all_gather_invariant"),
     **_named(_equalised(None), "pmax pmin"),
     **_named(_rank, "axis_index"),
+    **_named(_variable, variable_p.name),
+    **_named(cross_facts.reduced, "jit pjit"),
     **_named(_own, "ppermute all_to_all reduce_scatter psum_scatter"),
 }

@@ -67,12 +67,21 @@ class Site:
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
+class Place(NamedTuple):
+    """What is kept of a `Site` when its trace is over."""
+
+    source: str
+    is_mean: bool
+    names: str
+
+
 _MEANS = ("mean", "_mean")
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
+Where: TypeAlias = Site | Place
 #: A sum of equal parts: what these have been through, where that was, where the sum is.
-Times: TypeAlias = tuple[str, Site, Site]
+Times: TypeAlias = tuple[str, Where, Where]
 
 
 class Fact(NamedTuple):
@@ -134,6 +143,10 @@ class FactWalk:
       axis_name: the name of the replica axis.
       num_replicas: R.
       leading: the leading sizes of arguments that differ.
+
+    Attributes:
+      across: whether a reduction of cross-replica code is followed.
+      on_merge: returns what is known of the results of a merge.
     """
 
     def __init__(
@@ -142,18 +155,19 @@ class FactWalk:
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.leading = leading
         self.in_transpose = False
-        self.on_merge: Callable[[JaxprEqn, Sequence[Fact]], None] = lambda eqn, ins: None
+        self.across = False
+        self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
         self.sums: list[tuple[Any, Times, str]] = []
-        self.counts: list[tuple[Any, float, Site]] = []
+        self.counts: list[tuple[Any, float, Where]] = []
         self.combines = False
         self.ratio_counts: set[Any] = set()
         self._calls: list[JaxprEqn] = []
         self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
         self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
 
-    def site(self, eqn: JaxprEqn) -> Site:
+    def site(self, eqn: JaxprEqn) -> Where:
         """Returns where an equation stands."""
         return Site(eqn, self._calls)
 
@@ -173,8 +187,6 @@ class FactWalk:
         """Adds to `env` what is known of every value of `jaxpr`."""
         env.update((v, EQUAL) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            if eqn.outvars and all(v in env for v in eqn.outvars):  # a variable's value
-                continue
             ins = [self.read(env, v) for v in eqn.invars]
             env.update(zip(eqn.outvars, self._equation(eqn, ins), strict=True))
 
@@ -185,25 +197,23 @@ class FactWalk:
     def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
         name = eqn.primitive.name
         rule = self._rules.get(name)
-        if rule is not None:
-            outs = rule(self, eqn, ins)
-            if outs is not None:
-                return outs
-        elif name in CALLS:
-            return self._call(eqn, ins)
-        elif name in self._control_flow:
+        outs = None if rule is None else rule(self, eqn, ins)
+        if outs is not None:
+            return outs
+        if name in CALLS:
+            return self.call(eqn, next(jax_compat.sub_jaxprs(eqn)), ins)
+        if name in self._control_flow:
             return self._control_flow[name](eqn, ins)
-        elif name == MERGE_NAME:
-            self.on_merge(eqn, ins)
-            return [EQUAL] * len(eqn.outvars)
+        if name == MERGE_NAME:
+            return self.on_merge(eqn, ins)
         return [unknown(ins)] * len(eqn.outvars)
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is one of a derivative's backward pass."""
         return self.in_transpose or "transpose" in str(eqn.source_info.name_stack)
 
-    def _call(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
-        inner = next(jax_compat.sub_jaxprs(eqn))
+    def call(self, eqn: JaxprEqn, inner: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
+        """Returns what is known of the results of an equation that calls `inner`."""
         with self._within(eqn):
             return self.outputs(inner, ins)
 

@@ -18,7 +18,9 @@ from distjax.context.finding import Finding
 from distjax.context.findings import STATE, calling_line, num_reported, report
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
+from distjax.replica import cross_facts
 from distjax.replica.arguments import PartitionedTree, is_array, user_path
+from distjax.replica.facts import Fact
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
@@ -44,8 +46,15 @@ class Feedback:
         self._returned: dict[int, tuple[str, Any]] = {}
         self._num_reported = num_reported()
 
-    def remember(self, result: PyTree) -> None:
-        """Remembers what differs in the result of the first call, and keeps none of it alive."""
+    def remember(self, result: PyTree, facts: Sequence[Fact | None] = ()) -> None:
+        """Remembers what differs in the result of the first call, and keeps none of it alive.
+
+        Args:
+          result: the result.
+          facts: what is known of its arrays, for reductions outside of the function.
+        """
+        if any(facts):
+            cross_facts.remember(PartitionedTree(result, is_array).leaves, facts)
         if num_reported() > self._num_reported:  # the trace has told already
             return
         self._returned = {

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from distjax import jax_compat
+from distjax.errors import message
 from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from distjax.replica.analysis import Analysis
 from distjax.typing import ArrayLike
@@ -79,6 +80,10 @@ class OneDevice:
             return jax.checkpoint(self._branch(params["jaxpr"]), **options)(*ins)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, ins)
+        if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+            evaluate = jax.custom_jvp(self._branch(params["call_jaxpr"]))
+            evaluate.defjvp(_refuse_derivative)
+            return evaluate(*ins)
         if name in _ALL_MAPPED:
             return _bind(eqn, list(map(self._spread, ins)))
         if "callback" in name:
@@ -204,6 +209,18 @@ def _join(rows: jax.Array, axis: int, tiled: bool) -> jax.Array:
         return moved
     shape = moved.shape
     return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _refuse_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    raise NotImplementedError(
+        message(
+            "a derivative around run, on replicas that share a device, needs functions without a "
+            "rule of their own around collectives over groups or partial permutations",
+            got="one with such a rule",
+            why="the rule is for jax.vmap, which knows no groups of replicas",
+            fix="jax.grad inside the replica function; or a MirroredStrategy",
+        )
+    )
 
 
 def _bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distjax.context.expectation import reason_in
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax.replica.analysis import MERGE_NAME, Analysis
+from distjax.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax.replica.facts import Fact, Site
 from distjax.variables.state import variable_p
 
@@ -71,6 +72,9 @@ class Reasons:
             elif self._analysis.over_replicas(eqn):
                 lines[f"{eqn.primitive.name} at {Site(eqn, ()).source}"] = None
             else:
+                if is_declared_equal(eqn):
+                    reason = reason_in(str(eqn.source_info.name_stack))
+                    lines[f"pure_callback at {Site(eqn, ()).source}: {reason}"] = None
                 ahead.extend(v for v in eqn.invars if not isinstance(v, Literal))
         return ", ".join(_shorten(list(lines))) or "made of equal values only"
 

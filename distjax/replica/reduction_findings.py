@@ -11,11 +11,12 @@ from distjax.context.finding import Finding
 from distjax.context.findings import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
-from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Site, Times, shape_of
+from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Times, Where, shape_of
 from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
+_REPLICA_CALL = re.compile(r"(ctx = .*?; )?(ctx|dj\.get_replica_context\(\))\.all_reduce\(")
 _NAMES = {
     "averaged": "a mean over the replicas",
     "summed": "a sum over the replicas",
@@ -28,7 +29,7 @@ def find(
     walk: FactWalk,
     level: str,
     rule: str,
-    sites: Sequence[Site],
+    sites: Sequence[Where],
     expected: str,
     *,
     got: str,
@@ -36,8 +37,8 @@ def find(
     fix: str,
 ) -> None:
     """Adds a finding, once for each rule and line; the first site is that of the mistake."""
-    source = sites[0].source
-    source = calling_line() if source == UNKNOWN else source
+    fix = _REPLICA_CALL.sub("strategy.reduce(", fix) if walk.across else fix
+    source = calling_line() if sites[0].source == UNKNOWN else sites[0].source
     if (rule, source) in walk.found:
         return
     lines = [f"at {source}", *(f"{site.source}" for site in sites[1:])]
@@ -118,13 +119,13 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return rest
 
 
-def _names_replicas(site: Site) -> bool:
+def _names_replicas(site: Where) -> bool:
     """Returns whether the user's line speaks of the number of replicas, and of no number R."""
     file, _, line = site.source.split(" (")[0].rpartition(":")
     return "num_replicas" in linecache.getline(file, int(line)) if line.isdigit() else False
 
 
-def _reduction(x: Fact) -> tuple[str, Site] | None:
+def _reduction(x: Fact) -> tuple[str, Where] | None:
     """Returns which reduction an equal value has been through, and where."""
     times = x.find("times_R")
     if times is not None:
@@ -135,7 +136,7 @@ def _reduction(x: Fact) -> tuple[str, Site] | None:
     return next(((name, x.find(name)) for name in names if x.find(name)), None)
 
 
-def require_reducible(walk: FactWalk, site: Site, x: Fact) -> None:
+def require_reducible(walk: FactWalk, site: Where, x: Fact) -> None:
     """Finds values whose sum or mean over the replicas means nothing."""
     for name, (rule, expected, got, why, fix) in _UNREDUCIBLE.items():
         made = x.find(name)
@@ -194,7 +195,7 @@ _UNREDUCIBLE = {
 }
 
 
-def _find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
+def _find_averaged_share(walk: FactWalk, site: Where, share: Where) -> None:
     find(
         walk,
         "warning",
@@ -209,7 +210,7 @@ def _find_averaged_share(walk: FactWalk, site: Site, share: Site) -> None:
     )
 
 
-def _find_equal_batch(walk: FactWalk, sites: Sequence[Site]) -> None:
+def _find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
     find(
         walk,
         "note",
@@ -326,7 +327,7 @@ def require_own_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> N
 # -- variables and optimizers -------------------------------------------------
 
 
-def written_variable(walk: FactWalk, site: Site) -> Variable | None:
+def written_variable(walk: FactWalk, site: Where) -> Variable | None:
     """Returns the variable that an operation writes, or None."""
     if not walk.written:
         return None
@@ -334,7 +335,7 @@ def written_variable(walk: FactWalk, site: Site) -> Variable | None:
     return walk.written.get(int(found[1])) if found else None
 
 
-def _summed_by_variable(walk: FactWalk, variable: Variable, site: Site, x: Fact) -> Fact:
+def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact) -> Fact:
     rule = variable.aggregation.name
     if rule == "ONLY_FIRST_REPLICA":
         if x.find("data") and x.find("grad") and variable.trainable:

@@ -30,8 +30,10 @@ from distjax.replica.arguments import (
     user_path,
 )
 from distjax.replica.body_errors import add_number_note, require_no_other_mesh
+from distjax.replica.cross_facts import remember
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
+from distjax.replica.facts import EQUAL, Fact
 from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
@@ -132,13 +134,15 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    _tell_findings(fn, given, traced, results, finals, outer, named, options)
+    facts = _tell_findings(fn, given, traced, results, finals, outer, named, options)
     pinned = _pin_results(results, topology)
     if options.out_axes is not AS_VALUES:
         varying = dict(zip(traced.jaxpr.invars, (v.varying for v in global_values), strict=True))
         flow = DataFlow(traced.jaxpr, varying, Analysis(named.axis_name))
         return stack_results(given.name, traced.result, pinned, flow, topology, options)
-    result = traced.result.combine([as_user_value(r, topology) for r in pinned])
+    values = [as_user_value(r, topology) for r in pinned]
+    remember(values, facts)
+    result = traced.result.combine(values)
     feedback.remember(result)
     return result
 
@@ -200,8 +204,11 @@ def _tell_findings(
     outer: TraceState,
     topology: Topology,
     options: RunOptions,
-) -> None:
-    """Reports what is probably wrong; tells the observer what is proved, and why."""
+) -> list[Fact]:
+    """Reports what is probably wrong; tells the observer what is proved, and why.
+
+    Returns what is known of each result, or nothing of any.
+    """
     env: dict[Any, Any] = {}
     if topology.num_replicas > 1:
         env = examine(traced.jaxpr, len(results), traced.written, given, topology)
@@ -221,6 +228,8 @@ def _tell_findings(
         if num_reported() == before:
             ends, paths = traced.jaxpr.outvars[: len(results)], traced.result.paths
             note_lone_updates(env, ends, paths, results, given, outer.meant)
+    ends = traced.jaxpr.outvars[: len(results)] if env else []
+    return [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in ends]
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

@@ -30,7 +30,7 @@ from distjax.replica.global_value import (
 from distjax.replica.merge import merge_p
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
-from distjax.variables.state import ShapeState, TraceState
+from distjax.variables.state import MergeState, ShapeState, TraceState
 
 
 class UserMerge:
@@ -38,6 +38,10 @@ class UserMerge:
 
     Operands: the array arguments, then a value for each variable in `read`.
     Results: the array results, then a value for each variable in `written`.
+
+    Attributes:
+      jaxpr: array arguments -> array results, as if all were mirrored; None where that is no
+        way to call the function.
     """
 
     def __init__(self, strategy: StrategyLike, fn: Callable[..., Any], args: PartitionedTree):
@@ -48,6 +52,7 @@ class UserMerge:
         self.created: list[Any] = []
         self.result: Any = None
         self.out_avals: list[ShapedArray] = []
+        self.jaxpr: jax_compat.Jaxpr | None = None
 
     @property
     def reduces(self) -> tuple[str, int, int] | None:
@@ -112,6 +117,7 @@ class UserMerge:
         with user_mesh.outside_manual_axes(), frames.without_observer():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
+        self.jaxpr = None if as_per_replica else jaxpr
 
     def _call(self, values: Sequence[Any], state: TraceState) -> PartitionedTree:
         args, kwargs = self.args.combine(values)
@@ -129,7 +135,7 @@ class UserMerge:
         """Calls the function in the global view, on proved localities."""
         num_args = len(self.args.leaves)
         creation = CreationLog(made=self.created, makes_at_once=True)
-        state = TraceState(local_view=False, creations=creation)
+        state = MergeState(local_view=False, creations=creation)
         for variable, value in zip(self.read, values[num_args:], strict=True):
             state.bind(variable, to_variable(variable, value, self.topology))
         values = [as_user_value(v, self.topology) for v in values[:num_args]]
@@ -176,6 +182,12 @@ class WeakMerge:
     def __init__(self, merge: UserMerge):
         self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
         self.reduces = merge.reduces
+
+    @property
+    def jaxpr(self) -> jax_compat.Jaxpr | None:
+        """What the function does, as far as it was traced."""
+        merge = self._reference()
+        return None if merge is None else merge.jaxpr
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Emits the merge, which the trace of the replica function keeps alive."""

@@ -26,6 +26,7 @@ from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
 from distjax.replica.static import mark_modules, unmark
@@ -78,20 +79,13 @@ def _reduce_leaves(
     if observer is not None and extended.num_replicas > 1 and not all(x.varying for x in found):
         observer.on_equal_reduction(f"reduce({op.name})")
     found_splits = [s for x, s in zip(global_values, splits, strict=False) if x is not None]
-    reduced = iter(
-        call_compiled(
-            reduce_arrays,
-            [x.array for x in found],
-            extended.topology,
-            op,
-            tuple(x.varying for x in found),
-            axes,
-            options,
-            tuple(found_splits),
-        )
-        if found
-        else ()
-    )
+    static = (op, tuple(x.varying for x in found), axes, options, tuple(found_splits))
+    reduce = lambda arrays: call_compiled(reduce_arrays, arrays, extended.topology, *static)
+    arrays = [x.array for x in found]
+    name = op.name if not axes else f"{op.name}_within"
+    outs = call_as_reduction(name, reduce, arrays) if found else []
+    follow_between_runs(name, arrays, outs, extended.topology)
+    reduced = iter(outs)
     return [
         next(reduced) if x is not None else _reduce_elsewhere(extended, op, leaf, axes)
         for x, leaf in zip(global_values, leaves, strict=True)
@@ -328,17 +322,12 @@ def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
     found = [x for x in global_values if x is not None]
     for x in found:
         require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")
-    gathered = iter(
-        call_compiled(
-            gather_arrays,
-            [x.array for x in found],
-            extended.topology,
-            tuple(x.varying for x in found),
-            axis,
-        )
-        if found
-        else ()
-    )
+    static = (tuple(x.varying for x in found), axis)
+    collect = lambda arrays: call_compiled(gather_arrays, arrays, extended.topology, *static)
+    arrays = [x.array for x in found]
+    outs = call_as_reduction("GATHER", collect, arrays) if found else []
+    follow_between_runs("GATHER", arrays, outs, extended.topology)
+    gathered = iter(outs)
     outs = [
         next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
     ]

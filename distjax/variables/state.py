@@ -18,7 +18,7 @@ from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import ShapedArray
-from distjax.typing import DTypeLike, PyTree
+from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.donation import hand_out
 from distjax.variables.layouts.local_form import LocalForm
@@ -200,26 +200,14 @@ class TraceState:
 State: TypeAlias = StorageState | TraceState
 
 
-class ShapeState(TraceState):
-    """The state of a trace that is made for shapes only.
+class MergeState(TraceState):
+    """The state of a merge function."""
 
-    Reads give placeholders of the right shape and dtype.
-    """
 
-    def _initial(self, variable: StoredVariable) -> Any:
-        variable.stored.complete_creation()
-        variable.require_initialized()
-        shape = variable.local_shape if self.local_view else variable.global_shape
-        with jax_compat.in_trace(self.trace):
-            return _placeholder(shape, variable.dtype)
+class ShapeState(MergeState):
+    """The state of a trace that is made for shapes and facts, and compiled by nobody."""
 
 
 def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:
     form, topology = variable.layout.local_form, variable.strategy.extended.topology
     return call_on_replica(form.gather, topology, shard)
-
-
-def _placeholder(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    if jax_compat.is_key_dtype(dtype):
-        return jax.random.split(jax.random.key(0), shape)
-    return jax.lax.full(shape, 0, dtype)

@@ -6,7 +6,8 @@ Statements beside those of `programs`, on the same two registers, none of which 
   ("apply", register, operation, expr)  a function of arrays: see OPERATIONS
   ("draw", register, kind, expr)        random bits of a key: "equal", "own" or "split"
   ("collective", register, kind, number, expr)   see COLLECTIVES
-  ("call_back", register, kind, expr)   "pure", "count" (another number at each call) or "io"
+  ("call_back", register, kind, expr)   "pure" (and said to be so in register 1), "count" (another
+                                        number at each call) or "io"
   ("solve", register, kind, collective, expr)    see SOLVERS
   ("ref", register, expr)               through a mutable reference
   ("within", kind, body)                a body inside a transformation: see WITHIN
@@ -18,6 +19,7 @@ Values are squashed, not clipped: what differs between replicas still does.
 
 import functools
 import itertools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +101,10 @@ class TransformedMachine(Machine):
             out = io_callback(_counted, shape, value)
         else:
             call = _counted if kind == "count" else _doubled
-            out = jax.pure_callback(call, shape, value, vmap_method="sequential")
+            is_declared = kind == "pure" and index == 1
+            declared = dj.expect("twice its argument", differs=()) if is_declared else nullcontext()
+            with declared:
+                out = jax.pure_callback(call, shape, value, vmap_method="sequential")
         return put(registers, index, out)
 
     def _solve(self, flag, registers, index, kind, collective, expr):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 import distjax as dj
 from distjax.errors import DivergenceError
@@ -39,6 +40,18 @@ def exchanged(y):
 def called_back(y):
     shape = jax.ShapeDtypeStruct((), np.float32)
     return jax.pure_callback(lambda y: y, shape, y, vmap_method="sequential")
+
+
+def declared(call, differs=()):
+    """Returns what ``call()`` does in a block in which nothing differs."""
+    with dj.expect("a table that every process has", differs=differs):
+        return call()
+
+
+def looked_up(y):
+    """As `called_back`, by a function that keeps Python state."""
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    return io_callback(lambda y: y, shape, y)
 
 
 def root(w, last):
@@ -89,6 +102,13 @@ PROVED = {
     "gradient of cg on a reduced product": lambda w, x: jax.grad(
         lambda w: iterated(lambda v: lax.pmean(x * v, AXIS), w)
     )(w),
+    "callback declared equal": lambda w, x: declared(lambda: called_back(w)),
+    "callback declared equal in a loop": lambda w, x: lax.scan(
+        lambda c, _: (declared(lambda: called_back(c)), None), w, length=2
+    )[0],
+    "callback declared equal in custom_root": lambda w, x: root(
+        w, lambda y: declared(lambda: called_back(y))
+    ),
     "optimization_barrier beside x": lambda w, x: lax.optimization_barrier((x, w))[1],
     "device_put beside x": lambda w, x: jax.device_put((x, w))[1],
     "checkpoint_name": lambda w, x: checkpoint_name(w, "w"),
@@ -106,6 +126,12 @@ DIFFERENT = {
         lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
     ),
     "callback in custom_root": lambda w, x: root(w, called_back),
+    "callback of x declared equal": lambda w, x: declared(lambda: called_back(x)),
+    "callback meant, and not declared equal": lambda w, x: declared(
+        lambda: called_back(w), differs=W
+    ),
+    "ordered callback in a declared block": lambda w, x: declared(lambda: looked_up(w)),
+    "replica's number in a declared block": lambda w, x: declared(lambda: lax.axis_index(AXIS)),
     "ppermute in custom_root": lambda w, x: root(w, exchanged),
     "ppermute in custom_linear_solve": lambda w, x: solution(w, exchanged),
     "cg on a product that differs": lambda w, x: iterated(lambda v: x * v, w),
@@ -222,6 +248,24 @@ def test_blind_analysis_proves_nothing(pair, x):
     with analysis.blind():
         assert not is_equal(pair, lambda w, x: lax.psum(x, AXIS), W, x)
     assert is_equal(pair, lambda w, x: lax.psum(x, AXIS), W, x)
+
+
+@pytest.mark.parametrize("depth", [2, 6])
+def test_rounds_of_nested_loops_do_not_multiply(monkeypatch, depth):
+    walked, outputs = [], analysis.Analysis._outputs
+    monkeypatch.setattr(
+        analysis.Analysis, "_outputs", lambda *args: walked.append(args) or outputs(*args)
+    )
+
+    def nest(carry, x, depth):
+        if depth:
+            step = lambda carry, _: (nest(carry, x, depth - 1), None)
+            carry = lax.scan(step, carry, length=2)[0]
+        return carry[1], carry[2], carry[2] + x  # what differs goes from carry to carry
+
+    jaxpr = jax.make_jaxpr(lambda w, x: nest((w, w, w), x, depth)[0])(W, W).jaxpr
+    assert analysis.Analysis(AXIS).outputs(jaxpr, [False, True]) == [True]
+    assert len(walked) <= 2 + 4 * depth
 
 
 def test_groups_of_replicas_are_not_the_whole_axis():

@@ -236,6 +236,17 @@ def test_a_block_in_the_step_is_meant(two):
     assert finding.expected == "clipped by replica, as in the paper"
 
 
+def test_why_a_callback_is_taken_to_be_equal(two):
+    def step(w, x):
+        with dj.expect("the vocabulary is a file that all have", differs=()):
+            return jax.pure_callback(lambda w: w, w, w, vmap_method="sequential")
+
+    [run] = dj.explain(step, weights(), inputs(two), strategy=two).runs
+    [(_, letter, why)] = run.why
+    assert letter == "M"
+    assert why.startswith("pure_callback at ") and why.endswith("is a file that all have")
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, dj.jit], ids=["run", "jit"])
 def test_the_warning_is_given_by_a_plain_run(two, wrap):
     step = lambda w, x: w - 0.1 * total(gradient(w, x))

@@ -202,7 +202,8 @@ def test_nothing_of_a_trace_is_kept(pair):
             return strategy.reduce("sum", x)
 
         total = dj.get_replica_context().merge_call(merge, args=(x,))
-        dj.lax.fori_loop(0, 2, lambda i, c: v.assign_add(total), jnp.float32(0))
+        with dj.expect("each replica adds the total"):
+            dj.lax.fori_loop(0, 2, lambda i, c: v.assign_add(total), jnp.float32(0))
         return x, total
 
     with jax.checking_leaks():

@@ -28,6 +28,16 @@ def replica_values(strategy, value):
     return np.stack([np.asarray(v) for v in strategy.local_results(value)])
 
 
+def partly_sent(x):
+    return lax.ppermute(x, "replica", [(1, 0), (2, 3)]) + x
+
+
+reversed_jvp = jax.custom_jvp(partly_sent)
+reversed_jvp.defjvp(lambda primals, tangents: (reversed_jvp(*primals), -tangents[0]))
+reversed_vjp = jax.custom_vjp(partly_sent)
+reversed_vjp.defvjp(lambda x: (reversed_vjp(x), None), lambda _, g: (-g,))
+
+
 @jax.custom_batching.custom_vmap
 def normal(x):
     return x - lax.psum(x, "replica")
@@ -92,6 +102,10 @@ BODIES = {
         lambda x: x,
         x,
     ),
+    "in_custom_jvp": lambda x: reversed_jvp(x) + jax.checkpoint(reversed_jvp)(x),
+    "in_custom_vjp": lambda x: lax.scan(lambda c, _: (reversed_vjp(c), None), x, length=2)[0],
+    "grad_of_custom_jvp": jax.grad(lambda x: jnp.sum(jnp.sin(reversed_jvp(x)))),
+    "grad_of_custom_vjp": jax.grad(lambda x: jnp.sum(jnp.sin(reversed_vjp(x)))),
     "in_vmap": lambda x: jax.vmap(lambda y: lax.psum(y, "replica", axis_index_groups=GROUPS))(x),
     "in_grad": jax.grad(
         lambda x: jnp.sum(x * lax.psum(jnp.sin(x), "replica", axis_index_groups=GROUPS))
@@ -124,6 +138,14 @@ def test_virtual_equals_mirrored(name, differs):
     for x, y in zip(ours, theirs, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fn", [reversed_jvp, reversed_vjp], ids=["jvp", "vjp"])
+def test_a_derivative_around_run_of_such_a_rule_is_refused(fn):
+    strategy = strategy_of("virtual")
+    total = dj.jit(jax.grad(lambda x: strategy.reduce("sum", strategy.run(fn, args=(x,)))))
+    with pytest.raises(NotImplementedError, match="^a derivative around run, on replicas that"):
+        total(np.float32(1))
 
 
 def test_an_ordered_callback_runs_once_per_replica_in_order():

@@ -70,6 +70,7 @@ def proofs(name, differs, effects=(), **params):
         primitive=types.SimpleNamespace(name=name),
         params=params,
         effects=effects,
+        source_info=types.SimpleNamespace(name_stack=""),
         invars=[var(), var()],
         outvars=[var(), var()],
     )

@@ -30,11 +30,13 @@ class Case:
       step: the replica function.
       args: its arguments.
       feed: the arguments of the next call, of a result; None: it is called once.
+      runs: whether the step is cross-replica code, which calls `run` itself.
     """
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
     feed: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]] | None = None
+    runs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,7 @@ def run_plainly(strategy: Any, case: Case) -> tuple[str, str]:
         try:
             args = case.args
             for _ in range(2 if case.feed else 1):
-                result = strategy.run(case.step, args=args)
+                result = case.step(*args) if case.runs else strategy.run(case.step, args=args)
                 args = case.feed(result, args) if case.feed else args
         except Exception as error:
             if not type(error).__module__.startswith("distjax") and "Fix: " not in str(error):
@@ -147,7 +149,7 @@ def run_plainly(strategy: Any, case: Case) -> tuple[str, str]:
 def check(strategy: Any, case: Case) -> tuple[Any, ...]:
     """Returns what `dj.check` finds."""
     try:
-        dj.check(case.step, *case.args, strategy=strategy)
+        dj.check(case.step, *case.args, strategy=None if case.runs else strategy)
     except CheckError as error:
         return error.findings
     return ()

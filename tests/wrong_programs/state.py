@@ -320,7 +320,7 @@ def a_closed_over_value_of_all_replicas(s, right):
     return Case(step, (x,))
 
 
-@program(SILENT, "", "a value that nobody uses leaves nothing in the trace")
+@program(SILENT, "", "state that comes back as it was may be a step that was tried and not taken")
 def moments_dropped(s, right):
     tx = optax.adam(0.1)
 

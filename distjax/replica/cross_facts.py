@@ -1,0 +1,163 @@
+"""Facts of cross-replica code: what its reductions make of what replicas computed.
+
+In a merge function values are followed as in a replica function. Between two runs a value is known
+by its identity: as the result of a run, or of a reduction of one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distjax.context import frames
+from distjax.context.findings import calling_line, report
+from distjax.errors import ReductionWarning
+from distjax.jax_compat import JaxprEqn
+from distjax.placement.topology import Topology
+from distjax.replica import reduction_findings as findings
+from distjax.replica.facts import EQUAL, Fact, FactWalk, Place, Site, Where
+from distjax.typing import PyTree
+from distjax.variables.state import MergeState, ShapeState
+
+_REDUCTION = "distjax_reduce_"
+
+
+def call_as_reduction(
+    name: str, reduce: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
+) -> list[Any]:
+    """Returns ``reduce(arrays)``; where a merge is traced for shapes, by one equation.
+
+    So what is known of the arrays is followed through the merge; the program has no trace of it.
+
+    Args:
+      name: "SUM", "MEAN" or "GATHER"; another one of what is not followed.
+      reduce: the reduction.
+      arrays: what it reduces.
+    """
+    if not isinstance(frames.current().state, ShapeState):
+        return reduce(arrays)
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        return reduce(arrays)
+
+    call.__name__ = f"{_REDUCTION}{name}"
+    return jax.jit(call)(list(arrays))
+
+
+def reduced(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
+    """The rule of such an equation; None of any other call."""
+    name = str(eqn.params.get("name"))
+    if not name.startswith(_REDUCTION):
+        return None
+    op, walk.across = name.removeprefix(_REDUCTION), True
+    outs = [follow(walk, op, eqn, x) for x in ins]
+    walk.across = False
+    return outs
+
+
+def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
+    """Returns what is known of `x` reduced over the replicas in cross-replica code."""
+    if op not in ("SUM", "MEAN", "GATHER"):  # over elements too
+        return EQUAL
+    if op == "GATHER":
+        return EQUAL.having(gathered=walk.site(eqn))
+    if op == "MEAN" and not x.differs:  # which costs nothing, and changes nothing
+        return x
+    total = findings.summed(walk, eqn, x)
+    return findings.divided(walk, eqn, total) if op == "MEAN" else total
+
+
+# -- between two runs ----------------------------------------------------------
+
+#: What another function may be told: reductions, and what is not to be reduced.
+_TOLD = frozenset(
+    "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
+    "grad".split()
+)
+#: What is known of arrays that are alive, by identity. They are results of first calls.
+_known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
+
+
+def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
+    """Keeps what is known of arrays, or PerReplicas, for as long as they live.
+
+    Of state nothing is kept: it is no reduction any more, and is told of where it is updated.
+    """
+    if len(values) == len(facts):  # else there are objects or variables among the values
+        for value, fact in zip(values, facts, strict=True):
+            if fact is not None and not fact.find("base"):
+                _remember(getattr(value, "stacked", value), fact)
+
+
+def _remember(array: PyTree, fact: Fact) -> None:
+    tags = frozenset((name, _without_trace(held)) for name, held in fact.tags if name in _TOLD)
+    if tags and isinstance(array, jax.Array):
+        key = id(array)
+        reference = weakref.ref(array, lambda _: _known.pop(key, None))
+        _known[key] = reference, Fact(fact.differs, None, tags)
+
+
+def recall(value: PyTree) -> Fact | None:
+    """Returns what is known of an array, or a PerReplica, or None."""
+    array = getattr(value, "stacked", value)
+    reference, fact = _known.get(id(array), (lambda: None, None))
+    return fact if reference() is array else None
+
+
+def _without_trace(held: Any) -> Any:
+    if isinstance(held, Site):
+        return Place(held.source, held.is_mean, held.names)
+    return tuple(map(_without_trace, held)) if type(held) is tuple else held
+
+
+def follow_between_runs(
+    op: str, arrays: Sequence[Any], outs: Sequence[Any], topology: Topology
+) -> None:
+    """Finds what a reduction of cross-replica code does amiss; remembers what it makes."""
+    facts = [recall(array) for array in arrays] if _is_between_runs() else []
+    for out, fact in zip(outs, facts, strict=False):
+        if fact is not None:
+            walk = _Line(topology)
+            remember([out], [follow(walk, op, _ANY, fact)])
+            walk.report()
+
+
+def require_fit_between_runs(op: str, gradients: Sequence[PyTree], topology: Topology) -> None:
+    """Finds gradients that an optimizer with reduction `op` is not to be given."""
+    for fact in map(recall, gradients) if _is_between_runs() else ():
+        if fact is not None:
+            walk = _Line(topology)
+            findings.require_fit(walk, op, _ANY, fact)
+            walk.report()
+
+
+def _is_between_runs() -> bool:
+    return bool(_known) and not isinstance(frames.current().state, MergeState)
+
+
+#: In the place of an equation: what happens now is at the line that is being run.
+_ANY: Any = None
+
+
+class _Line(FactWalk):
+    """Where one operation of cross-replica code stands."""
+
+    def __init__(self, topology: Topology):
+        super().__init__({}, topology.axis_name, topology.num_replicas, frozenset())
+        self.across = True
+
+    def site(self, eqn: JaxprEqn) -> Where:
+        """Returns the user's line that is being run."""
+        return Place(calling_line(), False, "")
+
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Returns False: nothing here is a derivative's backward pass."""
+        return False
+
+    def report(self) -> None:
+        """Tells what was found."""
+        for finding in self.found.values():
+            report(finding, ReductionWarning if finding.level == "warning" else None)

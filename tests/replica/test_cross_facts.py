@@ -1,0 +1,264 @@
+"""Facts in cross-replica code: right programs that look like wrong ones, and the cures."""
+
+import gc
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import distjax as dj
+from distjax.errors import CheckError, LocalityWarning, ReductionWarning
+from distjax.replica import cross_facts
+from tests.diagnostics.lines import line_of
+from tests.wrong_programs.program import (
+    BATCH,
+    MEAN,
+    ctx,
+    errors_of,
+    gradient,
+    inputs,
+    loss_of,
+    mean,
+    weights,
+)
+
+R = 2
+
+
+@pytest.fixture(scope="module", params=["virtual", "mirrored"])
+def two(request):
+    return (
+        dj.VirtualStrategy(R)
+        if request.param == "virtual"
+        else dj.MirroredStrategy(jax.devices()[:R])
+    )
+
+
+def merged(function, *args):
+    return ctx().merge_call(function, args=args)
+
+
+def divided_after_the_sum(s):
+    merge = lambda s, grads: s.reduce("sum", grads) / s.num_replicas_in_sync
+    return lambda w, x: w - 0.1 * merged(merge, gradient(w, x))
+
+
+def divided_before_the_sum(s):
+    merge = lambda s, grads: s.reduce("sum", grads)
+    return lambda w, x: w - 0.1 * merged(merge, gradient(w, x) / ctx().num_replicas_in_sync)
+
+
+def mean_of_what_is_averaged(s):
+    merge = lambda s, grads: s.reduce("mean", grads)
+    return lambda w, x: w - 0.1 * merged(merge, mean(gradient(w, x)))
+
+
+def sum_of_shares(s):
+    share = lambda w, x: dj.losses.average_loss(errors_of(w, x))
+    merge = lambda s, grads: s.reduce("sum", grads)
+    return lambda w, x: w - 0.1 * merged(merge, jax.grad(share)(w, x))
+
+
+def momentum_in_a_variable(s):
+    with s.scope():
+        w = dj.Variable(weights(), name="w", aggregation=MEAN)
+        velocity = dj.Variable(np.zeros(3, np.float32), name="velocity")
+
+    def merge(s, grads):
+        grads = s.extended.reduce_to("mean", grads, w)
+        clipped = optax.clip_by_global_norm(0.5).update(grads, optax.EmptyState())[0]
+        s.extended.update(velocity, lambda v, g: v.assign(0.9 * v.value + g), args=(clipped,))
+        s.extended.update(w, lambda w, v: w.assign_sub(0.1 * v), args=(velocity.value,))
+
+    return lambda _, x: merged(merge, gradient(w.value, x))
+
+
+def own_values_handed_back(s):
+    def step(w, x):
+        grads = merged(lambda s, g: g, gradient(w, x))
+        return w - 0.1 * mean(grads)
+
+    return step
+
+
+def reduced_over_elements_too(s):
+    def step(w, x):
+        loss = merged(lambda s, losses: s.reduce("mean", losses, axis=0), errors_of(w, x))
+        return jnp.exp(loss)
+
+    return step
+
+
+def per_replica_code(s):
+    """A merge function that only takes values per replica is not followed."""
+    merge = lambda s, grads: s.local_results(grads)[0] * 0.5
+    return lambda w, x: w - 0.1 * merged(merge, mean(gradient(w, x)))
+
+
+TRAPS = [
+    divided_after_the_sum,
+    divided_before_the_sum,
+    mean_of_what_is_averaged,
+    sum_of_shares,
+    momentum_in_a_variable,
+    own_values_handed_back,
+    reduced_over_elements_too,
+    per_replica_code,
+]
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
+def test_what_only_looks_wrong_is_silent(two, trap):
+    step, args = trap(two), (weights(), inputs(two))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReductionWarning)
+        warnings.simplefilter("error", LocalityWarning)
+        two.run(step, args=args)
+    assert dj.check(step, *args, strategy=two) is None
+
+
+def findings(step, *args, **options):
+    with pytest.raises(CheckError) as info:
+        dj.check(step, *args, **options)
+    return info.value.findings
+
+
+def test_the_lines_and_the_cure_are_those_of_the_merge(two):
+    def merge(strategy, loss):
+        return strategy.reduce("mean", loss)  # the mean
+
+    step = lambda w, x: merged(merge, jnp.exp(loss_of(w, x)))  # the exp
+    [finding] = findings(step, weights(), inputs(two), strategy=two)
+    assert finding.source.split(" ")[0] == line_of(__file__, "the mean")
+    assert line_of(__file__, "the exp") in finding.text
+    assert "Fix: loss = strategy.reduce('mean', loss); perplexity = jnp.exp(loss)" in finding.text
+
+
+def test_a_block_in_the_merge_is_meant(two):
+    def merge(strategy, grads):
+        with dj.expect("the rate is for one replica"):
+            return strategy.reduce("sum", grads)
+
+    step = lambda w, x: w - 0.1 * merged(merge, gradient(w, x))
+    dj.check(step, weights(), inputs(two), strategy=two)
+
+
+# -- between two runs ----------------------------------------------------------
+
+
+def local_loss(w, x):
+    return loss_of(w, x)
+
+
+def sum_of_an_average_divided(s, w, x):
+    loss = s.run(lambda w, x: mean(loss_of(w, x)), args=(w, x))
+    return s.reduce("sum", loss) / s.num_replicas_in_sync
+
+
+def average_reduced_again(s, w, x):
+    return s.reduce("mean", s.run(lambda w, x: mean(loss_of(w, x)), args=(w, x)))
+
+
+def total_of_totals(s, w, x):
+    hits, count = s.run(lambda w, x: (jnp.sum(x @ w > 0), jnp.float32(BATCH)), args=(w, x))
+    return s.reduce("sum", hits) / s.reduce("sum", count)
+
+
+def exponential_of_what_is_not_reduced(s, w, x):
+    loss = s.run(local_loss, args=(w, x))
+    return s.run(lambda loss: jnp.exp(loss), args=(loss,))
+
+
+def two_steps_and_an_evaluation(s, w, x):
+    step = lambda w, x: w - 0.1 * mean(gradient(w, x))
+    w = s.run(step, args=(w, x))
+    w = s.run(step, args=(w, x))
+    return s.run(lambda w, x: mean(loss_of(w, x)), args=(w, x))
+
+
+def gradients_averaged_outside(s, w, x):
+    grads = s.run(gradient, args=(w, x))
+    return s.run(lambda w, g: w - 0.1 * g, args=(w, s.reduce("mean", grads)))
+
+
+def shares_summed_outside(s, w, x):
+    grads = s.run(lambda w, x: gradient(w, x) / R, args=(w, x))
+    return s.run(lambda w, g: w - 0.1 * g, args=(w, s.reduce("sum", grads)))
+
+
+def sums_divided_in_the_next_run(s, w, x):
+    grads = s.reduce("sum", s.run(gradient, args=(w, x)))
+    return s.run(lambda w, g: w - 0.1 * (g / R), args=(w, grads))
+
+
+def gathered_and_used(s, w, x):
+    rows = s.gather(s.run(lambda w, x: x @ w, args=(w, x)), axis=0)
+    return s.run(lambda w, rows: w + jnp.mean(rows), args=(w, rows))
+
+
+BETWEEN = [
+    sum_of_an_average_divided,
+    average_reduced_again,
+    total_of_totals,
+    exponential_of_what_is_not_reduced,
+    two_steps_and_an_evaluation,
+    gradients_averaged_outside,
+    shares_summed_outside,
+    sums_divided_in_the_next_run,
+    gathered_and_used,
+]
+
+
+@pytest.mark.parametrize("trap", BETWEEN, ids=lambda trap: trap.__name__)
+def test_what_only_looks_wrong_between_runs_is_silent(two, trap):
+    step = lambda w, x: trap(two, w, x)
+    args = (two.extended.broadcast_to(weights()), inputs(two))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReductionWarning)
+        warnings.simplefilter("error", LocalityWarning)
+        step(*args)
+        dj.jit(step)(*args)
+    assert dj.check(step, *args) is None
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, dj.jit], ids=["eager", "jit"])
+def test_both_lines_between_runs_are_named(two, wrap):
+    def local(w, x):
+        return jnp.exp(loss_of(w, x))  # the curve
+
+    @wrap
+    def step(w, x):
+        loss = two.run(local, args=(w, x))
+        return two.reduce("mean", loss)  # the reduction
+
+    with pytest.warns(ReductionWarning, match="a function .* of local means") as caught:
+        step(weights(), inputs(two))
+    text = str(caught[0].message)
+    assert line_of(__file__, "the reduction") in text and line_of(__file__, "the curve") in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReductionWarning)
+        step(weights(), inputs(two))  # told once
+
+
+def test_a_block_around_the_reduction_is_meant(two):
+    def step(w, x):
+        loss = two.run(lambda w, x: jnp.exp(loss_of(w, x)), args=(w, x))
+        with dj.expect("the published figure is a mean of perplexities"):
+            return two.reduce("mean", loss)
+
+    dj.check(step, weights(), inputs(two))
+    [finding] = dj.explain(step, weights(), inputs(two)).findings
+    assert finding.expected == "the published figure is a mean of perplexities"
+
+
+def test_nothing_is_kept_of_arrays_that_are_gone(two):
+    before = len(cross_facts._known)
+    average = lambda w, x: ctx().all_reduce("mean", loss_of(w, x))
+    loss = two.run(average, args=(weights(), inputs(two)))
+    assert cross_facts.recall(loss).find("averaged").source.startswith(__file__)
+    del loss
+    gc.collect()
+    assert len(cross_facts._known) <= before

@@ -189,7 +189,7 @@ def test_a_restored_value_leaves_nothing_of_the_former_one(owner, tmp_path):
         checkpointer.wait()
         step()
         checkpointer.restore({"v": v})
-        assert num_alive(v.size) == num_alive(other.size) == alive
+    assert num_alive(v.size) == num_alive(other.size) == alive  # orbax's threads have ended
     step()
     assert is_all(v, 3) and is_all(other, 4)
     assert num_alive(v.size) == num_alive(other.size) == alive

@@ -155,7 +155,7 @@ class PerReplica:
         )
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        _refuse(self)
+        raise TypeError(_no_conversion_text(self))
 
     def __getitem__(self, key: object) -> NoReturn:
         _refuse(self)
@@ -247,6 +247,18 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
             fix="make the value with the strategy that uses it, or move it: "
             "strategy.distribute_values_from_function(lambda ctx: value of that replica)",
         )
+    )
+
+
+def _no_conversion_text(value: PerReplica) -> str:
+    if not isinstance(value.stacked, _ARRAYS):
+        return _no_array_text("numpy", value)
+    return message(
+        "numpy needs one value, not one value per replica",
+        got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
+        why="it is not said whether the values are rows of one batch, or to be combined",
+        fix="x.stacked, which has the replica axis in front; strategy.gather(x, axis=0) for the "
+        "rows of a batch; strategy.reduce('mean', x)",
     )
 
 

@@ -151,7 +151,7 @@ def mesh_topology(
     """
     devices = tuple(devices)
     _require_devices(devices)
-    _require_axis_name(axis_name)
+    require_axis_name(axis_name)
     axes = _as_axes(model_axes)
     _require_axes(devices, axis_name, axes)
     return _mesh_topology(devices, axis_name, tuple(axes.items()))
@@ -179,7 +179,7 @@ def renamed_topology(topology: Topology, axis_name: str) -> Topology:
     """
     if axis_name == topology.axis_name:
         return topology
-    _require_axis_name(axis_name)
+    require_axis_name(axis_name)
     if topology.mesh is None:
         return _one_device_topology(topology.devices[0], topology.num_replicas, axis_name)
     _require_axes(topology.devices, axis_name, dict(topology.model_axes))
@@ -197,7 +197,7 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
                 fix="OneDeviceStrategy(jax.devices()[0])",
             )
         )
-    _require_axis_name(axis_name)
+    require_axis_name(axis_name)
     if not is_int(num_replicas) or num_replicas < 1:
         raise ValueError(
             message(
@@ -241,7 +241,8 @@ def _devices_text(got: object) -> str:
     )
 
 
-def _require_axis_name(axis_name: object) -> None:
+def require_axis_name(axis_name: object, fix: str = "MirroredStrategy(axis_name='batch')") -> None:
+    """Raises a ValueError unless `axis_name` can name an axis of replicas."""
     if isinstance(axis_name, str) and axis_name:
         return
     raise ValueError(
@@ -249,7 +250,7 @@ def _require_axis_name(axis_name: object) -> None:
             "axis_name needs a string",
             got=describe_value(axis_name),
             why="collectives inside run find the replica axis by its name",
-            fix="MirroredStrategy(axis_name='batch')",
+            fix=fix,
         )
     )
 

@@ -198,7 +198,8 @@ class Analysis:
                 why="replicas that take another branch, or leave the loop earlier, never arrive "
                 "at the collective, and the others wait for ever",
                 fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0; or move "
-                f"{what} out of the {construct} and select afterwards with jnp.where",
+                f"{what} out of the {construct} and select afterwards with jnp.where; or, for "
+                "a counter that dj.pmap takes, in_axes=None",
             )
         )
 

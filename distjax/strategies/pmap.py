@@ -21,7 +21,7 @@ from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
 from distjax.objects.stateful_args import run_here
-from distjax.placement.topology import local_devices
+from distjax.placement.topology import local_devices, require_axis_name
 from distjax.program.error_notes import add_cause_note
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
@@ -204,7 +204,8 @@ def pmap(
     Raises:
       TypeError: no function; an axis that is no int.
       ValueError: rows of another number than replicas, more than devices, or none; axes
-        that do not fit the trees; a static argument that cannot be hashed.
+        that do not fit the trees; a static argument that cannot be hashed; an axis name
+        that is no string.
       LocalityError: a PerReplica for an axis of None.
       ContextError: inside another replica function.
 
@@ -214,6 +215,8 @@ def pmap(
       Array([0.        , 0.16666667, 0.33333334, 0.5       ], dtype=float32)
     """
     require_callable(fn, "pmap")
+    if axis_name is not None:
+        require_axis_name(axis_name, "dj.pmap(fn, axis_name='batch')")
     static, donated = _static_and_donated(static_broadcasted_argnums, donate_argnums)
     own = _own_devices(function_name(fn), devices, backend, strategy)
     options = RunOptions(axis_name, _axes_of_results(out_axes, results))

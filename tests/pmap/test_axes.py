@@ -45,6 +45,28 @@ def test_what_is_shared_goes_in_and_out_whole(replicas):
     assert [leaf.shape for leaf in found] == [(2, 3), (2, 3), (replicas.count, 2, 3)]
 
 
+def _accumulate(total, held, count, x):
+    """Adds to `total` at every second step, as files that accumulate gradients do."""
+    count, held = (count + 1) % 2, held + x
+    total = lax.cond(count == 0, lambda: total + lax.pmean(held, "i"), lambda: total)
+    return total, jnp.where(count == 0, 0, held), count
+
+
+def test_a_counter_that_decides_on_a_collective_is_shared(replicas):
+    """Where it has an axis it could differ: `jax.pmap` would wait for ever then."""
+    axes = {"in_axes": (0, 0, None, 0), "out_axes": (0, 0, None)}
+    zeros = np.zeros((replicas.count, 3), np.float32)
+    state = (zeros, zeros, np.int32(0))
+    for seed in range(2):
+        rows = replicas.rows(3, seed=seed)
+        state = jax.device_get(replicas.assert_as_jax(_accumulate, *state, rows, **axes))
+    assert int(state[2]) == 0 and np.any(state[0])
+    if replicas.count > 1:
+        counts = np.zeros(replicas.count, np.int32)
+        with pytest.raises(dj.errors.DivergenceError, match="a counter that dj.pmap takes, in_axe"):
+            replicas.pmap(_accumulate, "i")(zeros, zeros, counts, replicas.rows(3))
+
+
 def test_keyword_arguments_are_mapped(replicas):
     rows = replicas.rows(3)
     found = replicas.pmap(lambda x, k: x + k["a"], in_axes=None)(np.float32(1), k={"a": rows})

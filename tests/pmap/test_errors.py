@@ -1,5 +1,7 @@
 """What pmap refuses, and how it says so. Each line asserted has to stand alone."""
 
+import enum
+
 import jax
 import numpy as np
 import pytest
@@ -130,11 +132,30 @@ def test_arguments_of_pmap_itself():
         dj.pmap(ROWS)
     with pytest.raises(ValueError, match='results needs "stacked" or "values"'):
         dj.pmap(body, results="list")
-    with pytest.raises(ValueError, match="axis_name needs a string"):
-        dj.pmap(body, 3)(ROWS)
     two_each = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
     with pytest.raises(ValueError, match="model_axes needs names other than the replica axis"):
         dj.pmap(body, "model", strategy=two_each)(ROWS)
+
+
+class Axis(enum.Enum):
+    BATCH = "batch"
+
+
+class NamedAxis(enum.StrEnum):
+    ROWS = "rows"
+
+
+@pytest.mark.parametrize("name", [3, 0, "", (), ("batch", 1), b"batch", Axis.BATCH, ["batch"]])
+def test_an_axis_name_is_a_string(name):
+    """`jax.pmap` takes these, and fails at the first collective over one of them."""
+    with pytest.raises(ValueError, match="^axis_name needs a string\\.\n  Got: ") as found:
+        dj.pmap(body, name)
+    assert "Fix: dj.pmap(fn, axis_name='batch')" in str(found.value)
+
+
+def test_an_axis_name_may_be_of_a_kind_of_string():
+    step = lambda x: x / lax.psum(x, NamedAxis.ROWS)
+    np.testing.assert_array_equal(dj.pmap(step, NamedAxis.ROWS)(ROWS), ROWS / 2)
 
 
 def test_a_name_that_is_not_bound_says_how_to_bind_it():

@@ -24,7 +24,7 @@ from distjax import jax_compat
 from distjax.cluster.departure import begin_to_end, leave, start_watch
 from distjax.cluster.exits import PEER_LOST, end_at_once, exit_code, is_interactive
 from distjax.cluster.job import Job, job
-from distjax.errors import ClusterError, message
+from distjax.errors import AgreementError, ClusterError, StuckError, message
 
 #: The part of `shutdown_timeout` that the last meeting waits: JAX's own wait would abort.
 _SHARE = 0.8
@@ -107,7 +107,9 @@ def _end_after(error: BaseException) -> NoReturn:
     joined, code = job(), exit_code(error)
     if joined is None:
         end_at_once(code)
-    leave(joined, code, "".join(traceback.format_exception_only(error)).strip())
+    is_of_all = isinstance(error, (AgreementError, StuckError))  # they come to it at any moment
+    text = "".join(traceback.format_exception_only(error)).strip()
+    leave(joined, code, text, code if is_of_all else PEER_LOST)
 
 
 def _wait_for_all(joined: Job) -> str | None:

@@ -7,7 +7,7 @@ import jax
 
 import distjax as dj
 
-STRATEGIES = ("one_device", "mirrored", "virtual", "default")
+STRATEGIES = ("one_device", "mirrored", "virtual", "multi_worker", "default")
 OUT = Path(__file__).parent / "out"
 
 
@@ -45,11 +45,15 @@ def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
     Args:
         name: One of `STRATEGIES`.
         num_replicas: Replicas of a mirrored strategy, which has each on a device of its own, or
-            of a virtual one, which has them all on one.
+            of a virtual one, which has them all on one. Of a multi-worker one: as many as the
+            processes have devices.
 
     Raises:
         SystemExit: If a mirrored strategy is to have more replicas than there are devices.
     """
+    if name == "multi_worker":  # JAX_NUM_CPU_DEVICES says how many a process has
+        dj.initialize()
+        return dj.MultiWorkerMirroredStrategy()
     # Has no effect on other platforms. A CPU shows itself as so many devices.
     jax.config.update("jax_num_cpu_devices", num_replicas)
     if name == "one_device":

@@ -28,7 +28,12 @@ class History:
 
 
 def write(options: argparse.Namespace, strategy: dj.Strategy, history: History) -> None:
-    """Saves the learning curve (and the losses, if asked for), then prints the table."""
+    """Saves the learning curve (and the losses, if asked for), then prints the table.
+
+    In a job of several processes the first one does, for all.
+    """
+    if not strategy.extended.should_save_summary:
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     curve = options.out / f"{options.script}_{options.strategy}.png"
     title = f"Handwritten digits, {options.strategy}, R = {strategy.num_replicas_in_sync}"

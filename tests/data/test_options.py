@@ -41,7 +41,7 @@ def test_input_context_as_text():
 def test_options_are_frozen_values():
     options = dj.InputOptions()
     assert (options.partial, options.prefetch) == ("error", 2)
-    assert options == dj.InputOptions("error", 2, True)
+    assert options == dj.InputOptions("error", 2, "rows", True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.prefetch = 3
 
@@ -50,6 +50,12 @@ def test_options_are_frozen_values():
 def test_partial_is_one_of_three_words(partial):
     with pytest.raises(ValueError, match="partial=...\\) needs 'error', 'drop' or 'pad'"):
         dj.InputOptions(partial=partial)
+
+
+@pytest.mark.parametrize("shard", ["Rows", None, 1, True])
+def test_shard_is_one_of_two_words(shard):
+    with pytest.raises(ValueError, match="shard=...\\) needs 'rows' or 'own'"):
+        dj.InputOptions(shard=shard)
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.0, True, None])

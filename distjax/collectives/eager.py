@@ -9,6 +9,9 @@ from typing import Any
 import jax
 
 from distjax import jax_compat, user_mesh
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import Fact
+from distjax.cluster.job import job
 from distjax.collectives.throttle import make_token, throttle
 from distjax.typing import PyTree
 
@@ -19,6 +22,22 @@ def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., A
         return fn(arrays, *static), make_token()
 
     return jax.jit(program)
+
+
+def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> None:
+    """Has the processes compare an operation over all of them, the first time it is of this kind.
+
+    So a read or reduction under ``if jax.process_index() == 0`` is found, where it would pair with
+    another collective of the others.
+    """
+    leaves, treedef = jax.tree.flatten(arrays)
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        return
+    shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    shown = ", ".join(map(str, static))  # a topology, modes, axes: no addresses
+    what = f"{fn.__name__}({shown}) of {shapes} in {treedef}"
+    occasion = "an operation over the replicas of several processes"
+    agree(occasion, [Fact(occasion, what)], is_known_by_text=True)
 
 
 @user_mesh.ignores_user_mesh
@@ -34,6 +53,8 @@ def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> An
     """
     if jax_compat.tracing():
         return fn(arrays, *static)
+    if job() is not None:
+        _agree(fn, arrays, static)
     out, token = _compile(fn, static)(arrays)
     throttle(token)
     return out

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import Fact, describe_program
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import describe_value, message
@@ -89,7 +91,10 @@ def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Fou
         layout.sharding if layout is not None and x.size else None
         for x, layout in zip(shapes, found.layouts, strict=True)
     ]
-    return jax.jit(initial, out_shardings=shardings), found
+    compiled = jax.jit(initial, out_shardings=shardings)
+    if any(s is not None and not s.is_fully_addressable for s in shardings):
+        agree("dj.flax.create", [Fact("the initial values", describe_program(compiled.lower()))])
+    return compiled, found
 
 
 def place(module: T) -> T:

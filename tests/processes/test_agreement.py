@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import distjax as dj
 from distjax.cluster.job import job
@@ -113,6 +114,16 @@ def another_call(strategy, me):
             strategy.run(step_of(1.0), args=(1.0,))
 
 
+def another_seed_of_a_module(strategy, me):
+    with strategy.scope():
+        dj.flax.create(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(me)))
+
+
+def another_reduction(strategy, me):
+    own = strategy.distribute_values_from_function(lambda ctx: np.zeros(5, np.float32))
+    strategy.reduce(("sum", "mean")[me], own)
+
+
 #: What differs, and what the error says of it.
 DIFFERENT = {
     another_initial_value: "differs from process 0 in the initial value of 'w'",
@@ -129,6 +140,8 @@ DIFFERENT = {
     another_constant_in_jit: "2.000000e+00",
     another_step_on_a_variable: "differs from process 0 in the program of",
     another_variable: "differs from process 0 in variable",
+    another_seed_of_a_module: "differs from process 0 in the initial values",
+    another_reduction: "differs from process 0 in an operation over the replicas",
     another_call: "the creation of 'w'\" on process 1",
 }
 

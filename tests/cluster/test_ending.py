@@ -55,8 +55,8 @@ def hooks(monkeypatch):
     def end(code):
         raise Ended(code)
 
-    def leave(joined, code, text):
-        raise Ended(code, text)
+    def leave(joined, code, text, others_code=71):
+        raise Ended(code, text, others_code)
 
     seen = []
     monkeypatch.setattr(exits.os, "_exit", end)
@@ -92,8 +92,15 @@ def test_the_former_hook_comes_first(hooks):
     error = ValueError("mine")
     with pytest.raises(Ended) as end:
         raise_uncaught(error)
-    assert end.value.args == (70, "ValueError: mine")  # the code, and what the others hear
+    assert end.value.args == (70, "ValueError: mine", 71)  # the code, and what the others hear
     assert hooks == [(ValueError, error, None)]
+
+
+@pytest.mark.parametrize(("kind", "code"), [(errors.AgreementError, 77), (errors.StuckError, 76)])
+def test_what_all_of_them_come_to_ends_all_with_one_code(hooks, kind, code):
+    with pytest.raises(Ended) as end:
+        raise_uncaught(kind())
+    assert end.value.args[::2] == (code, code)
 
 
 def test_a_former_hook_that_fails_changes_no_code(hooks, monkeypatch):
@@ -170,7 +177,7 @@ def test_a_meeting_at_the_end_that_fails(meet_with, capsys, status, code):
     assert asked.value.code == status
     with pytest.raises(Ended) as end:
         meet()
-    assert end.value.args == (code, "it came to its end alone")
+    assert end.value.args == (code, "it came to its end alone", 71)
     said = capsys.readouterr().err
     assert said.startswith("the end of process 0 on a (pid 1) needs to be that of all processes.\n")
     assert "Got: no end of process 1 on b (pid 2) within 8 s." in said

@@ -107,7 +107,7 @@ def recall(value: PyTree) -> Fact | None:
     return fact if reference() is array else None
 
 
-def _without_trace(held: Any) -> Any:
+def _without_trace(held: object) -> Any:
     if isinstance(held, Site):
         return Place(held.source, held.is_mean, held.names)
     return tuple(map(_without_trace, held)) if type(held) is tuple else held

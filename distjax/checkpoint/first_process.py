@@ -36,7 +36,7 @@ def hear_from_first(occasion: str, look: Callable[[], Any]) -> Any:
             said = json.dumps({"value": look()})
         except CheckpointError as error:
             said = json.dumps({"error": str(error)})
-    heard = json.loads(exchange(joined, occasion, said)[0])
+    heard = json.loads(exchange(joined, occasion, said, joined.timeouts.phase)[0])
     if "error" in heard:
         raise CheckpointError(heard["error"])
     return heard["value"]

@@ -21,13 +21,16 @@ _lock = threading.RLock()
 _count = 0
 
 
-def exchange(joined: Job, occasion: str, text: str) -> tuple[str, ...]:
+def exchange(
+    joined: Job, occasion: str, text: str, seconds: float | None = None
+) -> tuple[str, ...]:
     """Returns what each process says, by its number; a meeting of all of them.
 
     Args:
       joined: the job.
       occasion: what this process is about to do, as "the first call of step": for errors.
       text: what this one says; short, since process 0 hands all of it on.
+      seconds: how long the last one is awaited; None: `meeting_timeout`.
 
     Cost: a few messages for each process, and the wait for the last one.
 
@@ -37,13 +40,14 @@ def exchange(joined: Job, occasion: str, text: str) -> tuple[str, ...]:
       PeerLostError: a process has ended.
     """
     global _count
+    seconds = joined.timeouts.meeting if seconds is None else seconds
     with _lock:
         _count += 1
         place, client = f"distjax/meeting/{_count}", joined.client
         try:
             said = json.dumps([occasion, text])
             client.key_value_set(f"{place}/came/{joined.process_id}", said)
-            client.wait_at_barrier(f"{place}/all", _milliseconds(joined))
+            client.wait_at_barrier(f"{place}/all", math.ceil(seconds * 1000))
             if joined.process_id == 0:
                 came = client.key_value_dir_get(f"{place}/came")
                 by_process = {int(key.rpartition("/")[2]): said for key, said in came}
@@ -53,7 +57,7 @@ def exchange(joined: Job, occasion: str, text: str) -> tuple[str, ...]:
                     client.key_value_delete(f"distjax/meeting/{_count - 1}")
             all_said = json.loads(client.blocking_key_value_get(f"{place}/said", 60_000))
         except jax.errors.JaxRuntimeError as error:
-            raise _absence(joined, occasion, f"{place}/came", error) from None
+            raise _absence(joined, occasion, f"{place}/came", seconds, error) from None
     occasions, texts = zip(*map(json.loads, all_said), strict=True)
     differ = [i for i, other in enumerate(occasions) if other != occasions[0]]
     if differ:
@@ -86,11 +90,9 @@ def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, s
     )
 
 
-def _milliseconds(joined: Job) -> int:
-    return math.ceil(joined.timeouts.meeting * 1000)
-
-
-def _absence(joined: Job, occasion: str, came: str, error: Exception) -> StuckError | PeerLostError:
+def _absence(
+    joined: Job, occasion: str, came: str, seconds: float, error: Exception
+) -> StuckError | PeerLostError:
     """Returns what to raise where others did not come, or cannot be reached."""
     missing: Sequence[int]
     try:
@@ -100,14 +102,14 @@ def _absence(joined: Job, occasion: str, came: str, error: Exception) -> StuckEr
         missing = [0]  # the coordinator itself
     names = ", ".join(map(joined.name_process, missing)) or "a process"
     is_late = "DEADLINE_EXCEEDED" in str(error)
-    what = f"did not come within {joined.timeouts.meeting:g} s" if is_late else "has ended"
+    what = f"did not come within {seconds:g} s" if is_late else "has ended"
     return (StuckError if is_late else PeerLostError)(
         message(
             f"{occasion} needs all {joined.num_processes} processes",
             got=f"{names} {what}, while {joined.name_process(joined.process_id)} waited",
             why="every process makes the same calls in the same order, and they compare them first",
             fix="look at what those processes did last; a call under `if jax.process_index() == 0` "
-            "is made by one of them alone. If they are only slow: "
-            "dj.initialize(..., meeting_timeout=600)",
+            "is made by one of them alone. If they are only slow: dj.initialize(..., "
+            "meeting_timeout=600), or phase_timeout for data and checkpoints",
         )
     )

@@ -69,7 +69,7 @@ def agree_on_element(joined: Job, said: Said, partial: str, *, is_own: bool) -> 
       BatchError: the data of some ends first, and nothing says that this is meant.
       PeerLostError: the source of another process has failed; it has its text.
     """
-    texts = exchange(joined, _OCCASION, json.dumps(said))
+    texts = exchange(joined, _OCCASION, json.dumps(said), joined.timeouts.phase)
     everyone = [Said(*json.loads(text)) for text in texts]
     failed = [i for i, other in enumerate(everyone) if other.kind == FAILED]
     if failed and said.kind != FAILED:

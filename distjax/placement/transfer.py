@@ -33,7 +33,7 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     """
     if sharding is None or sharding.is_fully_addressable or _is_global(value):
         return jax.device_put(value, sharding)
-    host = as_host_rows(value)
+    host = _on_host(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
@@ -55,7 +55,7 @@ def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
     sharding = topology.split_along(axis)
     if not topology.spans_processes:
         return jax.device_put(rows, sharding)
-    host, place = as_host_rows(rows), {r: i for i, r in enumerate(topology.local_replicas)}
+    host, place = _on_host(rows), {r: i for i, r in enumerate(topology.local_replicas)}
 
     def of_one_replica(index: tuple[slice, ...] | None) -> Any:
         assert index is not None, "JAX says which part"
@@ -105,7 +105,7 @@ def _covers(part: slice, size: int) -> bool:
     return (part.start or 0) == 0 and (part.stop is None or part.stop == size)
 
 
-def as_host_rows(value: PyTree) -> Any:
+def _on_host(value: PyTree) -> Any:
     """Returns `value` as numpy, PRNG keys as they are: parts of it go to several devices."""
     is_key = isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype)
     return value if is_key else np.asarray(value)

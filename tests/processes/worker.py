@@ -20,7 +20,8 @@ def serve(connection: Any, address: str, num_processes: int, process_id: int, de
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     import distjax as dj
 
-    dj.initialize(address, num_processes, process_id, meeting_timeout=20)
+    patient = dict(initialization_timeout=120, heartbeat_timeout=60, meeting_timeout=60)
+    dj.initialize(address, num_processes, process_id, **patient)
     connection.send(("result", jax.device_count()))
     while True:
         try:

@@ -22,9 +22,11 @@ import jax
 
 from distjax import jax_compat
 from distjax.cluster.departure import begin_to_end, leave, start_watch
-from distjax.cluster.exits import PEER_LOST, end_at_once, exit_code, is_interactive
+from distjax.cluster.exits import DIFFERENT, PEER_LOST, end_at_once, exit_code, is_interactive
 from distjax.cluster.job import Job, job
-from distjax.errors import AgreementError, ClusterError, StuckError, message
+from distjax.cluster.ledger import describe_launches
+from distjax.cluster.meeting import require_equal
+from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckError, message
 
 #: The part of `shutdown_timeout` that the last meeting waits: JAX's own wait would abort.
 _SHARE = 0.8
@@ -92,15 +94,18 @@ class _Ending:
             return  # the user has left it, by jax.distributed.shutdown()
         if os.getpid() != self.pid:
             return
-        text = _wait_for_all(joined)
-        if text is None:
-            self._stop_watch()
-        elif is_interactive():
-            print(text, file=sys.stderr)
-        else:
+        try:
+            _wait_for_all(joined)
+        except ClusterError as error:
+            if is_interactive():
+                print(error, file=sys.stderr)
+                return
             begin_to_end()
-            print(text, file=sys.stderr)
+            print(error, file=sys.stderr)
+            if isinstance(error, AgreementError):
+                leave(joined, DIFFERENT, "it has done something else", DIFFERENT)
             leave(joined, self.code or PEER_LOST, "it came to its end alone")
+        self._stop_watch()
 
 
 def _end_after(error: BaseException) -> NoReturn:
@@ -112,15 +117,27 @@ def _end_after(error: BaseException) -> NoReturn:
     leave(joined, code, text, code if is_of_all else PEER_LOST)
 
 
-def _wait_for_all(joined: Job) -> str | None:
-    """Returns None when all processes have come to their end, else what to say."""
+def _wait_for_all(joined: Job) -> None:
+    """Returns when all processes have come to their end, and have launched the same.
+
+    Raises:
+      PeerLostError: one has not come.
+      AgreementError: they have launched different programs.
+    """
     seconds = _SHARE * joined.timeouts.shutdown
     try:
-        joined.client.key_value_set(f"distjax/end/{joined.process_id}", "", allow_overwrite=True)
+        own, launches = f"distjax/end/{joined.process_id}", describe_launches()
+        joined.client.key_value_set(own, launches, allow_overwrite=True)
         joined.client.wait_at_barrier("distjax/end", math.ceil(seconds * 1000))
-        return None
+        said = dict(joined.client.key_value_dir_get("distjax/end"))
     except jax.errors.JaxRuntimeError:
-        missing = _find_missing(joined)
+        raise PeerLostError(_end_text(joined, seconds)) from None
+    in_order = [said[key] for key in sorted(said, key=lambda key: int(key.rpartition("/")[2]))]
+    require_equal(joined, "what they have launched", in_order)
+
+
+def _end_text(joined: Job, seconds: float) -> str:
+    missing = _find_missing(joined)
     return message(
         f"the end of {joined.name_process(joined.process_id)} needs to be that of all processes",
         got=f"no end of {', '.join(missing) or 'others'} within {seconds:g} s",

@@ -19,11 +19,11 @@ from distjax.errors import (
     StuckError,
 )
 
-UNCAUGHT, PEER_LOST = 70, 71
+UNCAUGHT, PEER_LOST, DIFFERENT = 70, 71, 77
 
 #: The code of an exception that nobody catches; the first row that holds it.
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (AgreementError, 77),
+    (AgreementError, DIFFERENT),
     (PeerLostError, PEER_LOST),
     (PreemptedError, 75),
     (StuckError, 76),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from distjax.cluster.job import Job
+from distjax.cluster.ledger import describe_launches
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
 #: Meetings are numbered, and come in the same order on every process.
@@ -45,7 +46,7 @@ def exchange(
         _count += 1
         place, client = f"distjax/meeting/{_count}", joined.client
         try:
-            said = json.dumps([occasion, text])
+            said = json.dumps([describe_launches(), occasion, text])
             client.key_value_set(f"{place}/came/{joined.process_id}", said)
             client.wait_at_barrier(f"{place}/all", math.ceil(seconds * 1000))
             if joined.process_id == 0:
@@ -58,12 +59,24 @@ def exchange(
             all_said = json.loads(client.blocking_key_value_get(f"{place}/said", 60_000))
         except jax.errors.JaxRuntimeError as error:
             raise _absence(joined, occasion, f"{place}/came", seconds, error) from None
-    occasions, texts = zip(*map(json.loads, all_said), strict=True)
-    differ = [i for i, other in enumerate(occasions) if other != occasions[0]]
-    if differ:
-        pair = repr(occasions[0]), repr(occasions[differ[0]])
-        raise AgreementError(difference_text(joined, differ, "what they do", *pair))
+    launches, occasions, texts = zip(*map(json.loads, all_said), strict=True)
+    require_equal(joined, "what they have launched", launches)
+    require_equal(joined, "what they do", occasions)
     return texts
+
+
+def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:
+    """Raises an `AgreementError` unless every process has said the same.
+
+    Args:
+      joined: the job.
+      what: in what they may differ, in the user's words.
+      said: by process; the same on all of them.
+    """
+    differ = [i for i, other in enumerate(said) if other != said[0]]
+    if differ:
+        pair = repr(said[0]), repr(said[differ[0]])
+        raise AgreementError(difference_text(joined, differ, what, *pair))
 
 
 def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, second: str) -> str:

@@ -12,6 +12,7 @@ from distjax import jax_compat, user_mesh
 from distjax.cluster.agreement import agree
 from distjax.cluster.facts import Fact
 from distjax.cluster.job import job
+from distjax.cluster.ledger import record_launch
 from distjax.collectives.throttle import make_token, throttle
 from distjax.typing import PyTree
 
@@ -24,6 +25,11 @@ def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., A
     return jax.jit(program)
 
 
+def _spans_processes(arrays: PyTree) -> bool:
+    leaves = jax.tree.leaves(arrays)
+    return not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
+
+
 def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> None:
     """Has the processes compare an operation over all of them, the first time it is of this kind.
 
@@ -31,8 +37,6 @@ def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -
     another collective of the others.
     """
     leaves, treedef = jax.tree.flatten(arrays)
-    if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-        return
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     shown = ", ".join(map(str, static))  # a topology, modes, axes: no addresses
     what = f"{fn.__name__}({shown}) of {shapes} in {treedef}"
@@ -53,8 +57,9 @@ def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> An
     """
     if jax_compat.tracing():
         return fn(arrays, *static)
-    if job() is not None:
+    if job() is not None and _spans_processes(arrays):
         _agree(fn, arrays, static)
+        record_launch(fn.__name__)
     out, token = _compile(fn, static)(arrays)
     throttle(token)
     return out

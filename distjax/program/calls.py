@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
+from distjax.cluster.ledger import record_launch
 from distjax.collectives.throttle import throttle
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
@@ -74,6 +75,8 @@ def start(
                 cell[:] = itertools.starmap(jitted, ((cell[0], read, kwargs, *args),))
                 returned = cell[0]
                 cell[0] = returned[0]
+                if build.spans_processes:
+                    record_launch(build.name)
                 (spec,) = returned[1]
                 result = spec.unpack(returned[2])
                 if finish is not None:
@@ -122,6 +125,8 @@ def _start_reader(
         else:
             cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
         returned = cell[0]
+        if build.spans_processes:
+            record_launch(build.name)
         (spec,) = returned[1]
         result = spec.unpack(returned[2])
         if finish is not None:

@@ -246,6 +246,7 @@ def processes(monkeypatch):
 
     monkeypatch.setattr(departure, "begin_to_end", begin)
     monkeypatch.setattr(departure, "end_at_once", end)
+    monkeypatch.setattr(departure, "flush_outputs", lambda: None)  # it closes the handlers of logs
     monkeypatch.setattr(departure, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(departure, "_LEAVE_SECONDS", 20.0)
     jobs = [dataclasses.replace(make_job(), process_id=i, client=store) for i in range(3)]

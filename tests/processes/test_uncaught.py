@@ -39,6 +39,35 @@ def test_who_does_not_come_is_named_and_the_others_end_with_76():
     assert second.code == 76
 
 
+OTHER_LAUNCHES = """
+def train(x): return dj.get_replica_context().all_reduce("sum", x)
+def evaluate(x): return dj.get_replica_context().all_reduce("sum", 2 * x)
+for fn in (train, evaluate):
+    strategy.run(fn, args=(np.float32(1),))
+checkpointer = dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"])
+checkpointer.save(1, {"x": strategy.extended.broadcast_to(np.ones(2))})
+checkpointer.wait()
+strategy.run((train, evaluate)[I], args=(np.float32(1),))  # they pair up, in silence
+"""
+
+SAVE_AGAIN = """
+checkpointer.save(2, {"x": strategy.extended.broadcast_to(np.ones(2))})
+checkpointer.wait()
+"""
+
+
+@pytest.mark.parametrize("end", ["", SAVE_AGAIN], ids=["end", "save"])
+def test_other_launches_are_found_at_the_next_meeting(end, tmp_path):
+    """The end of the program is one, and the save of a checkpoint, which then has no more steps."""
+    directory = tmp_path / "checkpoints"
+    environment = {"TEST_DIRECTORY": str(directory)}
+    for ended in run_job(START + OTHER_LAUNCHES + end, environment=environment):
+        assert ended.code == 77
+        assert "differs from process 0 in what they have launched" in ended.said
+        assert "the latest train, evaluate, evaluate" in ended.said
+    assert [p.name for p in directory.iterdir() if p.name.isdigit()] == ["1"]
+
+
 UNRELATED_RUNTIME = """
 import jax
 jax.distributed.initialize(ADDRESS, P, I)

@@ -46,9 +46,9 @@ class Timeouts:
       initialization: for all processes to come.
       heartbeat: without a sign of life until a process is taken for dead.
       shutdown: for all processes to come to their end.
-      step_deadline: from the launch of a program to its completion.
+      step_deadline: from the launch of a program to its completion; not watched yet.
       meeting: for all processes to come where they compare what they do.
-      phase: for a phase between steps: tracing, compiling, saving, waiting for data.
+      phase: for all processes to come where one reads data or looks at a checkpoint.
     """
 
     initialization: float

@@ -66,10 +66,11 @@ def initialize(
       initialization_timeout: seconds until all processes have to be there.
       heartbeat_timeout: seconds without a sign of life until a process counts as lost.
       shutdown_timeout: seconds that a process waits at its end for the others'.
-      step_deadline: seconds that a program may take from its launch to its completion.
+      step_deadline: seconds that a step may take. Nothing watches it yet: it only bounds
+        `meeting_timeout`.
       meeting_timeout: seconds until all have to come where processes compare what they do;
         None: 60, or `step_deadline` if that is less.
-      phase_timeout: seconds that tracing, compiling, saving or waiting for data may take.
+      phase_timeout: the same where a process reads data or looks at a checkpoint.
       **mtls: JAX's options for encrypted connections to the coordinator (`mtls_*`,
         `verify_secure_credentials`), where JAX has them.
 

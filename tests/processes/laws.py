@@ -11,7 +11,7 @@ import distjax as dj
 ROWS = {"processes_2x2": (2, 2)}
 
 #: What a cross-replica function is passed through: nothing, or `dj.jit`.
-HOW = {"eager": lambda fn: fn, "jit": lambda fn: dj.jit(fn)}
+HOW = {"eager": lambda fn: fn, "jit": dj.jit}
 
 
 def call_law(module: str, name: str, places: dict[str, int]) -> None:

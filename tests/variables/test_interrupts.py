@@ -44,12 +44,17 @@ def call_until_alarm():
         rung.append(True)
         raise Alarm
 
+    def repeat(
+        fn,
+    ):  # a function: Python 3.13 handles signals at the end of a loop outside its `with`
+        while not rung:
+            fn()
+
     def call(fn, seconds):
         rung.clear()
         with contextlib.suppress(Alarm):
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            while not rung:
-                fn()
+            repeat(fn)
 
     before = signal.signal(signal.SIGALRM, ring)
     yield call

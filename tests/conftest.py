@@ -76,6 +76,12 @@ def strategy(request):
     return request.param if request.param in SPANNING else STRATEGIES[request.param]()
 
 
+@pytest.fixture
+def make_another(request):
+    """Makes one more strategy of the same row of the table."""
+    return STRATEGIES.get(request.node.callspec.params["strategy"])
+
+
 @pytest.fixture(params=["mirrored2", "virtual2"])
 def pair(request):
     """Two replicas, on two devices and on one."""

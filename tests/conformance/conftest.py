@@ -13,9 +13,6 @@ def pytest_pyfunc_call(pyfuncitem):
     row = spec.params.get("strategy") if spec is not None else None
     if row not in ROWS:
         return None
-    extra = set(pyfuncitem._fixtureinfo.argnames) - set(spec.indices)
-    if extra:
-        pytest.skip(f"needs {', '.join(sorted(extra))}, which a process does not have")
     places = {
         argument: _place_of(pyfuncitem, argument)
         for argument in spec.params

@@ -177,14 +177,12 @@ def test_a_second_thread(strategy):
     np.testing.assert_array_equal(total.value, np.full(24, n * (n - 1)))
 
 
-def test_a_second_strategy_of_the_same_shape(strategy, request):
+def test_a_second_strategy_of_the_same_shape(strategy, make_another):
     """Values of the same replicas are shared; variables and programs are each strategy's own."""
     if strategy is DEFAULT_STRATEGY:
         assert dj.get_strategy() is strategy  # there is one, and it is always the same
         return
-    from tests.conftest import STRATEGIES
-
-    other = STRATEGIES[request.node.callspec.params["strategy"]]()
+    other = make_another()
     theirs = make(other, jnp.zeros(24), name="theirs")
 
     def fn(x):

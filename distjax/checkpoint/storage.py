@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
 from distjax.checkpoint.first_process import hear_from_first
 from distjax.cluster.job import job
+from distjax.cluster.phases import phase
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import CheckpointError, message
 from distjax.placement.transfer import require_wholly_here
@@ -167,7 +168,8 @@ class Storage:
     def _guard_write(self, step: int) -> Generator[None]:
         """Turns what goes wrong into a CheckpointError, and starts afresh after it."""
         try:
-            yield
+            with phase(f"writing {self.place(step)}"):
+                yield
         except Exception as error:
             self._set_complete()
             failed, self._writer = self._writer, None  # it counts the step as there
@@ -240,7 +242,8 @@ class Storage:
     @contextlib.contextmanager
     def _guard_read(self, step: int) -> Generator[None]:
         try:
-            yield
+            with phase(f"reading {self.place(step)}"):
+                yield
         except Exception as error:
             raise CheckpointError(
                 message(

@@ -17,7 +17,14 @@ from typing import NoReturn
 
 import jax
 
-from distjax.cluster.exits import PEER_LOST, end_at_once, flush_outputs, is_interactive
+from distjax.cluster.exits import (
+    PEER_LOST,
+    STUCK,
+    end_at_once,
+    flush_outputs,
+    is_interactive,
+    print_stacks,
+)
 from distjax.cluster.job import Job
 from distjax.cluster.lines import as_line, as_plain, parse_line
 from distjax.errors import message
@@ -101,6 +108,8 @@ def _watch(joined: Job, exit_status: Callable[[], int]) -> None:
     match parse_line(line):
         case {"process": int(left), "code": int(code), "text": str(text)}:
             if left != joined.process_id:
+                if code == STUCK and not is_interactive():
+                    print_stacks()
                 _follow(joined, exit_status() or code, joined.name_process(left), text)
         case _:
             return  # the program has come to its end

@@ -24,8 +24,9 @@ from distjax import jax_compat
 from distjax.cluster.departure import begin_to_end, leave, start_watch
 from distjax.cluster.exits import DIFFERENT, PEER_LOST, end_at_once, exit_code, is_interactive
 from distjax.cluster.job import Job, job
-from distjax.cluster.ledger import describe_launches
+from distjax.cluster.ledger import ledger
 from distjax.cluster.meeting import require_equal
+from distjax.cluster.watch import Watch
 from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckError, message
 
 #: The part of `shutdown_timeout` that the last meeting waits: JAX's own wait would abort.
@@ -51,6 +52,8 @@ class _Ending:
         """Has this process end when another one does, and the end of the program be a meeting."""
         self._exit, sys.exit = sys.exit, self._remember_and_exit
         self._stop_watch = start_watch(joined, lambda: self.code)
+        self._watch = Watch(joined)
+        self._watch.start()
         atexit.register(self._meet)
 
     def _on_uncaught(
@@ -94,6 +97,7 @@ class _Ending:
             return  # the user has left it, by jax.distributed.shutdown()
         if os.getpid() != self.pid:
             return
+        self._watch.come_to_the_end()
         try:
             _wait_for_all(joined)
         except ClusterError as error:
@@ -103,8 +107,9 @@ class _Ending:
             begin_to_end()
             print(error, file=sys.stderr)
             if isinstance(error, AgreementError):
-                leave(joined, DIFFERENT, "it has done something else", DIFFERENT)
+                leave(joined, DIFFERENT, str(error), DIFFERENT)
             leave(joined, self.code or PEER_LOST, "it came to its end alone")
+        self._watch.stop()
         self._stop_watch()
 
 
@@ -126,7 +131,7 @@ def _wait_for_all(joined: Job) -> None:
     """
     seconds = _SHARE * joined.timeouts.shutdown
     try:
-        own, launches = f"distjax/end/{joined.process_id}", describe_launches()
+        own, launches = f"distjax/end/{joined.process_id}", ledger.describe()
         joined.client.key_value_set(own, launches, allow_overwrite=True)
         joined.client.wait_at_barrier("distjax/end", math.ceil(seconds * 1000))
         said = dict(joined.client.key_value_dir_get("distjax/end"))

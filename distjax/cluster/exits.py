@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import re
@@ -19,14 +20,14 @@ from distjax.errors import (
     StuckError,
 )
 
-UNCAUGHT, PEER_LOST, DIFFERENT = 70, 71, 77
+UNCAUGHT, PEER_LOST, STUCK, DIFFERENT = 70, 71, 76, 77
 
 #: The code of an exception that nobody catches; the first row that holds it.
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (AgreementError, DIFFERENT),
     (PeerLostError, PEER_LOST),
     (PreemptedError, 75),
-    (StuckError, 76),
+    (StuckError, STUCK),
     (ClusterError, 78),
     (KeyboardInterrupt, 130),
 )
@@ -62,6 +63,15 @@ def flush_outputs() -> None:
     for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
         with contextlib.suppress(Exception):  # an output that is closed must not change the code
             flush()
+
+
+def print_stacks() -> None:
+    """Prints the stack of every thread of this process."""
+    flush_outputs()
+    try:
+        faulthandler.dump_traceback(sys.stderr)
+    except (AttributeError, OSError, ValueError):  # what stands in its place is no file
+        faulthandler.dump_traceback(2)
 
 
 def is_interactive() -> bool:

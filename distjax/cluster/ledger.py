@@ -1,39 +1,133 @@
-"""The ledger of a process: which programs over several processes it has launched, in order.
+"""The ledger of a process: its calls that involve the others, in order.
 
-Programs that are compiled need no meeting, so processes may launch them in another order, or one of
-them once too often. That shows at their next meeting (a new shape, a save, an element of a dataset,
-the end of the program), where ledgers are compared first.
+A call is the launch of a program over several processes, or a meeting. Programs that are compiled
+need no meeting, so processes may launch them in another order, one of them once too often, or with
+other numbers of the host. Ledgers show that: at the next meeting, where they are compared first,
+and to the watch, which compares them meanwhile. Each call adds to a checksum, and the checksums of
+the latest calls are kept, so that a process that is only behind is compared at its own count.
 """
 
 from __future__ import annotations
 
-import collections
+import itertools
+import threading
 import zlib
+from typing import NamedTuple, Protocol
 
+#: Calls that are remembered, a power of two. No process is further ahead of another: launches are
+#: awaited.
+_SIZE = 4096
 _NUM_SHOWN = 4
 
 
-class _Ledger:
-    def __init__(self) -> None:
-        self.count = self.checksum = 0
-        self.latest: collections.deque[str] = collections.deque(maxlen=_NUM_SHOWN)
+class Token(Protocol):
+    """An output of a program, ready when the program has completed."""
+
+    def is_ready(self) -> bool: ...
 
 
-_ledger = _Ledger()
+class Call(NamedTuple):
+    """A call, as others are told of it.
 
-
-def record_launch(name: str) -> None:
-    """Notes that a program over several processes is about to run.
-
-    Args:
-      name: the user's name of the function, or that of an operation.
+    Attributes:
+      number: from 1.
+      checksum: of all calls up to this one.
+      text: what it is, for people.
+      is_meeting: whether it is a meeting; else a launch.
     """
-    _ledger.count += 1
-    _ledger.checksum = zlib.crc32(name.encode(), _ledger.checksum)
-    _ledger.latest.append(name)
+
+    number: int
+    checksum: int
+    text: str
+    is_meeting: bool = False
 
 
-def describe_launches() -> str:
-    """Returns the number of launches, the latest of them and a checksum of all, in one line."""
-    latest = ", ".join(_ledger.latest) or "none"
-    return f"{_ledger.count} launches, the latest {latest} (checksum {_ledger.checksum:08x})"
+class Ledger:
+    """The calls of one process. A launch costs a microsecond.
+
+    Attributes:
+      count: how many there were.
+      checksum: of all of them.
+      starting: name and checksum of the arguments of a launch that has not returned.
+      launched: number and token of the latest launch: the token is ready when it has completed.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_num_meetings",
+        "_one_at_a_time",
+        "checksum",
+        "count",
+        "launched",
+        "starting",
+    )
+
+    def __init__(self) -> None:
+        self.count = self.checksum = self._num_meetings = 0
+        self.starting: tuple[str, int] | None = None
+        self.launched: tuple[int, Token | None] = 0, None
+        # Number, checksum, name, checksum of the arguments, occasion of a meeting.
+        self._calls: list[tuple[int, int, str, int, str]] = [(0, 0, "", 0, "")] * _SIZE
+        self._one_at_a_time = threading.Lock()
+
+    def begin_launch(self, name: str, arguments: int = 0) -> tuple[str, int]:
+        """Notes that a program over several processes is about to run; returns the note.
+
+        Args:
+          name: the user's name of the function, or that of an operation.
+          arguments: checksum of what it gets from the host.
+        """
+        self.starting = launch = (name, arguments)
+        return launch
+
+    def end_launch(self, launch: tuple[str, int], token: Token | None) -> None:
+        """Notes that the program runs; `token` is ready when it has completed."""
+        self.starting = None
+        self.launched = self._add(*launch, ""), token
+
+    def abandon_launch(self) -> None:
+        """Notes that the program was refused, and did not run."""
+        self.starting = None
+
+    def add_meeting(self, occasion: str) -> None:
+        """Notes a meeting. Those of different occasions are equal here: they tell it themselves."""
+        self._num_meetings += 1
+        self._add("a meeting", 0, occasion)
+
+    def _add(self, name: str, arguments: int, occasion: str) -> int:
+        with self._one_at_a_time:
+            number = self.count + 1
+            self.checksum = checksum = zlib.crc32(name.encode(), self.checksum ^ arguments)
+            self._calls[number & _SIZE - 1] = number, checksum, name, arguments, occasion
+            self.count = number
+        return number
+
+    def find(self, number: int) -> Call | None:
+        """Returns a call; None if it has not come, or is forgotten."""
+        found, checksum, name, arguments, meeting = self._calls[number & _SIZE - 1]
+        if found != number:
+            return None
+        return Call(number, checksum, meeting or _show(name, arguments), bool(meeting))
+
+    def find_blocked(self) -> Call | None:
+        """Returns the launch that has not returned, as the call that it will be."""
+        if (starting := self.starting) is None:
+            return None
+        checksum = zlib.crc32(starting[0].encode(), self.checksum ^ starting[1])
+        return Call(self.count + 1, checksum, _show(*starting))
+
+    def describe(self) -> str:
+        """Returns the number of launches, the latest of them and a checksum of all, in one line."""
+        calls = map(self.find, range(self.count, max(0, self.count - _SIZE), -1))
+        launches = (call.text for call in calls if call is not None and not call.is_meeting)
+        latest = ", ".join([*itertools.islice(launches, _NUM_SHOWN)][::-1]) or "none"
+        number = self.count - self._num_meetings
+        return f"{number} launches, the latest {latest} (checksum {self.checksum:08x})"
+
+
+def _show(name: str, arguments: int) -> str:
+    return f"{name} of arguments {arguments:08x}" if arguments else name
+
+
+#: That of this process.
+ledger = Ledger()

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import jax
 
 from distjax.cluster.job import Job
-from distjax.cluster.ledger import describe_launches
+from distjax.cluster.ledger import ledger
+from distjax.cluster.phases import phase
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
 #: Meetings are numbered, and come in the same order on every process.
@@ -42,11 +43,12 @@ def exchange(
     """
     global _count
     seconds = joined.timeouts.meeting if seconds is None else seconds
-    with _lock:
+    with _lock, phase(f"waiting for the others ({occasion})", is_work=False):
         _count += 1
+        ledger.add_meeting(occasion)
         place, client = f"distjax/meeting/{_count}", joined.client
         try:
-            said = json.dumps([describe_launches(), occasion, text])
+            said = json.dumps([ledger.describe(), occasion, text])
             client.key_value_set(f"{place}/came/{joined.process_id}", said)
             client.wait_at_barrier(f"{place}/all", math.ceil(seconds * 1000))
             if joined.process_id == 0:

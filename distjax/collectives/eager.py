@@ -12,7 +12,7 @@ from distjax import jax_compat, user_mesh
 from distjax.cluster.agreement import agree
 from distjax.cluster.facts import Fact
 from distjax.cluster.job import job
-from distjax.cluster.ledger import record_launch
+from distjax.cluster.ledger import ledger
 from distjax.collectives.throttle import make_token, throttle
 from distjax.typing import PyTree
 
@@ -57,9 +57,17 @@ def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> An
     """
     if jax_compat.tracing():
         return fn(arrays, *static)
+    compiled = _compile(fn, static)
     if job() is not None and _spans_processes(arrays):
         _agree(fn, arrays, static)
-        record_launch(fn.__name__)
-    out, token = _compile(fn, static)(arrays)
+        launch = ledger.begin_launch(fn.__name__)
+        try:
+            out, token = compiled(arrays)
+        except BaseException:
+            ledger.abandon_launch()
+            raise
+        ledger.end_launch(launch, token)
+    else:
+        out, token = compiled(arrays)
     throttle(token)
     return out

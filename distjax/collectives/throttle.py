@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
+from distjax.cluster.job import job
 
 MAX_IN_FLIGHT = 10
 
@@ -35,14 +36,14 @@ def is_throttled() -> bool:
 def make_token() -> jax.Array | None:
     """Returns an extra output for a program: ready when the program is done.
 
-    None where nothing is throttled. It is never donated.
+    None where nothing is throttled, and no job watches its launches. It is never donated.
     """
-    return jnp.zeros((), jnp.int8) if is_throttled() else None
+    return jnp.zeros((), jnp.int8) if is_throttled() or job() is not None else None
 
 
 def throttle(token: jax.Array | None) -> None:
     """Records a started program; waits for all when too many are in flight."""
-    if token is None or isinstance(token, jax_compat.Tracer):
+    if token is None or isinstance(token, jax_compat.Tracer) or not is_throttled():
         return
     with _lock:
         _in_flight.append(token)

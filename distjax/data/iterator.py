@@ -14,6 +14,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.cluster.job import Job, job
+from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.data.agreement import (
     ELEMENT,
@@ -228,8 +229,12 @@ class DistributedIterator:
         """Returns what comes next. It is this thread's claim until it is returned."""
         _require_untraced(method)
         thread = threading.get_ident()
-        outcome = self._claim(thread, steps)
-        if self._layout.spans_processes and (joined := job()) is not None:
+        joined = job() if self._layout.spans_processes else None
+        if joined is None:
+            outcome = self._claim(thread, steps)
+        else:
+            with phase("waiting for data"):
+                outcome = self._claim(thread, steps)
             outcome = self._agree(joined, outcome, steps)
         if isinstance(outcome, End):
             error = outcome.take_error()

@@ -12,6 +12,7 @@ from flax import nnx
 
 from distjax.cluster.agreement import agree
 from distjax.cluster.facts import Fact, describe_program
+from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import describe_value, message
@@ -52,7 +53,9 @@ def create(fn: Callable[[], T]) -> T:
     strategy = frames.current().strategy
     frames.require_cross_replica(strategy, "flax.create")
     initial, found = initialiser(fn, strategy)
-    arrays = [place_array(x, layout) for x, layout in zip(initial(), found.layouts, strict=True)]
+    with phase("creating modules"):
+        arrays = initial()
+    arrays = [place_array(x, layout) for x, layout in zip(arrays, found.layouts, strict=True)]
     (built,) = nnx.graph.unflatten(found.graphdef, found.treedef.unflatten(arrays))
     place_objects(_objects(built), strategy)
     return built

@@ -84,11 +84,13 @@ class Build:
         for variable in self.variables:
             if variable.storage is None:  # deleted is no matter here: another thread may step it
                 variable.stored.require()
-        jitted = self.signatures.find(args, kwargs)
-        if jitted is None:
+        signature = self.signatures.find(args, kwargs)
+        if signature is None:
             raise NotCompiled
         try:
-            return jitted.lower(self._collect_written(), self.collect_read(), kwargs, *args)
+            return signature.jitted.lower(
+                self._collect_written(), self.collect_read(), kwargs, *args
+            )
         finally:
             self.offered.pop(threading.get_ident(), None)
 
@@ -143,7 +145,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
             raise UnknownVariables(found)
         values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
-        token = make_token() if found.spans_devices else None
+        token = make_token() if found.spans_devices or found.spans_processes else None
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]

@@ -20,13 +20,14 @@ from typing import Any
 import jax
 
 from distjax import jax_compat
-from distjax.cluster.ledger import record_launch
+from distjax.cluster.ledger import ledger
 from distjax.collectives.throttle import throttle
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
 from distjax.program.build import Build, NotCompiled
+from distjax.program.host_arguments import checksum
 from distjax.program.output_spec import OutputSpec, spec_of
-from distjax.program.signatures import Jitted
+from distjax.program.signatures import Signature
 from distjax.variables.donation import copy_aliased
 
 #: Makes the user's results final; called once more where a signal raises in it.
@@ -53,15 +54,17 @@ def start(
     Raises:
       NotCompiled: the signature is new; nothing has happened.
     """
-    jitted = build.signatures.only or build.signatures.find(args, kwargs)
-    if jitted is None:
+    signature = build.signatures.only or build.signatures.find(args, kwargs)
+    if signature is None:
         raise NotCompiled
     if not build.writes:
-        return _start_reader(build, jitted, args, kwargs, finish)
+        return _start_reader(build, signature, args, kwargs, finish)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
     stepped, cell = build.stepped, build.stepped.cell
+    jitted = signature.jitted
     returned: Any = None
+    launch = None
     with build.lock:
         if not stepped.is_whole:
             stepped.take([variable.stored for variable in build.writes])
@@ -72,17 +75,20 @@ def start(
                 copy_aliased(stepped)
             read = build.collect_read() if build.reads else []
             try:
+                if build.spans_processes:
+                    launch = _begin(build, signature, args, kwargs)
                 cell[:] = itertools.starmap(jitted, ((cell[0], read, kwargs, *args),))
                 returned = cell[0]
                 cell[0] = returned[0]
-                if build.spans_processes:
-                    record_launch(build.name)
+                if launch is not None:
+                    ledger.end_launch(launch, returned[3])
+                    launch = None
                 (spec,) = returned[1]
                 result = spec.unpack(returned[2])
                 if finish is not None:
                     result = finish(result)
             except BaseException:
-                _conclude(build, returned, finish)
+                _conclude(build, returned, finish, launch)
                 raise
         finally:
             stepped.is_starting = False
@@ -109,14 +115,17 @@ def trace_and_start(
 
 def _start_reader(
     build: Build,
-    jitted: Jitted,
+    signature: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     finish: Finish | None,
 ) -> tuple[Any, OutputSpec]:
     """Starts a program that writes no variable."""
     cell: list[Any] = []
+    jitted, launch = signature.jitted, None
     try:
+        if build.spans_processes and type(find_top_trace(())) is EVAL_TRACE_TYPE:
+            launch = _begin(build, signature, args, kwargs)
         if build.reads:
             require_outside_traces(build)
             with build.lock:  # else another program may donate what is read
@@ -125,13 +134,16 @@ def _start_reader(
         else:
             cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
         returned = cell[0]
-        if build.spans_processes:
-            record_launch(build.name)
+        if launch is not None:
+            ledger.end_launch(launch, returned[3])
+            launch = None
         (spec,) = returned[1]
         result = spec.unpack(returned[2])
         if finish is not None:
             result = finish(result)
     except BaseException:
+        if launch is not None:
+            _conclude_launch(launch, cell[0] if cell else None)
         if cell and finish is not None:
             finish(spec_of(cell[0]).unpack(cell[0][2]))
         raise
@@ -140,12 +152,34 @@ def _start_reader(
     return result, spec
 
 
-def _conclude(build: Build, returned: tuple[Any, ...] | None, finish: Finish | None) -> None:
+def _begin(
+    build: Build, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, int]:
+    places = signature.places
+    return ledger.begin_launch(build.name, checksum(places, args, kwargs) if places else 0)
+
+
+def _conclude_launch(launch: tuple[str, int], returned: tuple[Any, ...] | None) -> None:
+    """Completes the note of a launch in whose call something was raised."""
+    if returned is None:
+        ledger.abandon_launch()
+    else:
+        ledger.end_launch(launch, returned[3])
+
+
+def _conclude(
+    build: Build,
+    returned: tuple[Any, ...] | None,
+    finish: Finish | None,
+    launch: tuple[str, int] | None,
+) -> None:
     """Completes a call in which something was raised: its step happened, or its arrays are lost."""
     cell = build.stepped.cell
     if isinstance(cell[0], tuple):
         returned = cell[0]
         cell[0] = returned[0]
+    if launch is not None:
+        _conclude_launch(launch, returned)
     if returned is not None:
         if finish is not None:
             finish(spec_of(returned).unpack(returned[2]))

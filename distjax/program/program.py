@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat, user_mesh
+from distjax.cluster.phases import phase
 from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
@@ -191,7 +192,7 @@ class Program:
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         while True:
             if isinstance(error, UnknownVariables):
-                with self._tracing:
+                with self._tracing, phase(f"tracing {self._step.name}"):
                     self._rebuild(error.discovered, args, kwargs)
             elif not isinstance(error, NotCompiled):
                 args, kwargs = self._retry_args(error, args, kwargs, cures)
@@ -209,7 +210,8 @@ class Program:
         between the donation of arrays and the return of their successors: it runs on a thread
         that no signal reaches.
         """
-        build = self._compile(args, kwargs)
+        with phase(f"compiling {self._step.name}"):
+            build = self._compile(args, kwargs)
         if not build.writes:
             return trace_and_start(build, args, kwargs, finish)
         try:
@@ -292,7 +294,8 @@ class Program:
             build = self._build
             if build is None or not build.variables:
                 build = self._trace(args, kwargs)
-            # Without variables the call compiles: it holds no lock.
+            # Without variables the call compiles, as it holds no lock; not in a job, whose other
+            # processes wait for the call, and not for the compiler, within `step_deadline`.
             while build.variables or (build.spans_processes and not jax_compat.tracing()):
                 require_outside_traces(build)
                 try:
@@ -304,9 +307,8 @@ class Program:
                     break  # a class among the arguments takes arrays only: the call compiles
                 if build.spans_processes:
                     agree_on_program(build, lowered, self._step.argument_names, args, kwargs)
-                if build.variables:
-                    with contextlib.suppress(Exception):  # the call will say it
-                        lowered.compile()
+                with contextlib.suppress(Exception):  # the call will say it
+                    lowered.compile()
                 break
             return build
 

@@ -8,11 +8,12 @@ meet the function of others, which refuses them, and get one of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from distjax.program.host_arguments import Place, find_places
 from distjax.typing import PyTree
 
 
@@ -28,6 +29,18 @@ class Jitted(Protocol):
         ...
 
 
+class Signature(NamedTuple):
+    """One kind of arguments.
+
+    Attributes:
+      jitted: the compiled function.
+      places: where it has numbers and arrays of the host.
+    """
+
+    jitted: Jitted
+    places: tuple[Place, ...]
+
+
 class Signatures:
     """The compiled functions of one program, by tree, shapes and dtypes of the arguments.
 
@@ -35,23 +48,25 @@ class Signatures:
       jit_anew: returns a new jitted function of the program.
 
     Attributes:
-      only: the function of the one signature; None where there are others, or none yet.
+      only: the one signature; None where there are others, or none yet.
     """
 
     __slots__ = ("_by_key", "_jit_anew", "only")
 
     def __init__(self, jit_anew: Callable[[], Jitted]):
         self._jit_anew = jit_anew
-        self._by_key: dict[Hashable, Jitted] = {}
-        self.only: Jitted | None = None
+        self._by_key: dict[Hashable, Signature] = {}
+        self.only: Signature | None = None
 
-    def find(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Jitted | None:
-        """Returns the function for these arguments, None if they are new."""
+    def find(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Signature | None:
+        """Returns the signature of these arguments, None if they are new."""
         return self._by_key.get(_key_of(args, kwargs))
 
     def add(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Makes a function for these arguments, if there is none."""
-        self._by_key.setdefault(_key_of(args, kwargs), self._jit_anew())
+        key = _key_of(args, kwargs)
+        if key not in self._by_key:
+            self._by_key[key] = Signature(self._jit_anew(), find_places(args, kwargs))
         self.only = next(iter(self._by_key.values())) if len(self._by_key) == 1 else None
 
 

@@ -64,6 +64,7 @@ def hooks(monkeypatch):
     monkeypatch.setattr(ending, "begin_to_end", lambda: None)
     monkeypatch.setattr(ending, "leave", leave)
     monkeypatch.setattr(ending, "start_watch", lambda joined, status: lambda: seen.append("stop"))
+    monkeypatch.setattr(ending, "Watch", lambda joined: types.SimpleNamespace(**watch_that(seen)))
     monkeypatch.setattr(ending, "job", make_job)
     monkeypatch.setattr(ending, "_endings", [])
     monkeypatch.setattr(sys, "exit", sys.exit)
@@ -72,6 +73,15 @@ def hooks(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args))
     assert ending.watch_the_end() is ending.watch_the_end()
     return seen
+
+
+def watch_that(seen):
+    """The methods of a watch that notes what it is told."""
+    return {
+        "start": lambda: None,
+        "come_to_the_end": lambda: seen.append("at the end"),
+        "stop": lambda: seen.append("stop watch"),
+    }
 
 
 def make_job(wait_at_barrier=None, keys=()):
@@ -207,7 +217,7 @@ def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
     meet = meet_with(make_job(lambda *args: met.append(args)))
     meet()
     assert met == [("distjax/end", 8000)]
-    assert hooks == ["stop"]
+    assert hooks == ["at the end", "stop watch", "stop"]
     monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: None)
     meet()  # the user has left by jax.distributed.shutdown()
     assert len(met) == 1
@@ -225,6 +235,9 @@ class Store:
                 raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
             self.keys[key] = value
             self.changed.notify_all()
+
+    def key_value_dir_get(self, key):
+        return [(name, said) for name, said in self.keys.items() if name.startswith(f"{key}/")]
 
     def blocking_key_value_get(self, key, timeout_in_ms):
         with self.changed:

@@ -1,0 +1,115 @@
+"""Marks: what a process says of its ledger between meetings, and what two ledgers differ in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from distjax.cluster.job import Job
+from distjax.cluster.ledger import Call, Ledger
+from distjax.cluster.lines import as_line, as_plain, parse_line
+from distjax.cluster.phases import Phase
+
+_PLACE = "distjax/watch"
+#: How many of its latest calls a process tells.
+_NUM_TOLD = 8
+_MAX_TEXT = 80
+
+THE_END = "the end of the program"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Where a process is.
+
+    Attributes:
+      count: how many calls it has made.
+      calls: the latest of them, in order.
+      at: what its threads are at.
+      is_busy: whether it does slow work of its own.
+      is_at_end: whether it has come to the end of the program: there are no more calls.
+    """
+
+    count: int
+    calls: tuple[Call, ...]
+    at: str = ""
+    is_busy: bool = False
+    is_at_end: bool = False
+
+    def describe(self) -> str:
+        """Returns "51 calls, compiling step"."""
+        return f"{self.count} calls" + (f", {self.at}" if self.at else "")
+
+
+def mark_of(ledger: Ledger, phases: Sequence[Phase], blocked: Call | None, at_end: bool) -> Mark:
+    """Returns the mark of this process.
+
+    Args:
+      ledger: its calls.
+      phases: what its threads are at.
+      blocked: a launch that does not return, as its last call.
+      at_end: whether the program has come to its end.
+    """
+    count = ledger.count
+    found = map(ledger.find, range(max(1, count - _NUM_TOLD + 1), count + 1))
+    calls = [call for call in found if call is not None]
+    if blocked is not None and blocked.number == count + 1:
+        calls, count = [*calls, blocked], count + 1
+    at = THE_END if at_end else ", ".join(p.what for p in phases)
+    is_busy = any(p.is_work for p in phases)
+    return Mark(count, tuple(calls), as_plain(at, _MAX_TEXT), is_busy, at_end)
+
+
+def as_text(mark: Mark) -> str:
+    """Returns a mark as a line."""
+    calls = [(*call[:2], as_plain(call.text, _MAX_TEXT), call.is_meeting) for call in mark.calls]
+    return as_line({**vars(mark), "calls": calls})
+
+
+def parse_mark(line: str) -> Mark | None:
+    """Returns the mark that a line says, None if it says none."""
+    try:
+        told = parse_line(line)
+        calls = tuple(Call(int(n), int(c), str(t), bool(m)) for n, c, t, m in told.pop("calls"))
+        return Mark(calls=calls, **told)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def tell(joined: Job, text: str) -> None:
+    """Publishes the mark of this process."""
+    place = f"{_PLACE}/{joined.process_id}/mark"
+    joined.client.key_value_set(place, text, allow_overwrite=True)
+
+
+def hear(joined: Job, process: int | None = None) -> dict[int, Mark]:
+    """Returns the marks of the others by process, or that of one of them."""
+    place = _PLACE if process is None else f"{_PLACE}/{process}"
+    told = {int(k.split("/")[-2]): v for k, v in joined.client.key_value_dir_get(place)}
+    marks = {process: parse_mark(line) for process, line in told.items()}
+    return {i: m for i, m in marks.items() if m is not None and i != joined.process_id}
+
+
+def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] | None:
+    """Returns the first call in which two processes differ, as far as one can see.
+
+    Args:
+      own: the mark of this process.
+      ledger: the calls of this process.
+      other: the mark of the other one.
+
+    Returns:
+      What it is here and there; None where one is only behind the other.
+    """
+    mine = {call.number: call for call in own.calls}
+    for i, theirs in enumerate(other.calls):
+        ours = mine.get(theirs.number) or ledger.find(theirs.number)
+        if ours is not None and ours.checksum != theirs.checksum:
+            is_first = i > 0 or theirs.number == 1
+            where = f"call {theirs.number}" + ("" if is_first else ", or one before")
+            return f"{where}: {ours.text}", f"{where}: {theirs.text}"
+    if other.is_at_end and own.count > other.count:
+        more = mine.get(other.count + 1) or ledger.find(other.count + 1)
+        if more is not None and not more.is_meeting:  # whose wait has a bound of its own
+            return f"call {more.number}: {more.text}", f"{THE_END} after {other.count} calls"
+    return None

@@ -1,0 +1,181 @@
+"""The watch: a thread that finds, between meetings, that processes differ or that one is stuck.
+
+Each process tells where it is, by time and not by call: at most four times a second, more seldom
+where there are many processes. Process 0 reads what all tell, the others read what process 0 does:
+a few messages for each of them. Calls are compared at equal numbers, so that being slow is no
+difference. The thread starts nothing on a device and waits for none: it asks whether the token of a
+launch is ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+
+import jax
+
+from distjax.cluster.departure import begin_to_end, leave
+from distjax.cluster.exits import DIFFERENT, STUCK, is_interactive, print_stacks
+from distjax.cluster.job import Job
+from distjax.cluster.ledger import Call, Ledger, Token, ledger
+from distjax.cluster.marks import Mark, as_text, find_difference, hear, mark_of, tell
+from distjax.cluster.meeting import difference_text
+from distjax.cluster.phases import phases
+from distjax.errors import message
+
+_PERIOD, _LONGEST_PERIOD = 0.25, 2.0
+#: Marks that process 0 serves in a second.
+_MARKS_PER_SECOND = 128
+#: A launch that has not returned for so long, and at so many looks, runs: it will not be refused.
+_BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
+_STOP_SECONDS = 3.0
+#: Of the processes that are behind, in a text.
+_NUM_NAMED = 8
+
+
+class Watch:
+    """The watch of this process.
+
+    Args:
+      joined: the job.
+      calls: the ledger of this process.
+    """
+
+    def __init__(self, joined: Job, calls: Ledger = ledger):
+        self._job, self._calls = joined, calls
+        self._period = min(max(_PERIOD, joined.num_processes / _MARKS_PER_SECOND), _LONGEST_PERIOD)
+        self._thread = threading.Thread(target=self._run, name="distjax-watch", daemon=True)
+        self._stopped = threading.Event()
+        self._is_at_end = self._has_spoken = False
+        self._told = ""
+        self._starting: tuple[object, float, int] = None, 0.0, 0  # what, since when, looks
+        self._awaited: tuple[int, Token, float] | None = None  # a launch, its token, since when
+        self._excused = 0.0  # when a process that others wait for was last seen at work
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def come_to_the_end(self) -> None:
+        """Says that this process makes no more calls."""
+        self._is_at_end = True
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no answer: JAX looks after that
+                self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Tells where this process is, looks where others are, and ends the job if it has to."""
+        blocked = self._find_blocked(now)
+        own = mark_of(self._calls, phases(), blocked, self._is_at_end)
+        if (text := as_text(own)) != self._told:
+            tell(self._job, text)
+            self._told = text
+        for process, other in hear(self._job, 0 if self._job.process_id else None).items():
+            difference = find_difference(own, self._calls, other)
+            if difference is not None:
+                self._end(DIFFERENT, self._difference_text(process, *difference))
+        self._require_in_time(now, own, blocked)
+        self._require_phases_in_time(now)
+
+    # -- what does not complete -----------------------------------------------
+
+    def _find_blocked(self, now: float) -> Call | None:
+        """Returns a launch that runs in the thread that has launched it, as on one CPU device."""
+        starting, (former, since, looks) = self._calls.starting, self._starting
+        if starting is None or starting is not former or any(p.is_work for p in phases()):
+            self._starting = starting, now, 1
+            return None
+        self._starting = starting, since, looks + 1
+        is_blocked = now - since >= _BLOCKED_SECONDS and looks >= _BLOCKED_LOOKS
+        return self._calls.find_blocked() if is_blocked else None
+
+    def _find_awaited(self, now: float, blocked: Call | None) -> tuple[int, float] | None:
+        """Returns the number of a launch that has not completed, and since when it is awaited."""
+        if self._awaited is None or _is_ready(self._awaited[1]):
+            number, token = self._calls.launched
+            if token is None or _is_ready(token):
+                self._awaited = None
+            else:
+                self._awaited = number, token, now
+        if self._awaited is not None:
+            return self._awaited[0], self._awaited[2]
+        return (blocked.number, self._starting[1]) if blocked is not None else None
+
+    def _require_in_time(self, now: float, own: Mark, blocked: Call | None) -> None:
+        """Ends the job if a launch takes too long, unless one that it needs is at work."""
+        awaited, deadline = self._find_awaited(now, blocked), self._job.timeouts.step_deadline
+        if awaited is None or now - awaited[1] <= deadline:
+            return
+        number, since = awaited
+        marks = {**hear(self._job), self._job.process_id: own}
+        if any(mark.is_busy for mark in marks.values() if mark.count < number):
+            self._excused = now
+        elif now - max(since, self._excused) > deadline:
+            self._end(STUCK, self._stuck_text(number, marks))
+
+    def _require_phases_in_time(self, now: float) -> None:
+        bound = self._job.timeouts.phase
+        for phase in phases():
+            if phase.is_work and now - phase.since > bound:
+                self._end(STUCK, self._slow_text(phase.what))
+
+    # -- the end --------------------------------------------------------------
+
+    def _end(self, code: int, text: str) -> None:
+        """Ends all processes; at a prompt, says once what is wrong."""
+        if is_interactive():
+            if not self._has_spoken:
+                print(text, file=sys.stderr)
+            self._has_spoken = True
+            return
+        begin_to_end()
+        print(text, file=sys.stderr)
+        if code == STUCK:
+            print_stacks()
+        leave(self._job, code, text, code)
+
+    def _difference_text(self, process: int, own: str, other: str) -> str:
+        what = "what they have launched"
+        if process == 0:
+            return difference_text(self._job, [self._job.process_id], what, repr(other), repr(own))
+        return difference_text(self._job, [process], what, repr(own), repr(other))
+
+    def _stuck_text(self, number: int, marks: dict[int, Mark]) -> str:
+        call = self._calls.find(number) or self._calls.find_blocked()
+        own = self._job.name_process(self._job.process_id)
+        behind = [i for i in sorted(marks) if marks[i].count < number]
+        where = [f"{self._job.name_process(i)}: {marks[i].describe()}" for i in behind]
+        got = "; ".join(where[:_NUM_NAMED]) or "no process that is behind"
+        return message(
+            f"call {number} of {own} ({call.text if call else 'a launch'}) needs to complete "
+            f"within step_deadline ({self._job.timeouts.step_deadline:g} s)",
+            got=f"{got}, of {len(marks)} processes",
+            why="a program over all processes waits until each of them has launched its part",
+            fix="look at what those processes do: each prints its threads. If steps take longer: "
+            "dj.initialize(..., step_deadline=3600)",
+        )
+
+    def _slow_text(self, what: str) -> str:
+        return message(
+            f"{what} needs to be done within phase_timeout ({self._job.timeouts.phase:g} s)",
+            got=f"no end of it on {self._job.name_process(self._job.process_id)}",
+            why="the others wait for this process meanwhile",
+            fix="look at its threads, which are printed here; if it takes longer: "
+            "dj.initialize(..., phase_timeout=7200)",
+        )
+
+
+def _is_ready(token: Token) -> bool:
+    try:
+        return token.is_ready()
+    except RuntimeError:  # it is gone, with its backend
+        return True

@@ -1,0 +1,347 @@
+"""What the watch finds between meetings, and what is no difference, with a store of our own."""
+
+import contextlib
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from distjax.cluster import exits, watch
+from distjax.cluster.ledger import Ledger
+from distjax.cluster.marks import as_text, find_difference, mark_of, parse_mark
+from distjax.cluster.phases import Phase, phase, phases
+from tests.cluster.test_ending import Store, make_job
+
+TRAIN, EVALUATE = ("train", 0), ("evaluate", 0)
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+class Token:
+    """An output of a program that completes when told to."""
+
+    def __init__(self, ready=False):
+        self.ready = ready
+
+    def is_ready(self):
+        if self.ready is None:
+            raise RuntimeError("deleted")
+        return self.ready
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch):
+    """The end of a process raises; whether stacks were printed."""
+
+    def leave(joined, code, text, others_code):
+        assert code == others_code
+        raise Ended(code, text)
+
+    printed = []
+    monkeypatch.setattr(watch, "begin_to_end", lambda: None)
+    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(watch, "print_stacks", lambda: printed.append(True))
+    monkeypatch.setattr(watch, "phases", lambda: ())
+    return printed
+
+
+def make_processes(count=3, store=None):
+    job = dataclasses.replace(
+        make_job(),
+        num_processes=count,
+        client=store or Store(),
+        hosts=tuple(f"host-{i} (pid {i})" for i in range(count)),
+    )
+    made = []
+    for process_id in range(count):
+        ledger = Ledger()
+        joined = dataclasses.replace(job, process_id=process_id)
+        made.append((ledger, watch.Watch(joined, ledger)))
+    return made
+
+
+def launch(ledger, *launches, token=None):
+    for name, arguments in launches:
+        ledger.end_launch(ledger.begin_launch(name, arguments), token)
+
+
+def look_all(processes, now=0.0):
+    """Each process looks, twice, so that all have seen the marks of all."""
+    for _, each in processes * 2:
+        each.look(now)
+
+
+def difference(processes):
+    with pytest.raises(Ended) as end:
+        look_all(processes)
+    code, text = end.value.args
+    assert code == 77
+    return text
+
+
+def test_who_is_only_slower_is_not_different():
+    processes = make_processes()
+    for _ in range(50):
+        for (ledger, _), steps in zip(processes, (1, 7, 40), strict=True):
+            launch(ledger, *[TRAIN] * steps)
+        look_all(processes)
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("steps", [(3, 3, 3), (3, 2000, 3), (2000, 3, 3), (3, 3, 2000)], ids=str)
+def test_another_order_is_found_however_far_ahead_one_is(who, steps):
+    processes = make_processes()
+    for i, (ledger, _) in enumerate(processes):
+        launch(ledger, TRAIN, EVALUATE if i == who else TRAIN, *[TRAIN] * steps[i])
+    others = "process 1 on host-1 (pid 1), " if who == 0 else f"process {who} on host-{who}"
+    text = difference(processes)
+    assert text.startswith("processes need to do the same, and process ")
+    assert "differs from process 0 in what they have launched" in text
+    assert "or one before" in text or "'call 2: evaluate' on process " in text
+    assert who == 0 or others in text
+
+
+def test_other_arguments_are_found():
+    processes = make_processes(2)
+    for i, (ledger, _) in enumerate(processes):
+        launch(ledger, TRAIN, ("train", 7 + i), TRAIN)
+    text = difference(processes)
+    assert "'call 2: train of arguments 00000008' on process 1" in text
+    assert "'call 2: train of arguments 00000007' on process 0" in text
+
+
+def test_a_meeting_of_one_where_another_launches():
+    processes = make_processes(2)
+    launch(processes[0][0], TRAIN)
+    processes[1][0].add_meeting("the creation of 'w'")
+    assert "'call 1: the creation of 'w'' on process 1" in difference(processes).replace('"', "'")
+
+
+def test_meetings_of_different_occasions_are_told_by_themselves():
+    processes = make_processes(2)
+    for i, (ledger, _) in enumerate(processes):
+        ledger.add_meeting(f"occasion {i}")
+    look_all(processes)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_step_more_than_one_that_has_come_to_its_end(who):
+    processes = make_processes(2)
+    for i, (ledger, each) in enumerate(processes):
+        launch(ledger, TRAIN, *[EVALUATE] * (i != who))
+        if i == who:
+            each.come_to_the_end()
+    text = difference(processes)
+    assert f"'the end of the program after 1 calls' on process {who}" in text
+    assert f"'call 2: evaluate' on process {1 - who}" in text
+
+
+def test_a_meeting_that_another_does_not_come_to_has_a_bound_of_its_own():
+    processes = make_processes(2)
+    processes[0][0].add_meeting("the creation of 'w'")
+    processes[1][1].come_to_the_end()
+    look_all(processes)
+
+
+def test_a_launch_that_was_refused_is_none():
+    processes = make_processes(2)
+    processes[0][0].begin_launch("train")
+    processes[0][0].abandon_launch()
+    launch(processes[1][0], EVALUATE)
+    launch(processes[0][0], EVALUATE)
+    look_all(processes)
+    assert processes[0][0].describe() == processes[1][0].describe()
+
+
+def test_a_launch_that_does_not_return_counts_after_a_while():
+    """As on one CPU device, where the thread that launches a program runs it."""
+    processes = make_processes(2)
+    processes[0][0].begin_launch("train")
+    launch(processes[1][0], EVALUATE)
+    for now in (0.0, 0.5, 1.0, 1.9):
+        look_all(processes, now)
+    with pytest.raises(Ended, match="'call 1: evaluate' on process 1; 'call 1: train' on pro"):
+        look_all(processes, 2.5)
+
+
+# -- what does not complete ----------------------------------------------------
+
+
+def test_a_step_that_does_not_complete(ends, capsys):
+    processes = make_processes(3)
+    token = Token()
+    for ledger, _ in processes:
+        launch(ledger, TRAIN)
+    for ledger, _ in processes[:2]:
+        launch(ledger, EVALUATE, token=token)
+    look_all(processes, 0.0)
+    look_all(processes, 600.0)
+    with pytest.raises(Ended) as end:
+        look_all(processes, 600.1)
+    code, text = end.value.args
+    assert code == 76 and ends == [True]
+    assert text.startswith(
+        "call 2 of process 0 on host-0 (pid 0) (evaluate) needs to complete within step_deadline "
+        "(600 s).\n  Got: process 2 on host-2 (pid 2): 1 calls, of 3 processes."
+    )
+    assert capsys.readouterr().err == text + "\n"
+
+
+def test_a_step_that_all_have_launched():
+    processes = make_processes(2)
+    for ledger, _ in processes:
+        launch(ledger, TRAIN, token=Token())
+    look_all(processes, 0.0)
+    with pytest.raises(Ended, match="Got: no process that is behind, of 2 processes"):
+        look_all(processes, 601.0)
+
+
+@pytest.mark.parametrize("token", [Token(ready=True), Token(ready=None), None], ids=str)
+def test_what_has_completed_or_is_gone_is_not_awaited(token):
+    processes = make_processes(2)
+    launch(processes[0][0], TRAIN, token=token)
+    look_all(processes, 0.0)
+    look_all(processes, 1e6)
+
+
+def test_each_step_has_a_deadline_of_its_own():
+    processes = make_processes(2)
+    for step in range(4):
+        token = Token()
+        launch(processes[0][0], TRAIN, token=token)
+        look_all(processes, 500.0 * step)
+        token.ready = True
+
+
+def test_a_launch_that_does_not_return_has_the_deadline_too():
+    processes = make_processes(2)
+    processes[0][0].begin_launch("train")
+    for now in range(5):
+        processes[0][1].look(float(now))
+    with pytest.raises(Ended, match="call 1 of process 0 .* \\(train\\) needs to complete"):
+        look_all(processes, 601.0)
+
+
+def test_who_compiles_is_not_stuck(monkeypatch):
+    """While it is at work; then the deadline begins."""
+    processes = make_processes(2)
+    at = {0: [], 1: [Phase("compiling evaluate", 0.0, is_work=True)]}
+
+    def look(now):
+        for i, (_, each) in enumerate(processes * 2):
+            monkeypatch.setattr(watch, "phases", lambda i=i: tuple(at[i % 2]))
+            each.look(now)
+
+    launch(processes[0][0], TRAIN, token=Token())
+    for now in (0.0, 700.0, 1500.0):
+        look(now)
+    at[1] = []
+    look(2000.0)  # the mark that it sees first is the former one
+    look(2600.0)
+    with pytest.raises(Ended, match="needs to complete within step_deadline"):
+        look(2600.5)
+
+
+def test_a_phase_has_a_bound(monkeypatch, ends):
+    processes = make_processes(2)
+    at = (Phase("waiting", 0.0, is_work=False), Phase("compiling train", 100.0, is_work=True))
+    monkeypatch.setattr(watch, "phases", lambda: at)
+    look_all(processes, 3700.0)
+    with pytest.raises(Ended) as end:
+        look_all(processes, 3701.0)
+    code, text = end.value.args
+    assert code == 76 and ends == [True]
+    assert text.startswith("compiling train needs to be done within phase_timeout (3600 s).\n")
+
+
+def test_phases_of_one_thread_are_nested():
+    names = lambda: [p.what for p in phases()]
+    with phase("outer"):
+        with contextlib.suppress(ValueError), phase("inner", is_work=False):
+            assert names() == ["inner"]
+            raise ValueError
+        assert names() == ["outer"]
+    assert names() == []
+
+
+# -- messages ------------------------------------------------------------------
+
+
+def test_at_a_prompt_it_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(watch, "is_interactive", lambda: True)
+    processes = make_processes(2)
+    launch(processes[0][0], TRAIN)
+    launch(processes[1][0], EVALUATE)
+    look_all(processes)
+    look_all(processes)
+    assert capsys.readouterr().err.count("processes need to do the same") == 2  # on each process
+
+
+def test_messages_of_a_look():
+    """One mark of each process that has moved; process 0 reads all at once, others what it says."""
+    asked = []
+
+    class Counted(Store):
+        def key_value_set(self, key, value, allow_overwrite=False):
+            asked.append(len(value))
+            super().key_value_set(key, value, allow_overwrite)
+
+        def key_value_dir_get(self, key):
+            asked.append(0)
+            return super().key_value_dir_get(key)
+
+    processes = make_processes(256, Counted())
+    for ledger, _ in processes:
+        launch(ledger, *[("a name of 28 characters here", 2**32 - 1)] * 100)
+    for _, each in processes:
+        each.look(0.0)
+    assert len(asked) == 2 * 256
+    assert max(asked) < 1000
+    for _, each in processes:
+        each.look(1.0)
+    assert len(asked) == 3 * 256  # nobody has moved
+    assert [make_processes(p)[0][1]._period for p in (2, 64, 256, 4096)] == [0.25, 0.5, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", '{"calls": [[1]]}', '{"calls": [], "x": 1}'])
+def test_what_is_no_mark(line):
+    assert parse_mark(line) is None
+
+
+def test_a_mark_as_text_and_back():
+    ledger = Ledger()
+    launch(ledger, TRAIN, ("evaluate", 3))
+    mark = mark_of(ledger, [Phase("compiling step", 0.0, is_work=True)], None, False)
+    assert parse_mark(as_text(mark)) == mark
+    assert mark.describe() == "2 calls, compiling step"
+    assert find_difference(mark, ledger, mark) is None
+
+
+def test_a_coordinator_that_does_not_answer_ends_nothing(monkeypatch):
+    ((_, each), _) = make_processes(2)
+    looks = []
+
+    def fail(now):
+        looks.append(now)
+        if len(looks) == 3:
+            each._stopped.set()
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    monkeypatch.setattr(each, "look", fail)
+    monkeypatch.setattr(each, "_period", 0.001)
+    each.start()
+    each._thread.join()
+    each.stop()
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_stacks_are_printed(monkeypatch, capfd, is_file):
+    if not is_file:
+        monkeypatch.setattr(exits.sys, "stderr", types.SimpleNamespace(flush=lambda: None))
+    monkeypatch.setattr(exits.logging, "shutdown", lambda: None)
+    exits.print_stacks()
+    assert "test_stacks_are_printed" in capfd.readouterr().err

@@ -46,9 +46,10 @@ class Timeouts:
       initialization: for all processes to come.
       heartbeat: without a sign of life until a process is taken for dead.
       shutdown: for all processes to come to their end.
-      step_deadline: from the launch of a program to its completion; not watched yet.
+      step_deadline: from the launch of a program to its completion.
       meeting: for all processes to come where they compare what they do.
-      phase: for all processes to come where one reads data or looks at a checkpoint.
+      phase: for slow work of one process (compiling, data, checkpoints), and for all to come where
+        it reads data or looks at a checkpoint.
     """
 
     initialization: float

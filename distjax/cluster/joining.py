@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import jax
 
@@ -66,11 +67,10 @@ def initialize(
       initialization_timeout: seconds until all processes have to be there.
       heartbeat_timeout: seconds without a sign of life until a process counts as lost.
       shutdown_timeout: seconds that a process waits at its end for the others'.
-      step_deadline: seconds that a step may take. Nothing watches it yet: it only bounds
-        `meeting_timeout`.
+      step_deadline: seconds that a program over the processes may take, from its launch on.
       meeting_timeout: seconds until all have to come where processes compare what they do;
         None: 60, or `step_deadline` if that is less.
-      phase_timeout: the same where a process reads data or looks at a checkpoint.
+      phase_timeout: seconds that one process may compile, read data or be at a checkpoint.
       **mtls: JAX's options for encrypted connections to the coordinator (`mtls_*`,
         `verify_secure_credentials`), where JAX has them.
 
@@ -78,24 +78,25 @@ def initialize(
       ClusterError: the arguments are no place in a job, a process is missing, there twice or
         differs, a backend is in use already, or this process has joined with others.
     """
-    with _one_at_a_time:
-        try:
-            timeouts = make_timeouts(
-                initialization_timeout,
-                heartbeat_timeout,
-                shutdown_timeout,
-                step_deadline,
-                meeting_timeout,
-                phase_timeout,
-            )
-            _require_known(mtls)
-            place = (coordinator_address, num_processes, process_id)
-            given = Request(*place, as_device_ids(local_device_ids))
-            bind = coordinator_bind_address
-            _join(find_settings(given, cluster_detection_method, bind, timeouts, mtls))
-        except ClusterError:
-            watch_the_end()  # uncaught, it ends the process with a code of its own
-            raise
+    place = (coordinator_address, num_processes, process_id)
+    waits = (initialization_timeout, heartbeat_timeout, shutdown_timeout)
+    bounds = (step_deadline, meeting_timeout, phase_timeout)
+    bind = coordinator_bind_address
+    with _one_at_a_time, _ends_uncaught():
+        timeouts = make_timeouts(*waits, *bounds)
+        _require_known(mtls)
+        given = Request(*place, as_device_ids(local_device_ids))
+        _join(find_settings(given, cluster_detection_method, bind, timeouts, mtls))
+
+
+@contextlib.contextmanager
+def _ends_uncaught() -> Generator[None]:
+    """Has a `ClusterError` that nobody catches end the process with a code of its own."""
+    try:
+        yield
+    except ClusterError:
+        watch_the_end()
+        raise
 
 
 def join_if_nobody_did() -> None:

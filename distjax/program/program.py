@@ -294,8 +294,7 @@ class Program:
             build = self._build
             if build is None or not build.variables:
                 build = self._trace(args, kwargs)
-            # Without variables the call compiles, as it holds no lock; not in a job, whose other
-            # processes wait for the call, and not for the compiler, within `step_deadline`.
+            # Without variables there is no lock, and the call compiles; in a job it is timed.
             while build.variables or (build.spans_processes and not jax_compat.tracing()):
                 require_outside_traces(build)
                 try:
@@ -377,9 +376,7 @@ def _leave_explicit_meshes(
 ) -> Any:
     if not user_mesh.has_explicit_mesh((args, kwargs)):
         return None
-    return user_mesh.off_explicit_meshes(
-        (args, kwargs)
-    )  # JAX raises a KeyError of an axis, and more
+    return user_mesh.off_explicit_meshes((args, kwargs))  # JAX raises a KeyError, and more
 
 
 def _deleted_text(function: str, argument: str, array: jax.Array) -> str:

@@ -1,0 +1,104 @@
+"""What trains on wrong numbers in silence without distjax: a table of how each of it ends here.
+
+Where the processes compare before they act it is an `AgreementError` on all, which can be caught
+(`test_agreement` asks for its text); between two such meetings it ends all with 77.
+"""
+
+import pytest
+
+from tests.processes import test_agreement as at_meetings
+from tests.processes.jobs import run_job
+
+pytestmark = pytest.mark.multiprocess
+
+START = """
+import threading
+import numpy as np
+import jax, jax.numpy as jnp
+import distjax as dj
+dj.initialize(ADDRESS, P, I, step_deadline=STEP_DEADLINE)
+strategy = dj.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    w = dj.Variable(1.0, aggregation=dj.VariableAggregation.MEAN)
+    metric = dj.metrics.Sum()
+def step(x):
+    w.assign_add(x)
+    metric.update(x)
+    return dj.get_replica_context().all_reduce("sum", x * w.value)
+def evaluate(x):
+    return dj.get_replica_context().all_reduce("sum", w.value - x)
+for fn in (step, evaluate):
+    strategy.run(fn, args=(np.float32(1.0),))
+assert float(metric.result()) == 4.0
+"""
+
+ONE_MORE = "strategy.run(step, args=(np.float32(1.0),))\n"
+ON_ONE = "if jax.process_index() == 0: "
+GO_ON = 3 * ONE_MORE + "threading.Event().wait()\n"  # no meeting, and no end
+
+METRIC_ON_ONE = ON_ONE + "print(metric.result())\n" + GO_ON
+OTHER_FUNCTION = "strategy.run((step, evaluate)[I], args=(np.float32(1.0),))\n" + GO_ON
+SKIPPED = ON_ONE + f"print({ONE_MORE.strip()})\n"  # in a collective that the other never enters
+OTHER_NUMBER = "strategy.run(step, args=(np.float32(1.0 + I),))\n" + GO_ON
+
+#: What the user writes, and how it ends: at a meeting, or (program, what all of them say).
+TABLE = {
+    "an initial value of another seed": at_meetings.another_seed,
+    "dj.flax.create with another seed": at_meetings.another_seed_of_a_module,
+    "a number of its own as an argument": at_meetings.another_number,
+    "an array of its own as an argument": at_meetings.another_array,
+    "a number of its own in a later call": (OTHER_NUMBER, "step of arguments "),
+    "another constant": at_meetings.another_constant,
+    "other code": at_meetings.another_step_on_a_variable,
+    "an argument of another shape": at_meetings.another_shape,
+    "a metric read by one process": (METRIC_ON_ONE, ": step of arguments "),
+    "evaluate where the others call step": (OTHER_FUNCTION, ": evaluate of arguments "),
+    "a step more than the others": (SKIPPED, "the end of the program after "),
+}
+BETWEEN_MEETINGS = {row: end for row, end in TABLE.items() if isinstance(end, tuple)}
+
+
+def test_the_rows_that_are_found_at_meetings_are_asked_there():
+    asked = set(at_meetings.DIFFERENT)
+    assert asked >= {TABLE[row] for row in TABLE.keys() - BETWEEN_MEETINGS.keys()}
+
+
+@pytest.mark.parametrize("row", BETWEEN_MEETINGS)
+def test_what_differs_between_meetings_ends_all_with_77(row):
+    program, said = BETWEEN_MEETINGS[row]
+    script = (START + program).replace("STEP_DEADLINE", "600.0")
+    for ended in run_job(script, devices=2):
+        assert ended.code == 77, ended.said
+        assert "differs from process 0 in what they have launched" in ended.said
+        assert said in ended.said
+
+
+#: Process 1 compiles for longer than the deadline, for which nobody is to blame; then it is stuck.
+SLOW_THEN_STUCK = """
+def last(x):
+    return dj.get_replica_context().all_reduce("mean", x)
+if I == 1:
+    compile_it = jax.stages.Lowered.compile
+    def compile_slowly(*args, **kwargs):
+        threading.Event().wait(4.5)
+        return compile_it(*args, **kwargs)
+    jax.stages.Lowered.compile = compile_slowly
+print("compiled", strategy.run(last, args=(np.float32(1.0),)), flush=True)
+def sit_there():
+    threading.Event().wait()
+if I == 1:
+    sit_there()
+print(strategy.run(last, args=(np.float32(1.0),)))
+"""
+
+
+def test_a_stuck_process_is_named_and_shows_its_threads():
+    script = (START + SLOW_THEN_STUCK).replace("STEP_DEADLINE", "3.0")
+    first, second = run_job(script, devices=2)
+    for ended in (first, second):
+        assert ended.code == 76, ended.said
+        assert "compiled 1.0" in ended.said
+        assert "(last of arguments " in ended.said
+        assert "needs to complete within step_deadline (3 s)" in ended.said
+        assert "Got: process 1 on " in ended.said
+    assert "in sit_there" in second.said

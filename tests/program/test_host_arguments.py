@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -30,7 +31,7 @@ OTHERS = {
     "complex": ((1j,), (2j,)),
     "NaN": ((float("nan"),), (0.0,)),
     "numpy number": ((np.float32(1),), (np.float32(2),)),
-    "bfloat16": ((jnp.bfloat16(1),), (jnp.bfloat16(2),)),
+    "bfloat16": ((ml_dtypes.bfloat16(1),), (ml_dtypes.bfloat16(2),)),
     "array": ((np.arange(1024.0, dtype="f"),), (np.arange(1.0, 1025.0, dtype="f"),)),
     "array of bfloat16": ((np.ones(3, jnp.bfloat16),), (np.zeros(3, jnp.bfloat16),)),
     "columns": ((np.eye(4)[:, :2],), (np.eye(4)[:, 2:],)),

@@ -107,7 +107,7 @@ class _Ending:
             begin_to_end()
             print(error, file=sys.stderr)
             if isinstance(error, AgreementError):
-                leave(joined, DIFFERENT, str(error), DIFFERENT)
+                leave(joined, DIFFERENT, str(error), DIFFERENT)  # it may be the first
             leave(joined, self.code or PEER_LOST, "it came to its end alone")
         self._watch.stop()
         self._stop_watch()

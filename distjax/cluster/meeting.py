@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Sequence
 
 import jax
 
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import ledger
+from distjax.cluster.marks import hear
 from distjax.cluster.phases import phase
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
@@ -32,7 +34,8 @@ def exchange(
       joined: the job.
       occasion: what this process is about to do, as "the first call of step": for errors.
       text: what this one says; short, since process 0 hands all of it on.
-      seconds: how long the last one is awaited; None: `meeting_timeout`.
+      seconds: how long the last one is awaited, unless it is at work (see `phases`); None:
+        `meeting_timeout`.
 
     Cost: a few messages for each process, and the wait for the last one.
 
@@ -46,25 +49,62 @@ def exchange(
     with _lock, phase(f"waiting for the others ({occasion})", is_work=False):
         _count += 1
         ledger.add_meeting(occasion)
-        place, client = f"distjax/meeting/{_count}", joined.client
+        place = f"distjax/meeting/{_count}"
+        said = json.dumps([ledger.describe(), occasion, text])
         try:
-            said = json.dumps([ledger.describe(), occasion, text])
-            client.key_value_set(f"{place}/came/{joined.process_id}", said)
-            client.wait_at_barrier(f"{place}/all", math.ceil(seconds * 1000))
-            if joined.process_id == 0:
-                came = client.key_value_dir_get(f"{place}/came")
-                by_process = {int(key.rpartition("/")[2]): said for key, said in came}
-                in_order = [by_process[i] for i in range(joined.num_processes)]
-                client.key_value_set(f"{place}/said", json.dumps(in_order))
-                if _count > 1:  # all have left it: they are here
-                    client.key_value_delete(f"distjax/meeting/{_count - 1}")
-            all_said = json.loads(client.blocking_key_value_get(f"{place}/said", 60_000))
+            joined.client.key_value_set(f"{place}/came/{joined.process_id}", said)
+            all_said = json.loads(_hear_all(joined, place, seconds))
+            if joined.process_id == 0 and _count > 1:  # all have left it: they are here
+                joined.client.key_value_delete(f"distjax/meeting/{_count - 1}")
         except jax.errors.JaxRuntimeError as error:
-            raise _absence(joined, occasion, f"{place}/came", seconds, error) from None
+            raise _absence(joined, occasion, place, seconds, error) from None
     launches, occasions, texts = zip(*map(json.loads, all_said), strict=True)
     require_equal(joined, "what they have launched", launches)
     require_equal(joined, "what they do", occasions)
     return texts
+
+
+def _hear_all(joined: Job, place: str, seconds: float) -> str:
+    """Returns what each process says, as process 0 hands it on when the last one has come.
+
+    A process that compiles, say, is awaited for as long as that may take, and `seconds` more.
+    """
+    now = time.monotonic()
+    deadline, bound = now + seconds, now + seconds + joined.timeouts.phase
+    while True:
+        key = f"{place}/said"
+        if joined.process_id == 0:
+            came = _who_came(joined, place)
+            missing = [i for i in range(joined.num_processes) if i not in came]
+            if not missing:
+                said = json.dumps([came[i] for i in range(joined.num_processes)])
+                joined.client.key_value_set(key, said)
+                return said
+            key = f"{place}/came/{missing[0]}"
+        try:
+            remaining = max(1, math.ceil((deadline - now) * 1000))
+            heard = joined.client.blocking_key_value_get(key, remaining)
+            if joined.process_id != 0:
+                return heard
+        except jax.errors.JaxRuntimeError as error:
+            is_late = "DEADLINE_EXCEEDED" in str(error)
+            if not is_late or time.monotonic() > bound or not _may_come(joined, place):
+                raise
+            deadline = time.monotonic() + seconds
+        now = time.monotonic()
+
+
+def _who_came(joined: Job, place: str) -> dict[int, str]:
+    """Returns what those who have come say, by process."""
+    keys = joined.client.key_value_dir_get(f"{place}/came")
+    return {int(key.rpartition("/")[2]): said for key, said in keys}
+
+
+def _may_come(joined: Job, place: str) -> bool:
+    """Returns whether those who are missing may still come: one is at work, or all are here now."""
+    came = _who_came(joined, place)
+    is_busy = any(mark.is_busy for i, mark in hear(joined).items() if i not in came)
+    return is_busy or len(came) == joined.num_processes
 
 
 def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:
@@ -106,16 +146,16 @@ def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, s
 
 
 def _absence(
-    joined: Job, occasion: str, came: str, seconds: float, error: Exception
+    joined: Job, occasion: str, place: str, seconds: float, error: Exception
 ) -> StuckError | PeerLostError:
     """Returns what to raise where others did not come, or cannot be reached."""
-    missing: Sequence[int]
     try:
-        here = {int(key.rpartition("/")[2]) for key, _ in joined.client.key_value_dir_get(came)}
-        missing = [i for i in range(joined.num_processes) if i not in here]
+        came, marks = _who_came(joined, place), hear(joined)
+        missing = [i for i in range(joined.num_processes) if i not in came]
     except jax.errors.JaxRuntimeError:
-        missing = [0]  # the coordinator itself
-    names = ", ".join(map(joined.name_process, missing)) or "a process"
+        missing, marks = [0], {}  # the coordinator itself
+    at = {i: f" ({mark.describe()})" for i, mark in marks.items()}
+    names = ", ".join(joined.name_process(i) + at.get(i, "") for i in missing) or "a process"
     is_late = "DEADLINE_EXCEEDED" in str(error)
     what = f"did not come within {seconds:g} s" if is_late else "has ended"
     return (StuckError if is_late else PeerLostError)(

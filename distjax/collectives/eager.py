@@ -20,7 +20,7 @@ from distjax.typing import PyTree
 @functools.lru_cache(maxsize=1024)
 def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
     def program(arrays: PyTree) -> tuple[Any, Any]:
-        return fn(arrays, *static), make_token()
+        return fn(arrays, *static), make_token(job() is not None)
 
     return jax.jit(program)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from distjax import jax_compat
+from distjax.cluster.job import job
 from distjax.collectives.throttle import make_token
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
@@ -25,6 +27,9 @@ from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.storage import SteppedArrays, StoredArray
 from distjax.variables.variable import Variable
+
+#: Elements of a result that may be held for the next launch.
+_SMALL = 256
 
 
 class UnknownVariables(Exception):
@@ -145,7 +150,10 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
             raise UnknownVariables(found)
         values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
-        token = make_token() if found.spans_devices or found.spans_processes else None
+        token = None
+        if found.spans_devices or found.spans_processes:
+            is_needed = job() is not None and not _tells_the_end(arrays, (args, kwargs))
+            token = make_token(is_needed)
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]
@@ -173,6 +181,16 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         offered=offered,
     )
     return build
+
+
+def _tells_the_end(results: Sequence[Any], inputs: PyTree) -> bool:
+    """Returns whether the first result shows that the program has completed.
+
+    It is held until the next launch, so it has to be small; and JAX hands on an input at once.
+    """
+    if not results or results[0].size > _SMALL or jax_compat.is_key_dtype(results[0].dtype):
+        return False
+    return not any(results[0] is leaf for leaf in jax.tree.leaves(inputs))
 
 
 def _make_lock(variables: Iterable[Variable]) -> AbstractContextManager[Any]:

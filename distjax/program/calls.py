@@ -81,7 +81,7 @@ def start(
                 returned = cell[0]
                 cell[0] = returned[0]
                 if launch is not None:
-                    ledger.end_launch(launch, returned[3])
+                    _end_launch(launch, returned)
                     launch = None
                 (spec,) = returned[1]
                 result = spec.unpack(returned[2])
@@ -135,7 +135,7 @@ def _start_reader(
             cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
         returned = cell[0]
         if launch is not None:
-            ledger.end_launch(launch, returned[3])
+            _end_launch(launch, returned)
             launch = None
         (spec,) = returned[1]
         result = spec.unpack(returned[2])
@@ -159,12 +159,18 @@ def _begin(
     return ledger.begin_launch(build.name, checksum(places, args, kwargs) if places else 0)
 
 
+def _end_launch(launch: tuple[str, int], returned: tuple[Any, ...]) -> None:
+    """Notes that a program runs, and what is ready when it has completed."""
+    _, _, arrays, token = returned
+    ledger.end_launch(launch, arrays[0] if token is None and arrays else token)
+
+
 def _conclude_launch(launch: tuple[str, int], returned: tuple[Any, ...] | None) -> None:
     """Completes the note of a launch in whose call something was raised."""
     if returned is None:
         ledger.abandon_launch()
     else:
-        ledger.end_launch(launch, returned[3])
+        _end_launch(launch, returned)
 
 
 def _conclude(

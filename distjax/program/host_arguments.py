@@ -65,7 +65,7 @@ def _is_on_host(leaf: PyTree) -> bool:
     return isinstance(leaf, (*_ARRAYS, int, float, complex))
 
 
-def _user_kwargs(kwargs: Any) -> tuple[Any, ...]:
+def _user_kwargs(kwargs: Mapping[str, PyTree]) -> tuple[Any, ...]:
     """Returns the user's of keyword arguments, which may carry objects with state too."""
     return (getattr(kwargs, "kwargs", kwargs),) if kwargs else ()
 

@@ -213,9 +213,10 @@ def _require_equal(found: Sequence[object], expected: object) -> None:
             raise Failure(f"{each}, and {expected} of one process")
 
 
-def main(seeds: Sequence[int]) -> int:
-    """Runs the programs of the seeds and prints a table; returns how many have failed."""
+def main(seeds: Sequence[int]) -> None:
+    """Runs the programs of the seeds and prints a table; ends with 1 if one of them failed."""
     failures = 0
+    print(f"{'seed':>6}  {'result':14}  change", flush=True)
     for seed in seeds:
         program = draw(seed)
         try:
@@ -223,8 +224,10 @@ def main(seeds: Sequence[int]) -> int:
         except Failure as failure:
             failures, result = failures + 1, f"FAILED: {failure}"
         print(f"{seed:6}  {result:14}  {program.change}", flush=True)
-    return failures
+    print(f"{len(seeds)} programs, {failures} of which failed")
+    if failures:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main([int(seed) for seed in sys.argv[1:]] or range(30))))
+    main([int(seed) for seed in sys.argv[1:]] or range(30))

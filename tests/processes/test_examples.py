@@ -1,4 +1,4 @@
-"""The digits example as a job: the file that trains in one process trains in several."""
+"""The examples as a job: the file that trains in one process trains in several."""
 
 import json
 import pathlib
@@ -6,6 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from tests.drills.example_runs import LANGUAGE_MODEL, run_example
+from tests.processes import groups
 from tests.processes.jobs import ROOT, run_job
 
 pytestmark = pytest.mark.multiprocess
@@ -34,9 +36,34 @@ def losses_of(script, strategy, ids, out: pathlib.Path, devices):
     return np.array(json.loads(losses.read_text()))
 
 
-@pytest.mark.parametrize("script", ["train.py", "modules.py", "functional.py"])
-def test_the_curve_is_that_of_one_process(script, tmp_path):
-    one = losses_of(script, "mirrored", (0,), tmp_path, devices=4)
-    several = losses_of(script, "multi_worker", (0, 1), tmp_path, devices=2)
+def test_the_curve_is_that_of_one_process(tmp_path):
+    one = losses_of("train.py", "mirrored", (0,), tmp_path, devices=4)
+    several = losses_of("train.py", "multi_worker", (0, 1), tmp_path, devices=2)
     assert len(one) == 8
     np.testing.assert_allclose(several, one, atol=1e-6)
+
+
+#: A part of what `python -m tests.drills.curves` runs.
+FORMS = (
+    ("digits/modules.py", "mirrored"),
+    ("digits/functional.py", "mirrored"),
+    (LANGUAGE_MODEL, "mirrored"),
+    (LANGUAGE_MODEL, "zero3"),
+)
+
+
+def test_curves_of_other_forms():
+    """In one group of processes, and in one process."""
+    options = ("--steps", "4", "--width", "16", "--context", "16", "--layers", "1")
+    curves = []
+    for shape in ((1, 4), (2, 2)):
+        group = groups.group(*shape)
+        found = {}
+        for script, strategy in FORMS:
+            own = options if script == LANGUAGE_MODEL else options[:2]
+            found[script, strategy] = group.call(run_example, script, strategy, *own)[0].losses
+        curves.append(found)
+    for form in FORMS:
+        one, several = (found[form] for found in curves)
+        assert len(one) == 4
+        np.testing.assert_allclose(several, one, rtol=1e-6, err_msg=str(form))

@@ -38,6 +38,9 @@ class Storage:
     Orbax writes a step to a folder of another name and renames it when it is
     complete, so that a process that is killed leaves complete steps only.
 
+    Attributes:
+      job: whose all processes take part; None: this process alone.
+
     Args:
       directory: where the steps are; made by the first `write`.
       max_to_keep: how many steps are kept; None: all.
@@ -58,15 +61,15 @@ class Storage:
         best_mode: str,
         local: bool = False,
     ):
-        self._job = None if local else job()
-        if self._job is None:
+        self.job = None if local else job()
+        if self.job is None:
             require_checkpoint_directory(directory)
             self.directory = os.path.abspath(os.fspath(directory))
         else:
             check = functools.partial(require_checkpoint_directory, directory)
             hear_from_first("the construction of a Checkpointer", check)
             self.directory = os.path.abspath(os.fspath(directory))
-            require_shared_directory(self._job, self.directory)
+            require_shared_directory(self.job, self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -235,7 +238,7 @@ class Storage:
 
     @property
     def _is_alone_in_a_job(self) -> bool:
-        return self._job is None and job() is not None
+        return self.job is None and job() is not None
 
     @contextlib.contextmanager
     def _guard_read(self, step: int) -> Generator[None]:
@@ -261,7 +264,7 @@ class Storage:
                 return None
             return self._look(look, alone=True)
 
-        return answer() if self._job is None else hear_from_first(occasion, answer)
+        return answer() if self.job is None else hear_from_first(occasion, answer)
 
     def _look(self, look: Callable[[ocp.CheckpointManager], T], alone: bool = False) -> T:
         """Returns ``look(manager)``, with a manager that has looked at the directory just now.
@@ -279,7 +282,7 @@ class Storage:
 
     @contextlib.contextmanager
     def _open_manager(self, alone: bool) -> Generator[ocp.CheckpointManager]:
-        if self._writer is not None and not (alone and self._job is not None):
+        if self._writer is not None and not (alone and self.job is not None):
             _retry_look(self._writer.reload)
             yield self._writer
             return
@@ -298,7 +301,7 @@ class Storage:
             os.makedirs(self.directory, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             create=False,
-            multiprocessing_options=_of_processes(alone or self._job is None),
+            multiprocessing_options=_of_processes(alone or self.job is None),
             # What a killed process left. A reader may look on while another process writes.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,

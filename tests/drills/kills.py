@@ -29,11 +29,28 @@ ANYWHERE = (*KILLED, ALONE, (2, 1), (1, 2))
 KILLS_OF_A_RUN = 3
 #: How long a run may take to its end, and its other processes after one was killed.
 RUN_SECONDS, LEAVE_SECONDS = 300.0, 60.0
-TOLERANCE = 1e-6
+#: How far weights may be from those of other numbers of processes, beside the greatest of them:
+#: numbers of 32 bits, and of 64.
+TOLERANCES = {False: 1e-6, True: 1e-12}
 
 
 class Failure(Exception):
     """A run is not as it should be: what was seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the launches of a training are.
+
+    Attributes:
+      checkpoints: their directory.
+      shared: a folder of compiled programs and undisturbed runs, which drills share.
+      is_wide: whether numbers have 64 bits.
+    """
+
+    checkpoints: pathlib.Path
+    shared: pathlib.Path
+    is_wide: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,22 +68,22 @@ class Run:
 
     Args:
       shape: processes, and devices of each.
-      directory: the checkpoints.
-      folder: of compiled programs, and what the processes say on stderr.
+      place: of checkpoints and compiled programs.
     """
 
-    def __init__(self, shape: tuple[int, int], directory: pathlib.Path, folder: pathlib.Path):
+    def __init__(self, shape: tuple[int, int], place: Place):
         num_processes, devices = shape
         self._shape = shape
         environment = job_environment(devices)
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(place.shared / "programs")
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment["JAX_ENABLE_X64"] = str(int(place.is_wide))
         if num_processes > 1:
             environment["DISTJAX_COORDINATOR"] = free_address()
             environment["DISTJAX_NUM_PROCESSES"] = str(num_processes)
-        command = [sys.executable, "-m", "tests.drills.training", str(directory)]
+        command = [sys.executable, "-m", "tests.drills.training", str(place.checkpoints)]
         self.said: list[dict[str, Any]] = []
-        self._errors = [tempfile.TemporaryFile(dir=folder) for _ in range(num_processes)]
+        self._errors = [tempfile.TemporaryFile() for _ in range(num_processes)]
         self.processes = [
             subprocess.Popen(
                 command,
@@ -136,27 +153,37 @@ class Run:
         return max((said[name] for said in self.said if name in said), default=default)
 
 
-def drill(seed: int, folder: pathlib.Path, shapes: Sequence[tuple[int, int]] = ()) -> Iterator[Row]:
+def drill(
+    seed: int,
+    shared: pathlib.Path,
+    shapes: Sequence[tuple[int, int]] = (),
+    is_wide: bool | None = None,
+) -> Iterator[Row]:
     """Yields a row for each kill of one training, and one for its end.
 
     Args:
       seed: of all that is drawn.
-      folder: of compiled programs and undisturbed runs, which drills share.
+      shared: a folder of compiled programs and undisturbed runs, which drills share.
       shapes: of its launches, all but the last of which are killed; none: drawn.
+      is_wide: whether numbers have 64 bits; None: drawn.
 
     Raises:
       Failure: a step is lost or done twice, or the numbers are others.
     """
     draw = random.Random(seed)
     first, *others = shapes = shapes or _draw_shapes(draw)
+    is_wide = draw.random() < 0.5 if is_wide is None else is_wide
     is_exact = all(shape == first for shape in others)
     with tempfile.TemporaryDirectory(prefix="distjax-drill-") as directory:
-        checkpoints = pathlib.Path(directory)
+        place = Place(pathlib.Path(directory), shared, is_wide)
         for shape in shapes[:-1]:
-            yield Row(seed, _name(shape), kill_once(draw, shape, checkpoints, folder))
-        result = run_to_the_end(shapes[-1], checkpoints, folder)
-    require_equal(result, undisturbed(first if is_exact else ALONE, folder), is_exact=is_exact)
-    yield Row(seed, _name(shapes[-1]), "to the end", "to the bit" if is_exact else "to 1e-6")
+            yield Row(seed, _name(shape), kill_once(draw, shape, place))
+        result = run_to_the_end(shapes[-1], place)
+    expected = undisturbed(first if is_exact else ALONE, place)
+    tolerance = 0.0 if is_exact else TOLERANCES[is_wide]
+    require_equal(result, expected, tolerance)
+    verdict = "to the bit" if is_exact else f"to {tolerance:.0e}"
+    yield Row(seed, _name(shapes[-1]), f"to the end, {64 if is_wide else 32} bits", verdict)
 
 
 def _draw_shapes(draw: random.Random) -> list[tuple[int, int]]:
@@ -168,12 +195,13 @@ def _draw_shapes(draw: random.Random) -> list[tuple[int, int]]:
     return shapes
 
 
-def undisturbed(shape: tuple[int, int], folder: pathlib.Path) -> dict[str, Any]:
+def undisturbed(shape: tuple[int, int], place: Place) -> dict[str, Any]:
     """What comes out of a run that nobody kills; it runs once for all drills."""
-    found = folder / f"undisturbed-{_name(shape)}.json"
+    found = place.shared / f"undisturbed-{_name(shape)}-{place.is_wide}.json"
     if not found.exists():
         with tempfile.TemporaryDirectory(prefix="distjax-drill-") as directory:
-            found.write_text(json.dumps(run_to_the_end(shape, pathlib.Path(directory), folder)))
+            elsewhere = dataclasses.replace(place, checkpoints=pathlib.Path(directory))
+            found.write_text(json.dumps(run_to_the_end(shape, elsewhere)))
     return json.loads(found.read_text())
 
 
@@ -185,20 +213,18 @@ def _name(shape: tuple[int, int]) -> str:
     return "x".join(map(str, shape))
 
 
-def kill_once(
-    draw: random.Random, shape: tuple[int, int], directory: pathlib.Path, folder: pathlib.Path
-) -> str:
+def kill_once(draw: random.Random, shape: tuple[int, int], place: Place) -> str:
     """Launches the training, kills one of its processes, and returns when that was.
 
     Raises:
       Failure: it did not go on where the last complete step was, or a survivor ended well.
     """
-    complete = complete_steps(directory)
+    complete = complete_steps(place.checkpoints)
     victim = draw.randrange(shape[0])
     # Two lines a step: up to the middle of what is left, so that there is more to kill.
     num_lines = draw.randint(0, NUM_STEPS - max(complete, default=0))
     delay = draw.uniform(0, 0.1)
-    with Run(shape, directory, folder) as run:
+    with Run(shape, place) as run:
         for _ in run.listen():
             if len(run.said) > num_lines:
                 break
@@ -213,23 +239,21 @@ def kill_once(
         others = codes[:victim] + codes[victim + 1 :]
         if is_killed and 0 in others and run.latest("committed") < NUM_STEPS:
             raise Failure(f"a process ended with 0, the codes are {codes}\n{run.errors()}")
-        committed = run.latest("committed")
-        if committed > max(complete_steps(directory), default=0):
-            raise Failure(f"step {committed} was complete, there are {complete_steps(directory)}")
+        committed, steps = run.latest("committed"), complete_steps(place.checkpoints)
+        if committed > max(steps, default=0):
+            raise Failure(f"step {committed} was complete, there are {steps}")
         moment = f"process {victim}, {delay * 1000:.0f} ms after step {run.latest('step')}"
         return f"{moment}, codes {codes}"
 
 
-def run_to_the_end(
-    shape: tuple[int, int], directory: pathlib.Path, folder: pathlib.Path
-) -> dict[str, Any]:
+def run_to_the_end(shape: tuple[int, int], place: Place) -> dict[str, Any]:
     """Launches the training, and returns what came out.
 
     Raises:
       Failure: it did not end well, or has lost a step or an example, or done one twice.
     """
-    complete = complete_steps(directory)
-    with Run(shape, directory, folder) as run:
+    complete = complete_steps(place.checkpoints)
+    with Run(shape, place) as run:
         for _ in run.listen():
             pass
         codes = run.end(LEAVE_SECONDS)
@@ -253,11 +277,11 @@ def require_resumed(run: Run, complete: list[int]) -> None:
                 raise Failure(f"complete steps {complete}, and it began with {said}")
 
 
-def require_equal(result: dict[str, Any], expected: dict[str, Any], *, is_exact: bool) -> None:
+def require_equal(result: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     """Raises a Failure unless the weights are those of the undisturbed run."""
     found, wanted = (np.array([*map(float.fromhex, x["weights"])]) for x in (result, expected))
-    difference = np.abs(found - wanted).max()
-    if not difference <= (0.0 if is_exact else TOLERANCE):
+    difference = np.abs(found - wanted).max() / np.abs(wanted).max()
+    if not difference <= tolerance:
         raise Failure(f"the weights are {difference} away from those of an undisturbed run")
 
 

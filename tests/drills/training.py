@@ -26,8 +26,9 @@ FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
 def make_batches() -> list[dict[str, np.ndarray]]:
     """The global batches `[G, ...]`, each example once."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32)
-    y = np.tanh(x @ rng.normal(size=WIDTH)).astype(np.float32)
+    width = jnp.result_type(float)  # 64 bits where JAX_ENABLE_X64 says so
+    x = rng.normal(size=(NUM_EXAMPLES, WIDTH)).astype(width)
+    y = np.tanh(x @ rng.normal(size=WIDTH)).astype(width)
     index = rng.permutation(NUM_EXAMPLES).astype(np.int32)
     rows = [slice(i, i + BATCH) for i in range(0, NUM_EXAMPLES, BATCH)]
     return [{"x": x[index[r]], "y": y[index[r]], "index": index[r]} for r in rows]

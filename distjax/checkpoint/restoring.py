@@ -64,9 +64,14 @@ class Saved:
 
     def _values(self, wanted: Tree, names: Mapping[str, str]) -> dict[str, Any]:
         """Returns the saved array (None for an empty one), number or state of each key."""
-        in_arrays = {k: old for k, old in names.items() if self._specs[old].is_stored_as_array}
+        in_json = self._description["values"]
+        in_arrays = {
+            k: old
+            for k, old in names.items()
+            if self._specs[old].is_stored_as_array and old not in in_json
+        }
         shardings = {old: wanted.leaves[key].sharding() for key, old in in_arrays.items()}
-        values = {**self._description["values"], **self._storage.arrays(self._step, shardings)}
+        values = {**in_json, **self._storage.arrays(self._step, shardings)}
         found = {key: values.get(old) for key, old in names.items()}
         return {key: own_state(self._storage.job, key, x, self._where) for key, x in found.items()}
 

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
 from distjax.checkpoint.first_process import hear_from_first
 from distjax.cluster.job import job
@@ -97,10 +98,13 @@ class Storage:
         """
         self.wait()
         if self._is_alone_in_a_job:  # orbax refuses arrays of one process there
-            _require_first_process(self.place(step))
             for key, array in arrays.items():
                 require_wholly_here(array, repr(key))
             arrays = {key: np.array(array) for key, array in arrays.items()}
+            if jax.process_index() != 0:  # where it writes no arrays of one process at all
+                values = {key: json_values.encode_array(array) for key, array in arrays.items()}
+                description = {**description, "values": {**description["values"], **values}}
+                arrays = {}
         items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
@@ -297,11 +301,18 @@ class Storage:
 
     def _make_manager(self, *, is_writer: bool, alone: bool = False) -> ocp.CheckpointManager:
         metric = self._best_metric
+        processes = _of_processes(alone or self.job is None)
+        handlers = None
+        if self._is_alone_in_a_job:  # orbax's own ones are of process 0
+            handlers = {
+                _DESCRIPTION: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+            }
         if is_writer:
             os.makedirs(self.directory, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             create=False,
-            multiprocessing_options=_of_processes(alone or self.job is None),
+            multiprocessing_options=processes,
             # What a killed process left. A reader may look on while another process writes.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,
@@ -309,7 +320,7 @@ class Storage:
             best_fn=None if metric is None else self._quality,
             best_mode="max",
         )
-        return ocp.CheckpointManager(self.directory, options=options)
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def _preservation_policy(self) -> Any:
         policies = ocp.checkpoint_managers
@@ -324,20 +335,6 @@ class Storage:
         if math.isnan(value):
             return -math.inf
         return value if self._best_mode == "max" else -value
-
-
-def _require_first_process(place: str) -> None:
-    if jax.process_index() == 0:
-        return
-    raise CheckpointError(
-        message(
-            f"{place} with local=True needs to be written by process 0",
-            got=f"a save on process {jax.process_index()}",
-            why="in a job orbax writes values of one process on process 0 only",
-            fix="save on process 0, or with dj.checkpoint.Checkpointer(directory) on all of them; "
-            "every process can read with local=True",
-        )
-    )
 
 
 def _of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:

@@ -197,26 +197,35 @@ def test_a_directory_that_is_not_shared_is_refused(group, tmp_path):
     assert group.call(open_apart, str(tmp_path)) == [(text, [])] * 2
 
 
-def save_alone(directory):
-    """Process 0 with values that are wholly its own; the other one reads them, later."""
+def save_alone(directory, writer):
+    """One process with values that are wholly its own; the other one reads them, later."""
     strategy = dj.MirroredStrategy(jax.local_devices())
+    is_writer = job().process_id == writer
     with strategy.scope():
-        w = dj.Variable(5.0 if job().process_id == 0 else 0.0)
-    with dj.checkpoint.Checkpointer(directory, local=True) as checkpointer:
-        if job().process_id == 0:
-            checkpointer.save(1, {"w": w})
+        state = {
+            "w": dj.Variable(5.0 if is_writer else 0.0),
+            "half": dj.Variable(jnp.full(3, 1.5 if is_writer else 0.0, jnp.bfloat16)),
+            "key": dj.Variable(jax.random.key(7 if is_writer else 0)),
+            "none": dj.Variable(jnp.zeros((0, 2))),
+            "step": 4 if is_writer else 0,
+        }
+    with dj.checkpoint.Checkpointer(directory, local=True, max_to_keep=1) as checkpointer:
+        if is_writer:
+            checkpointer.save(1, state, metrics={"loss": 2.0})
+            checkpointer.save(2, state)
             checkpointer.wait()
-            w.assign(0.0)
+            state["w"].assign(0.0)
         agreed_step(dj.MultiWorkerMirroredStrategy())  # waits for it
-        if job().process_id == 1:
-            with pytest.raises(dj.errors.CheckpointError, match="to be written by process 0"):
-                checkpointer.save(2, {"w": w})
-        checkpointer.restore({"w": w})
-        return checkpointer.all_steps(), float(w.value)
+        step = checkpointer.restore(state)["step"]
+        half, key = state["half"].value.tolist(), jax.random.key_data(state["key"].value).tolist()
+        return checkpointer.all_steps(), float(state["w"].value), half, key, step
 
 
-def test_one_process_alone(group, tmp_path):
-    assert group.call(save_alone, str(tmp_path / "own")) == [([1], 5.0)] * 2
+@pytest.mark.parametrize("writer", [0, 1])
+def test_one_process_alone(group, tmp_path, writer):
+    key = jax.random.key_data(jax.random.key(7)).tolist()
+    saved = ([2], 5.0, [1.5] * 3, key, 4)
+    assert group.call(save_alone, str(tmp_path / "own"), writer) == [saved] * 2
 
 
 def open_a_file(path):

@@ -14,56 +14,48 @@ pytestmark = pytest.mark.multiprocess
 
 FOLDER = ROOT / "examples" / "digits"
 
+SCRIPTS = ("train.py", "modules.py", "functional.py")
+
+#: All of them in one process: what starts a process costs more than eight steps.
 RUN = """
-import runpy
+import pathlib, runpy
 sys.path.insert(0, {folder!r})
 if P > 1:
     os.environ.update(DISTJAX_COORDINATOR=ADDRESS, DISTJAX_NUM_PROCESSES=str(P))
     os.environ.update(DISTJAX_PROCESS_ID=str(I))
-sys.argv = [{script!r}, "--strategy", {strategy!r}, "--replicas", "4", "--steps", "8",
-            "--out", {out!r}, "--dump-losses", {losses!r}]
-runpy.run_path(os.path.join({folder!r}, {script!r}), run_name="__main__")
+for script in {scripts}:
+    out = pathlib.Path({out!r}) / script
+    sys.argv = [script, "--strategy", {strategy!r}, "--replicas", "4", "--steps", "8",
+                "--out", str(out), "--dump-losses", str(out / "losses.json")]
+    runpy.run_path(os.path.join({folder!r}, script), run_name="__main__")
 """
 
 
-def losses_of(script, strategy, ids, out: pathlib.Path, devices):
-    losses = out / f"{strategy}.json"
-    text = RUN.format(
-        folder=str(FOLDER), script=script, strategy=strategy, out=str(out), losses=str(losses)
-    )
+def losses_of(strategy, ids, out: pathlib.Path, devices):
+    for script in SCRIPTS:
+        (out / script).mkdir(parents=True)
+    text = RUN.format(folder=str(FOLDER), scripts=SCRIPTS, strategy=strategy, out=str(out))
     for ended in run_job(text, ids, devices=devices, seconds=240):
         assert ended.code == 0, ended.said
-    return np.array(json.loads(losses.read_text()))
+    return [np.array(json.loads((out / script / "losses.json").read_text())) for script in SCRIPTS]
 
 
-def test_the_curve_is_that_of_one_process(tmp_path):
-    one = losses_of("train.py", "mirrored", (0,), tmp_path, devices=4)
-    several = losses_of("train.py", "multi_worker", (0, 1), tmp_path, devices=2)
-    assert len(one) == 8
-    np.testing.assert_allclose(several, one, atol=1e-6)
+def test_the_curves_are_those_of_one_process(tmp_path):
+    in_one = losses_of("mirrored", (0,), tmp_path / "one", devices=4)
+    in_several = losses_of("multi_worker", (0, 1), tmp_path / "several", devices=2)
+    for one, several in zip(in_one, in_several, strict=True):
+        assert len(one) == 8
+        np.testing.assert_allclose(several, one, atol=1e-6)
 
 
-#: A part of what `python -m tests.drills.curves` runs.
-FORMS = (
-    ("digits/modules.py", "mirrored"),
-    ("digits/functional.py", "mirrored"),
-    (LANGUAGE_MODEL, "mirrored"),
-    (LANGUAGE_MODEL, "zero3"),
-)
-
-
-def test_curves_of_other_forms():
-    """In one group of processes, and in one process."""
+def test_curves_of_the_language_model():
+    """In one group of processes, and in one process: a part of `tests/drills/curves.py`."""
     options = ("--steps", "4", "--width", "16", "--context", "16", "--layers", "1")
-    curves = []
+    strategies, curves = ("mirrored", "zero3"), []
     for shape in ((1, 4), (2, 2)):
         group = groups.group(*shape)
-        found = {}
-        for script, strategy in FORMS:
-            own = options if script == LANGUAGE_MODEL else options[:2]
-            found[script, strategy] = group.call(run_example, script, strategy, *own)[0].losses
-        curves.append(found)
-    for form in FORMS:
-        one, several = (found[form] for found in curves)
-        assert len(one) == 4
-        np.testing.assert_allclose(several, one, rtol=1e-6, err_msg=str(form))
+        told = [group.call(run_example, LANGUAGE_MODEL, s, *options)[0] for s in strategies]
+        curves.append([curve.losses for curve in told])
+    one, several = curves
+    assert np.shape(one) == (2, 4)
+    np.testing.assert_allclose(several, one, rtol=1e-6)

@@ -16,6 +16,9 @@ PYTEST_FLAGS ?=
 EXAMPLES ?= 50
 # How many random programs `make fuzz` draws; the tests draw a few.
 SEEDS ?= 500
+# How many times `make drills` kills a training, and the seed of the first one.
+KILLS ?= 50
+SEED ?= 0
 # NOTEBOOK_FLAGS=--write writes the .ipynb files anew from the .py files.
 NOTEBOOK_FLAGS ?=
 # Enough steps to see an example run to its end, too few to see it learn.
@@ -32,7 +35,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test laws fuzz doctest examples notebooks docs table bench golden lint types format clean
+.PHONY: help venv demo test laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +54,10 @@ laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strate
 fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.pmap, SEEDS of each
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
 	  tests/differential/test_proofs.py tests/pmap/test_random.py
+
+drills: $(INSTALLED)  ## trainings over processes: killed at KILLS random moments from SEED on, and curves
+	$(BIN)/python -m tests.drills --seed $(SEED) --kills $(KILLS)
+	$(BIN)/python -m tests.drills.curves
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
 	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \

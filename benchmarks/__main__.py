@@ -13,6 +13,7 @@ from benchmarks import (
     flax_steps,
     input_batches,
     mapped_calls,
+    over_processes,
     parity,
     steps_in_flight,
     steps_on_iterator,
@@ -32,6 +33,7 @@ BENCHMARKS = {
         flax_steps,
         input_batches,
         mapped_calls,
+        over_processes,
     )
 }
 

@@ -107,7 +107,7 @@ class Checkpointer:
         with frames.with_stack(
             ()
         ):  # in the default context variables of every strategy can be read
-            description = describe(step, wanted.leaves.values(), metrics)
+            description = describe(step, wanted.leaves.values(), metrics, self._storage.job)
             arrays = {
                 key: leaf.snapshot()
                 for key, leaf in wanted.leaves.items()

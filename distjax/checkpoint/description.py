@@ -10,19 +10,31 @@ import jax
 
 import distjax
 from distjax.checkpoint.leaves import Leaf, VariableLeaf
+from distjax.checkpoint.positions import gather_states
 from distjax.checkpoint.specs import Spec
+from distjax.cluster.job import Job
 from distjax.context import frames
 
 #: Counts up when older versions can no longer read what is written.
 FORMAT = 1
 
 
-def describe(step: int, leaves: Iterable[Leaf], metrics: Mapping[str, float]) -> dict[str, Any]:
+def describe(
+    step: int, leaves: Iterable[Leaf], metrics: Mapping[str, float], joined: Job | None
+) -> dict[str, Any]:
     """Returns versions, strategies, step, metrics and what each key holds, as JSON.
 
     What is no array (numbers, states of iterators) is held in it.
+
+    Args:
+      step: its number.
+      leaves: of the tree.
+      metrics: by name.
+      joined: the job whose processes save together; None: one process.
     """
     leaves = tuple(leaves)
+    values = {leaf.key: leaf.snapshot() for leaf in leaves if leaf.spec.form != "array"}
+    states = {leaf.key: values[leaf.key] for leaf in leaves if leaf.spec.form == "state"}
     own = {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}
     strategies = list(own) or [frames.current().strategy]
     return {
@@ -36,7 +48,7 @@ def describe(step: int, leaves: Iterable[Leaf], metrics: Mapping[str, float]) ->
             {"strategy": repr(s), "num_replicas": s.num_replicas_in_sync} for s in strategies
         ],
         "keys": {leaf.key: {**leaf.spec.to_json(), "lives": leaf.lives} for leaf in leaves},
-        "values": {leaf.key: leaf.snapshot() for leaf in leaves if leaf.spec.form != "array"},
+        "values": values | gather_states(joined, states),
     }
 
 

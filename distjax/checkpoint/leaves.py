@@ -299,8 +299,10 @@ def _array(spec: Spec, saved: PyTree) -> Any:
     """Returns the array for `spec` of what was saved (None: an empty array)."""
     if saved is None:
         saved = np.zeros(spec.stored_shape, np.uint32 if spec.is_key else spec.dtype)
+    if not isinstance(saved, (jax.Array, np.ndarray)):
+        saved = np.asarray(
+            json_values.decode(saved), None if spec.is_key else jnp.dtype(spec.dtype)
+        )
     if spec.is_key:
         return jax.random.wrap_key_data(jnp.asarray(saved), impl=spec.key_impl)
-    if isinstance(saved, (jax.Array, np.ndarray)):
-        return saved.astype(jnp.dtype(spec.dtype))
-    return np.asarray(json_values.decode(saved), jnp.dtype(spec.dtype))
+    return saved.astype(jnp.dtype(spec.dtype))

@@ -8,8 +8,10 @@ from typing import Any
 from distjax.checkpoint.description import saved_specs
 from distjax.checkpoint.leaves import StateLeaf
 from distjax.checkpoint.matching import match_keys, rename_keys
+from distjax.checkpoint.positions import first_failure, own_state
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
+from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.errors import CheckpointError, message
 
@@ -49,7 +51,9 @@ class Saved:
         """Puts values that were read and checked into the tree."""
         # In the default context variables of every strategy can be written.
         with frames.with_stack(()):
-            _set_states(wanted, values, self._where)
+            leaves = {k: leaf for k, leaf in wanted.leaves.items() if k in values}
+            states = [(x, values[k]) for k, x in leaves.items() if isinstance(x, StateLeaf)]
+            _set_states(self._storage.job, states, self._where)
             now = {
                 key: leaf.restore(values[key])
                 if key in values and not isinstance(leaf, StateLeaf)
@@ -60,32 +64,42 @@ class Saved:
 
     def _values(self, wanted: Tree, names: Mapping[str, str]) -> dict[str, Any]:
         """Returns the saved array (None for an empty one), number or state of each key."""
-        in_arrays = {k: old for k, old in names.items() if self._specs[old].is_stored_as_array}
+        in_json = self._description["values"]
+        in_arrays = {
+            k: old
+            for k, old in names.items()
+            if self._specs[old].is_stored_as_array and old not in in_json
+        }
         shardings = {old: wanted.leaves[key].sharding() for key, old in in_arrays.items()}
-        values = {**self._description["values"], **self._storage.arrays(self._step, shardings)}
-        return {key: values.get(old) for key, old in names.items()}
+        values = {**in_json, **self._storage.arrays(self._step, shardings)}
+        found = {key: values.get(old) for key, old in names.items()}
+        return {key: own_state(self._storage.job, key, x, self._where) for key, x in found.items()}
 
 
-def _set_states(wanted: Tree, values: Mapping[str, Any], where: str) -> None:
+def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: str) -> None:
     """Sets the states of iterators, which may refuse; then all are as they were."""
-    before: dict[str, tuple[StateLeaf, Any]] = {}
-    for key, value in values.items():
-        leaf = wanted.leaves[key]
-        if not isinstance(leaf, StateLeaf):
-            continue
-        before[key] = leaf, leaf.value.get_state()
+    before: list[tuple[Any, Any]] = []
+    failure, cause = ("", ""), None
+    for leaf, state in states:
         try:
-            leaf.restore(value)
+            before.append((leaf.value, leaf.value.get_state()))
+            leaf.restore(state)
         except Exception as error:
-            for changed, state in before.values():
-                changed.value.set_state(state)
-            raise CheckpointError(
-                message(
-                    f"{key!r} needs to take the state that {where} has for it",
-                    got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                    why="it was saved from another dataset, or from an iterator of another kind. "
-                    "Nothing has been changed",
-                    fix="make the iterator from the dataset that was saved, or leave it out: "
-                    "restore(tree without it, partial=True)",
-                )
-            ) from error
+            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure, cause = (leaf.key, text), error
+            break
+    key, got = first_failure(joined, failure) if states else failure
+    if not got:
+        return
+    for changed, state in before:
+        changed.set_state(state)
+    raise CheckpointError(
+        message(
+            f"{key!r} needs to take the state that {where} has for it",
+            got=got,
+            why="it was saved from another dataset, or from an iterator of another kind. "
+            "Nothing has been changed",
+            fix="make the iterator from the dataset that was saved, or leave it out: "
+            "restore(tree without it, partial=True)",
+        )
+    ) from cause

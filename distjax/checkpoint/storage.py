@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
 from distjax.checkpoint.first_process import hear_from_first
 from distjax.cluster.job import job
@@ -39,6 +40,9 @@ class Storage:
     Orbax writes a step to a folder of another name and renames it when it is
     complete, so that a process that is killed leaves complete steps only.
 
+    Attributes:
+      job: whose all processes take part; None: this process alone.
+
     Args:
       directory: where the steps are; made by the first `write`.
       max_to_keep: how many steps are kept; None: all.
@@ -59,15 +63,15 @@ class Storage:
         best_mode: str,
         local: bool = False,
     ):
-        self._job = None if local else job()
-        if self._job is None:
+        self.job = None if local else job()
+        if self.job is None:
             require_checkpoint_directory(directory)
             self.directory = os.path.abspath(os.fspath(directory))
         else:
             check = functools.partial(require_checkpoint_directory, directory)
             hear_from_first("the construction of a Checkpointer", check)
             self.directory = os.path.abspath(os.fspath(directory))
-            require_shared_directory(self._job, self.directory)
+            require_shared_directory(self.job, self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -95,10 +99,13 @@ class Storage:
         """
         self.wait()
         if self._is_alone_in_a_job:  # orbax refuses arrays of one process there
-            _require_first_process(self.place(step))
             for key, array in arrays.items():
                 require_wholly_here(array, repr(key))
             arrays = {key: np.array(array) for key, array in arrays.items()}
+            if jax.process_index() != 0:  # where it writes no arrays of one process at all
+                values = {key: json_values.encode_array(array) for key, array in arrays.items()}
+                description = {**description, "values": {**description["values"], **values}}
+                arrays = {}
         items: dict[str, Any] = {_DESCRIPTION: ocp.args.JsonSave(description)}
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
@@ -237,7 +244,7 @@ class Storage:
 
     @property
     def _is_alone_in_a_job(self) -> bool:
-        return self._job is None and job() is not None
+        return self.job is None and job() is not None
 
     @contextlib.contextmanager
     def _guard_read(self, step: int) -> Generator[None]:
@@ -264,7 +271,7 @@ class Storage:
                 return None
             return self._look(look, alone=True)
 
-        return answer() if self._job is None else hear_from_first(occasion, answer)
+        return answer() if self.job is None else hear_from_first(occasion, answer)
 
     def _look(self, look: Callable[[ocp.CheckpointManager], T], alone: bool = False) -> T:
         """Returns ``look(manager)``, with a manager that has looked at the directory just now.
@@ -282,7 +289,7 @@ class Storage:
 
     @contextlib.contextmanager
     def _open_manager(self, alone: bool) -> Generator[ocp.CheckpointManager]:
-        if self._writer is not None and not (alone and self._job is not None):
+        if self._writer is not None and not (alone and self.job is not None):
             _retry_look(self._writer.reload)
             yield self._writer
             return
@@ -297,11 +304,18 @@ class Storage:
 
     def _make_manager(self, *, is_writer: bool, alone: bool = False) -> ocp.CheckpointManager:
         metric = self._best_metric
+        processes = _of_processes(alone or self.job is None)
+        handlers = None
+        if self._is_alone_in_a_job:  # orbax's own ones are of process 0
+            handlers = {
+                _DESCRIPTION: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+            }
         if is_writer:
             os.makedirs(self.directory, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             create=False,
-            multiprocessing_options=_of_processes(alone or self._job is None),
+            multiprocessing_options=processes,
             # What a killed process left. A reader may look on while another process writes.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,
@@ -309,7 +323,7 @@ class Storage:
             best_fn=None if metric is None else self._quality,
             best_mode="max",
         )
-        return ocp.CheckpointManager(self.directory, options=options)
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def _preservation_policy(self) -> Any:
         policies = ocp.checkpoint_managers
@@ -324,20 +338,6 @@ class Storage:
         if math.isnan(value):
             return -math.inf
         return value if self._best_mode == "max" else -value
-
-
-def _require_first_process(place: str) -> None:
-    if jax.process_index() == 0:
-        return
-    raise CheckpointError(
-        message(
-            f"{place} with local=True needs to be written by process 0",
-            got=f"a save on process {jax.process_index()}",
-            why="in a job orbax writes values of one process on process 0 only",
-            fix="save on process 0, or with dj.checkpoint.Checkpointer(directory) on all of them; "
-            "every process can read with local=True",
-        )
-    )
 
 
 def _of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:

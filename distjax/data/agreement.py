@@ -7,18 +7,21 @@ is known before the element is used.
 
 from __future__ import annotations
 
+import base64
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
 from distjax.data.elements import HostTree
 from distjax.data.options import DROP, PAD
-from distjax.errors import AgreementError, BatchError, PeerLostError, message
+from distjax.data.splitting import as_batch
+from distjax.errors import AgreementError, BatchError, PeerLostError, describe_value, message
 
 ELEMENT, ENDED, FAILED = "element", "ended", "failed"
 
@@ -35,28 +38,41 @@ class Said(NamedTuple):
       kind: an element, the end of its data, or an error of its source.
       text: structure, shapes and dtypes of the element; the error.
       checksum: of the element's values, where all processes read the same; else 0.
+      num_elements: how many it has, of one shape.
     """
 
     kind: str
     text: str = ""
     checksum: int = 0
+    num_elements: int = 0
 
 
-def describe_element(tree: HostTree, is_stacked: bool, *, is_own: bool) -> Said:
-    """Returns what is compared of one element or, stacked, of several: leaves [k, R, B, ...]."""
-    shapes = ", ".join(
-        f"{leaf.dtype}{list(leaf.shape if is_stacked else leaf.shape[1:])}" for leaf in tree.leaves
-    )
+class Next(NamedTuple):
+    """What all processes do next.
+
+    Attributes:
+      num_elements: how many they take; 0: the data has ended.
+      teller: the process that tells an example to those that never had one; None: there are none.
+    """
+
+    num_elements: int
+    teller: int | None = None
+
+
+def describe_elements(tree: HostTree, *, is_own: bool) -> Said:
+    """Returns what is compared of some elements: leaves [k, R, B, ...]."""
+    first = 2 if is_own else 1  # R is that of this process where it reads its own
+    shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
     checksum = 0
     for leaf in () if is_own else tree.leaves:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
-    return Said(ELEMENT, f"{shapes} in {tree.treedef}", checksum)
+    return Said(ELEMENT, f"{shapes} in {tree.treedef}", checksum, len(tree.leaves[0]))
 
 
-def agree_on_element(joined: Job, said: Said, partial: str, *, is_own: bool) -> str:
-    """Returns what all processes do next: ELEMENT or ENDED.
+def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) -> Next:
+    """Returns what all processes do next.
 
-    A process whose data has ended takes a masked copy of its last element where others go on.
+    With "pad" a process that has fewer elements than others takes masked copies for the rest.
 
     Args:
       joined: the job.
@@ -76,24 +92,90 @@ def agree_on_element(joined: Job, said: Said, partial: str, *, is_own: bool) -> 
         raise PeerLostError(_failed_text(joined, failed[0], everyone[failed[0]].text))
     ended = [i for i, other in enumerate(everyone) if other.kind == ENDED]
     if failed or len(ended) == len(everyone):
-        return ENDED
-    _require_equal(joined, everyone)
-    if not ended:
-        return ELEMENT
+        return Next(0)
+    _require_equal(joined, everyone, is_own=is_own)
+    counts = [other.num_elements for other in everyone]
+    if len(set(counts)) == 1:
+        return Next(counts[0])
     if not is_own:
         raise AgreementError(_shorter_text(joined, ended))
     if partial == DROP:
-        return ENDED
-    is_empty = any(everyone[i].text == EMPTY for i in ended)
-    if partial == PAD and not is_empty:
-        return ELEMENT
-    raise BatchError(_uneven_text(joined, ended, is_empty))
+        return Next(min(counts))
+    if partial == PAD:
+        is_empty = any(everyone[i].text == EMPTY for i in ended)
+        return Next(max(counts), counts.index(max(counts)) if is_empty else None)
+    raise BatchError(_uneven_text(joined, [i for i, n in enumerate(counts) if n < max(counts)]))
 
 
-def _require_equal(joined: Job, everyone: Sequence[Said]) -> None:
+def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int) -> HostTree:
+    """Returns copies of an example of another process, for one that never had any.
+
+    It goes through the coordination service, as numbers and nothing else.
+
+    Args:
+      joined: the job.
+      teller: the process that tells it.
+      tree: the element of this one, leaves [R, B, ...]; None: it has none.
+      num_rows: R.
+
+    Raises:
+      BatchError: its structure is not one of dicts, lists and tuples.
+    """
+    said = ""
+    if joined.process_id == teller:
+        assert tree is not None, "who tells an example has an element"
+        said = _pack_example(tree)
+    told = exchange(joined, "an example for who has none", said, joined.timeouts.phase)[teller]
+    if not told:
+        raise BatchError(_untold_text(joined, teller))
+    structure, leaves = json.loads(told)
+    decode, registry = base64.b64decode, jax.tree_util.default_registry
+    data = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, decode(structure))
+    *arrays, mask = [
+        np.broadcast_to(np.frombuffer(decode(x), np.dtype(name)).reshape(cut), [num_rows, *shape])
+        for x, name, cut, shape in leaves
+    ]
+    return as_batch(HostTree(data, arrays), mask)
+
+
+def require_position_of(process: list[int] | None, state: object) -> None:
+    """Raises a ValueError unless `state` is of the same process of as many (None: of all alike)."""
+    saved = state.get("process") if isinstance(state, Mapping) else None
+    if saved == process:
+        return
+    name = lambda of: "all processes alike" if of is None else f"process {of[0]} of {of[1]}"
+    raise ValueError(
+        message(
+            f"set_state needs a position of {name(process)}, not of {name(saved)}",
+            got=describe_value(state),
+            why="what was read of data that each process has of its own says nothing of others'",
+            fix="resume with as many processes, or let all read the same global batches: "
+            "strategy.distribute_dataset(batches), whose position holds for any number",
+        )
+    )
+
+
+def _pack_example(tree: HostTree) -> str:
+    """Returns the first example as JSON; "" for a structure that has no form in it."""
+    try:
+        structure = tree.treedef.children()[0].serialize_using_proto()  # of a `Batch`
+    except Exception:  # nodes of other types: whatever JAX raises for them
+        return ""
+    text = lambda content: base64.b64encode(content).decode()
+    first = (slice(1),) * tree.leaves[-1].ndim  # the mask's
+    examples = [leaf[first] for leaf in tree.leaves]
+    leaves = [
+        (text(x.tobytes()), x.dtype.name, x.shape, leaf.shape[1:])
+        for x, leaf in zip(examples, tree.leaves, strict=True)
+    ]
+    return json.dumps([text(structure), leaves])
+
+
+def _require_equal(joined: Job, everyone: Sequence[Said], *, is_own: bool) -> None:
+    what = lambda said: said._replace(num_elements=0) if is_own else said
     (first, expected), *others = [(i, s) for i, s in enumerate(everyone) if s.kind != ENDED]
     for process, said in others:
-        if said != expected:
+        if what(said) != what(expected):
             raise AgreementError(_different_text(joined, (first, expected), (process, said)))
 
 
@@ -121,14 +203,23 @@ def _shorter_text(joined: Job, ended: Sequence[int]) -> str:
     )
 
 
-def _uneven_text(joined: Job, ended: Sequence[int], is_empty: bool) -> str:
-    names = ", ".join(map(joined.name_process, ended))
+def _uneven_text(joined: Job, ended: Sequence[int]) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes",
-        got=f"the end of the data on {names}" + (", without any element" if is_empty else ""),
+        got=f"the end of the data on {', '.join(map(joined.name_process, ended))}",
         why="all replicas run one program, and none may be without input",
-        fix="dj.InputOptions(partial='pad') and next(iterator): who has ended goes on with its "
-        "last element, which a mask leaves out; or partial='drop': all stop there",
+        fix="dj.InputOptions(partial='pad'): who has ended goes on with its last element, which a "
+        "mask leaves out; or partial='drop': all stop there",
+    )
+
+
+def _untold_text(joined: Job, teller: int) -> str:
+    return message(
+        f"{_OCCASION} needs to be there on all processes, or of dicts, lists and tuples",
+        got=f"no element at all on some, another structure on {joined.name_process(teller)}",
+        why="who never had an element goes on with a copy of another's, which a mask leaves out; "
+        "other classes cannot be told",
+        fix="give each process an element, or yield {'x': x, 'y': y}",
     )
 
 

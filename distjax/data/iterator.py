@@ -17,18 +17,19 @@ from distjax.cluster.job import Job, job
 from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.data.agreement import (
-    ELEMENT,
     EMPTY,
     ENDED,
     FAILED,
     Said,
-    agree_on_element,
-    describe_element,
+    agree_on_elements,
+    describe_elements,
+    require_position_of,
+    tell_example,
 )
 from distjax.data.block import Block, HostElement
 from distjax.data.elements import HostTree
 from distjax.data.input_layout import InputLayout
-from distjax.data.options import ERROR, PAD, InputOptions
+from distjax.data.options import PAD, InputOptions
 from distjax.data.prefetch import Direct, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, message
@@ -95,7 +96,7 @@ class DistributedIterator:
         self._stream = stream
         self._layout = layout
         self._options = options
-        self._latest: _Chunk | None = None  # what a masked copy is made of, if there may be one
+        self._latest: HostTree | None = None  # what masked copies are made of, if there may be any
         self._state = stream.state  # after the last element that a thread has claimed
         # By thread, what it has taken and not returned: an interrupt leaves it there.
         self._claims: dict[int, Any] = {}  # a _Chunk or End, or None
@@ -177,7 +178,8 @@ class DistributedIterator:
         Elements that were only prefetched do not count. A dict of ints: "delivered"
         (elements given), "consumed" (elements of the dataset used for them),
         "full_size" (of the first batch); and "source", what the dataset's own iterator
-        says, where it has ``get_state`` and ``set_state`` as grain's have.
+        says, where it has ``get_state`` and ``set_state`` as grain's have. Where each process
+        of a job reads data of its own, "process" says which this is, and of how many.
 
         Example:
           >>> batches = [np.full(2, i) for i in range(4)]
@@ -191,7 +193,14 @@ class DistributedIterator:
           >>> next(resumed).stacked.tolist()
           [[2], [2]]
         """
-        return copy.deepcopy(self._own_state)
+        state = copy.deepcopy(self._own_state)
+        return state if self._process is None else {**state, "process": self._process}
+
+    @property
+    def _process(self) -> list[int] | None:
+        """This process and their number, where each reads data of its own."""
+        joined = job() if self._layout.is_own and self._layout.spans_processes else None
+        return None if joined is None else [joined.process_id, joined.num_processes]
 
     @property
     def _own_state(self) -> dict[str, Any]:
@@ -206,11 +215,13 @@ class DistributedIterator:
 
         Raises:
           ValueError: not a state, a dataset that is too short, or one that cannot be
-            iterated again.
+            iterated again; data of its own, and the state of another process.
         """
+        require_position_of(self._process, state)
         self._drop_all()
         self._stream.restore(state)
-        self._state = dict(copy.deepcopy(state))
+        self._state = {k: copy.deepcopy(v) for k, v in state.items() if k != "process"}
+        self._latest = None
         self._is_closed = False
 
     def close(self) -> None:
@@ -251,30 +262,41 @@ class DistributedIterator:
 
     def _agree(self, joined: Job, outcome: _Chunk | End, steps: int | None) -> _Chunk | End:
         """Returns what this process takes where all of them have compared what they came to."""
-        pads = self._options.partial == PAD and steps is None
-        partial = ERROR if self._options.partial == PAD and not pads else self._options.partial
         said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
         assert said is not None, "described, as the layout spans processes"
-        takes = agree_on_element(joined, said, partial, is_own=self._layout.is_own)
-        if isinstance(outcome, End):
-            return self._masked() if takes == ELEMENT else outcome
-        if takes != ELEMENT:
+        is_own = self._layout.is_own
+        count, teller = agree_on_elements(joined, said, self._options.partial, is_own=is_own)
+        block = None if isinstance(outcome, End) else outcome.block
+        if self._options.partial == PAD and is_own and block is not None:
+            self._latest = block.element(len(block) - 1).tree
+        if teller is not None:
+            example = tell_example(joined, teller, self._latest, self._layout.num_rows)
+            self._latest = self._latest or example
+        if count == said.num_elements:
+            return outcome
+        if count < said.num_elements:  # the data of others has ended, and nothing is padded
             self.close()
-            return End()
-        self._latest = outcome if pads and self._layout.is_own else None
-        return outcome
+        return self._cut(block, count, steps) if count else End()
 
     def _describe(self, end: End) -> Said:
         if end.error_text is not None:
             return Said(FAILED, end.error_text)
         return Said(ENDED, "" if self._latest is not None else EMPTY)
 
-    def _masked(self) -> _Chunk:
-        """Returns the latest element, with a mask that leaves all of it out."""
-        assert self._latest is not None, "a process without an element is refused"
-        treedef, leaves = self._latest.block.element(0).tree
-        masked = HostTree(treedef, [*leaves[:-1], np.zeros_like(leaves[-1])])  # of a `Batch`
-        return dataclasses.replace(self._latest, result=self._layout.to_element(masked))
+    def _cut(self, block: Block | None, count: int, steps: int | None) -> _Chunk:
+        """Returns so many elements: the first of `block`, then masked copies of the latest."""
+        leaves = [] if block is None else [leaf[:count] for leaf in block.tree.leaves]
+        missing = count - (0 if block is None else len(block))
+        if missing > 0:
+            assert self._latest is not None, "who never had an element was told an example"
+            treedef, (*data, mask) = self._latest  # of a `Batch`
+            masked = [np.stack([leaf] * missing) for leaf in (*data, np.zeros_like(mask))]
+            leaves = [*map(np.concatenate, zip(leaves, masked, strict=True))] if leaves else masked
+            if block is None:
+                element = HostElement(HostTree(treedef, [x[0] for x in masked]), *[self._state] * 2)
+                block = Block(element, 1, None)
+        assert block is not None, "count is not 0"
+        return _make_chunk(block, HostTree(block.tree.treedef, leaves), self._layout, steps)
 
     def _claim(self, thread: int, steps: int | None) -> _Chunk | End:
         """Returns what is this thread's to return: claimed by an interrupted call, or now."""
@@ -338,16 +360,19 @@ def _peek(
         block = stream.peek(steps or 1, allocate)
         if isinstance(block, End):
             return block, stream.ahead
-        said = None
-        if layout.spans_processes:
-            said = describe_element(block.tree, steps is not None, is_own=layout.is_own)
-        if steps is None:
-            chunk = _Chunk(block, layout.to_element(block.element(0).tree), said)
-        else:
-            chunk = _Chunk(block, Steps(len(block), layout.to_steps(block.tree), layout), said)
+        chunk = _make_chunk(block, block.tree, layout, steps)
         return chunk, stream.ahead[len(block) :]
     except Exception as error:  # raised again in the loop
         return End(error), stream.ahead
+
+
+def _make_chunk(block: Block, tree: HostTree, layout: InputLayout, steps: int | None) -> _Chunk:
+    """Returns elements, leaves [k, R, B, ...], as they are given: k steps, or the only one."""
+    said = describe_elements(tree, is_own=layout.is_own) if layout.spans_processes else None
+    if steps is None:
+        element = HostTree(tree.treedef, [leaf[0] for leaf in tree.leaves])
+        return _Chunk(block, layout.to_element(element), said)
+    return _Chunk(block, Steps(len(tree.leaves[0]), layout.to_steps(tree), layout), said)
 
 
 def _require_untraced(method: str) -> None:

@@ -1,21 +1,34 @@
 """The command line, and the one place where the strategy is chosen."""
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 import distjax as dj
 
-STRATEGIES = {
-    "mirrored": lambda replicas: dj.MirroredStrategy(jax.devices()[:replicas]),
-    "virtual": dj.VirtualStrategy,
-    "sharded": lambda replicas: dj.ShardedStrategy(
-        jax.devices()[:replicas], partition="parameters"
-    ),
-    "central": lambda replicas: dj.CentralStorageStrategy(jax.devices()[:replicas]),
-    "one_device": lambda replicas: dj.OneDeviceStrategy(),
+
+def _sharded(partition: str) -> Callable[..., dj.Strategy]:
+    return functools.partial(dj.ShardedStrategy, partition=partition)
+
+
+#: Called with the devices of the replicas.
+OF_DEVICES = {
+    "mirrored": dj.MirroredStrategy,
+    "zero1": _sharded("optimizer"),
+    "sharded": _sharded("parameters"),
+    "central": dj.CentralStorageStrategy,
 }
+#: Over all processes of a job.
+OF_A_JOB = {
+    "multi_worker": dj.MultiWorkerMirroredStrategy,
+    "multi_worker_zero1": _sharded("optimizer"),
+    "multi_worker_sharded": _sharded("parameters"),
+    "multi_worker_central": dj.CentralStorageStrategy,
+}
+STRATEGIES = (*OF_DEVICES, *OF_A_JOB, "virtual", "one_device")
 OUT = Path(__file__).parent / "out"
 
 
@@ -26,7 +39,7 @@ def parse(description: str) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default="mirrored", help="default: mirrored")
-    add("--replicas", type=int, default=2, help="of any strategy but one_device (2)")
+    add("--replicas", type=int, default=2, help="of a strategy of one process (2)")
     add("--steps", type=int, default=600, help="training steps (600)")
     add("--global-batch", type=int, default=32, help="windows per step, all replicas (32)")
     add("--micro-batches", type=int, default=1, help="parts of a step whose gradients are added")
@@ -38,10 +51,12 @@ def parse(description: str) -> argparse.Namespace:
     add("--checkpoints", type=Path, metavar="FOLDER", help="save there, and resume from there")
     add("--save-every", type=int, default=100, help="steps between checkpoints (100)")
     add("--log-every", type=int, default=50, help="steps between lines of output (50)")
+    add("--dump-losses", type=Path, metavar="FILE", help="write the logged losses as JSON")
     add("--sample", type=int, default=300, help="characters to write at the end (300)")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
-    parts = options.micro_batches * (1 if options.strategy == "one_device" else options.replicas)
+    is_whole = options.strategy == "one_device" or options.strategy in OF_A_JOB
+    parts = options.micro_batches * (1 if is_whole else options.replicas)
     if options.replicas < 1 or options.micro_batches < 1 or options.global_batch % parts:
         parser.error(
             f"--replicas {options.replicas} times --micro-batches {options.micro_batches} "
@@ -52,5 +67,12 @@ def parse(description: str) -> argparse.Namespace:
 
 def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
     """The strategy of that name; to be called before anything touches a device."""
+    if name in OF_A_JOB:  # JAX_NUM_CPU_DEVICES says how many devices a process has
+        dj.initialize()
+        return OF_A_JOB[name]()
     jax.config.update("jax_num_cpu_devices", num_replicas)  # has no effect on other platforms
-    return STRATEGIES[name](num_replicas)
+    if name == "virtual":
+        return dj.VirtualStrategy(num_replicas)
+    if name == "one_device":
+        return dj.OneDeviceStrategy()
+    return OF_DEVICES[name](jax.devices()[:num_replicas])

@@ -2,11 +2,14 @@
 
     python examples/language_model/train.py --strategy mirrored --replicas 2
 
+As a job of several processes, with `--strategy multi_worker` or one of its kind: see README.md.
+
 With `--checkpoints FOLDER` the run can be killed at any moment, and started again with another
 strategy or another number of replicas: it goes on from its last checkpoint.
 """
 
 import argparse
+import json
 from collections.abc import Iterator
 
 import jax
@@ -58,16 +61,27 @@ class Trainer:
         return dj.get_replica_context().all_reduce("mean", models.mean_loss(self.model, windows))
 
 
-def training(strategy: dj.Strategy, trainer: Trainer, chosen: argparse.Namespace, tokens) -> None:
-    """Trains from the last checkpoint, if there is one, to the last step."""
+def training(
+    strategy: dj.Strategy, trainer: Trainer, chosen: argparse.Namespace, tokens: np.ndarray
+) -> list[float]:
+    """Trains from the last checkpoint, if there is one, to the last step; the logged losses."""
     windows = text.Windows(tokens, chosen.context, chosen.global_batch, chosen.steps, chosen.seed)
     batches = iter(strategy.distribute_dataset(windows))
     state = {"model": trainer.model, "optimizer": trainer.optimizer, "loss": trainer.loss}
+    losses = []
     for step, batch in saved_and_resumed(batches, state, chosen):
         strategy.run(trainer.train_step, args=(batch,))
         if step % chosen.log_every == 0 or step == chosen.steps:
-            print(f"step {step}: loss {float(trainer.loss.compute()):.3f}", flush=True)
+            losses.append(float(trainer.loss.compute()))
+            say(f"step {step}: loss {losses[-1]:.3f}")
             trainer.loss.reset()
+    return losses
+
+
+def say(text: str) -> None:
+    """Prints, once for all processes of a job."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def saved_and_resumed(
@@ -82,7 +96,7 @@ def saved_and_resumed(
         step = checkpointer.latest_step() or 0
         if step:
             checkpointer.restore(state)
-            print(f"resumed after step {step}", flush=True)
+            say(f"resumed after step {step}")
         for batch in batches:
             step += 1
             yield step, batch
@@ -97,7 +111,7 @@ def main() -> None:
     train_tokens, test_tokens = text.load(chosen.data)
     with strategy.scope():
         trainer = Trainer(chosen)
-        training(strategy, trainer, chosen, train_tokens)
+        logged = training(strategy, trainer, chosen, train_tokens)
         trainer.model.eval()
         tests = text.Windows(test_tokens, chosen.context, 4 * chosen.global_batch, 4, chosen.seed)
         losses = [
@@ -107,8 +121,10 @@ def main() -> None:
         prompt = jnp.asarray(np.frombuffer(PROMPT.encode(), np.uint8), jnp.int32)
         draw = dj.jit(models.continued, static_argnames="count")
         drawn = draw(trainer.model, prompt, chosen.sample, jax.random.key(chosen.seed), 0.7)
-    print(text.as_text(np.asarray(drawn)))
-    print(f"{chosen.strategy}: test loss {np.mean(losses):.4f} after {chosen.steps} steps")
+    say(text.as_text(np.asarray(drawn)))
+    say(f"{chosen.strategy}: test loss {np.mean(losses):.4f} after {chosen.steps} steps")
+    if chosen.dump_losses is not None and jax.process_index() == 0:
+        chosen.dump_losses.write_text(json.dumps(logged))
 
 
 if __name__ == "__main__":

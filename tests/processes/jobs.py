@@ -35,6 +35,16 @@ def free_address():
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
+def job_environment(devices):
+    """Returns our variables without those of a job, for processes of so many CPU devices."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DISTJAX_", "TF_CONFIG"))}
+    return ours | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+    }
+
+
 def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=None, seconds=60):
     """Runs `script` as one process for each of `ids`, all at once, and returns how they ended.
 
@@ -46,8 +56,7 @@ def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=No
       environment: variables added to ours.
       seconds: after which every process that runs is killed.
     """
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DISTJAX_", "TF_CONFIG"))}
-    ours |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    ours = job_environment(devices)
     ours |= {"TEST_ADDRESS": free_address(), "TEST_P": str(num_processes or len(ids))}
     ours |= environment or {}
     with contextlib.ExitStack() as stack:

@@ -94,6 +94,97 @@ def test_one_process_goes_on_where_several_ended(group, tmp_path):
     assert latest == ([x + 8.0 + 3.0 for x in range(8)], 8.0 + 3.0)
 
 
+def own_data(strategy, lengths):
+    me = job().process_id if job() else 0
+    batches = [np.full(4, 100.0 * me + i, np.float32) for i in range(lengths[me])]
+    return iter(strategy.distribute_dataset(batches, dj.InputOptions(shard="own", partial="pad")))
+
+
+def masked_total(strategy, batch):
+    masked = strategy.run(lambda b: (b.data * b.mask).sum(), args=(batch,))
+    return float(strategy.reduce("sum", masked))
+
+
+def save_within_own_data(directory, lengths, num_steps):
+    """Positions, and what is left after them."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    data, state = own_data(strategy, lengths), make_state(strategy)
+    for _ in range(num_steps):
+        next(data)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.save(num_steps, {"data": data, **state})
+        position = data.get_state()
+    return position["consumed"], position["process"], [masked_total(strategy, b) for b in data]
+
+
+def go_on_with_own_data(directory, lengths):
+    strategy = dj.MultiWorkerMirroredStrategy()
+    data, state = own_data(strategy, lengths), make_state(strategy)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.restore({"data": data, **state})
+    return [masked_total(strategy, b) for b in data]
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (5, 0)])
+def test_each_process_resumes_its_own_data(group, tmp_path, lengths):
+    """Where one of them has ended before too."""
+    saved = group.call(save_within_own_data, str(tmp_path / "saved"), lengths, 3)
+    left = [100.0 * 4 * i + 4 * j for i, n in enumerate(lengths) for j in range(3, n)]
+    for me, (consumed, process, totals) in enumerate(saved):
+        assert (consumed, process) == (min(3, lengths[me]), [me, 2])
+        assert totals == left
+    assert group.call(go_on_with_own_data, str(tmp_path / "saved"), lengths) == [left] * 2
+
+
+def test_own_data_resumes_on_the_same_number_of_processes_only(group, tmp_path):
+    group.call(save_within_own_data, str(tmp_path / "saved"), (5, 5), 2)
+    strategy = dj.MirroredStrategy(jax.devices()[:4])
+    data, state = own_data(strategy, (5,)), make_state(strategy, start=100.0)
+    next(data)
+    before = data.get_state(), values(state, strategy)
+    with dj.checkpoint.Checkpointer(tmp_path / "saved") as checkpointer:
+        with pytest.raises(dj.errors.CheckpointError) as caught:
+            checkpointer.restore({"data": data, **state})
+    assert str(caught.value).startswith("'data' of the checkpoint of step 2 in ")
+    assert "needs the number of processes that saved it, 2" in str(caught.value)
+    assert (data.get_state(), values(state, strategy)) == before
+
+
+def fail_to_resume_on_one(directory):
+    """The data of process 1 is shorter than it was."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    data, state = own_data(strategy, (5, 1)), make_state(strategy, start=100.0)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        with pytest.raises(dj.errors.CheckpointError) as caught:
+            checkpointer.restore({"data": data, **state})
+    return str(caught.value), values(state, strategy)[1], data.get_state()["consumed"]
+
+
+def test_a_position_that_one_process_cannot_take_changes_none(group, tmp_path):
+    group.call(save_within_own_data, str(tmp_path / "saved"), (5, 5), 2)
+    first, second = group.call(fail_to_resume_on_one, str(tmp_path / "saved"))
+    assert first == second
+    assert first[1:] == (400.0, 0)
+    assert first[0].startswith("'data' needs to take the state that ")
+    assert "Got: on process 1 on " in first[0]
+    assert "ValueError: set_state needs a dataset of at least 2 elements" in first[0]
+
+
+def take_the_position_of_another(directory):
+    strategy = dj.MultiWorkerMirroredStrategy()
+    data = own_data(strategy, (5, 5))
+    with pytest.raises(ValueError) as caught:
+        data.set_state({"delivered": 1, "consumed": 1})
+    return str(caught.value).splitlines()[0]
+
+
+def test_a_position_is_that_of_its_process(group, tmp_path):
+    for me, text in enumerate(group.call(take_the_position_of_another, str(tmp_path))):
+        assert (
+            text == f"set_state needs a position of process {me} of 2, not of all processes alike."
+        )
+
+
 def open_apart(directory):
     own = pathlib.Path(directory, str(job().process_id))
     with pytest.raises(dj.errors.CheckpointError) as caught:
@@ -106,26 +197,35 @@ def test_a_directory_that_is_not_shared_is_refused(group, tmp_path):
     assert group.call(open_apart, str(tmp_path)) == [(text, [])] * 2
 
 
-def save_alone(directory):
-    """Process 0 with values that are wholly its own; the other one reads them, later."""
+def save_alone(directory, writer):
+    """One process with values that are wholly its own; the other one reads them, later."""
     strategy = dj.MirroredStrategy(jax.local_devices())
+    is_writer = job().process_id == writer
     with strategy.scope():
-        w = dj.Variable(5.0 if job().process_id == 0 else 0.0)
-    with dj.checkpoint.Checkpointer(directory, local=True) as checkpointer:
-        if job().process_id == 0:
-            checkpointer.save(1, {"w": w})
+        state = {
+            "w": dj.Variable(5.0 if is_writer else 0.0),
+            "half": dj.Variable(jnp.full(3, 1.5 if is_writer else 0.0, jnp.bfloat16)),
+            "key": dj.Variable(jax.random.key(7 if is_writer else 0)),
+            "none": dj.Variable(jnp.zeros((0, 2))),
+            "step": 4 if is_writer else 0,
+        }
+    with dj.checkpoint.Checkpointer(directory, local=True, max_to_keep=1) as checkpointer:
+        if is_writer:
+            checkpointer.save(1, state, metrics={"loss": 2.0})
+            checkpointer.save(2, state)
             checkpointer.wait()
-            w.assign(0.0)
+            state["w"].assign(0.0)
         agreed_step(dj.MultiWorkerMirroredStrategy())  # waits for it
-        if job().process_id == 1:
-            with pytest.raises(dj.errors.CheckpointError, match="to be written by process 0"):
-                checkpointer.save(2, {"w": w})
-        checkpointer.restore({"w": w})
-        return checkpointer.all_steps(), float(w.value)
+        step = checkpointer.restore(state)["step"]
+        half, key = state["half"].value.tolist(), jax.random.key_data(state["key"].value).tolist()
+        return checkpointer.all_steps(), float(state["w"].value), half, key, step
 
 
-def test_one_process_alone(group, tmp_path):
-    assert group.call(save_alone, str(tmp_path / "own")) == [([1], 5.0)] * 2
+@pytest.mark.parametrize("writer", [0, 1])
+def test_one_process_alone(group, tmp_path, writer):
+    key = jax.random.key_data(jax.random.key(7)).tolist()
+    saved = ([2], 5.0, [1.5] * 3, key, 4)
+    assert group.call(save_alone, str(tmp_path / "own"), writer) == [saved] * 2
 
 
 def open_a_file(path):

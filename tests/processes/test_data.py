@@ -1,5 +1,7 @@
 """Input over several processes: the same batches on all, files of their own, unequal lengths."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -95,7 +97,7 @@ DIFFERENT = {
     shuffled_without_a_seed: (dj.errors.AgreementError, "values of checksum"),
     of_another_shape: (dj.errors.AgreementError, "float32[4, 3]"),
     of_another_length: (dj.errors.AgreementError, "the end of the data on process 0"),
-    own_batches_of_another_shape: (dj.errors.AgreementError, "float32[2, 2, 2]"),
+    own_batches_of_another_shape: (dj.errors.AgreementError, "float32[2, 2]"),
 }
 
 
@@ -144,12 +146,53 @@ def own_counts(lengths, partial):
     return totals(batches, dj.InputOptions(shard="own", partial=partial))
 
 
-@pytest.mark.parametrize("lengths", [(15, 23), (23, 15), (4, 4), (8, 4)])
+LENGTHS = [(15, 23), (23, 15), (4, 4), (8, 4), (0, 7), (9, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_example_counts_once(group, lengths):
     first, second = group.call(own_counts, lengths, "pad")
     assert first == second
     assert sum(first) == sum(lengths)
     assert len(first) == -(-max(lengths) // 4)
+
+
+def own_counts_in_loops(lengths, partial, steps):
+    """The same in loops of several steps; shifted by 1, so that copies would be seen."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        total = dj.Variable(np.float32(0.0), aggregation=dj.VariableAggregation.SUM)
+
+    def step(context, batch):
+        if isinstance(batch, dj.Batch):
+            strategy.run(lambda b: total.assign_add((b.data["x"] * b.mask).sum()), args=(batch,))
+        else:
+            strategy.run(lambda b: total.assign_add(b["x"].sum()), args=(batch,))
+
+    me = job().process_id
+    examples = np.arange(lengths[me], dtype=np.float32) + 100 * me + 1
+    batches = [{"x": examples[i : i + 4]} for i in range(0, len(examples), 4)]
+    options = dj.InputOptions(shard="own", partial=partial)
+    data = iter(strategy.distribute_dataset(batches, options))
+    while True:
+        try:
+            strategy.extended.run_steps_on_iterator(step, data, iterations=steps)
+        except (StopIteration, dj.errors.BatchError) as error:
+            return float(total.value), type(error).__name__
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_every_example_counts_once_in_loops_of_several_steps(group, lengths):
+    first, second = group.call(own_counts_in_loops, lengths, "pad", 3)
+    assert first == second
+    expected = sum(np.arange(n).sum() + n * (100 * i + 1) for i, n in enumerate(lengths))
+    assert first[0] == expected
+
+
+def test_loops_of_several_steps_stop_where_the_first_ends(group):
+    expected = float(np.arange(8).sum() + 8 + np.arange(8).sum() + 8 * 101)
+    for total, _ in group.call(own_counts_in_loops, (8, 20), "drop", 3):
+        assert total == expected
 
 
 def test_all_stop_where_the_first_ends(group):
@@ -160,8 +203,24 @@ def test_unequal_lengths_need_a_word(group):
     for text in group.call(refuse_uneven, (8, 4)):
         assert "the end of the data on process 1" in text
         assert "dj.InputOptions(partial='pad')" in text
-    for text in group.call(refuse_uneven, (8, 0), "pad"):
-        assert "without any element" in text
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def tell_a_class():
+    own = [Pair(np.ones(4), np.ones(4))] * job().process_id
+    with pytest.raises(dj.errors.BatchError) as caught:
+        totals(own, OWN)
+    return str(caught.value)
+
+
+def test_an_example_of_another_class_cannot_be_told(group):
+    first, second = group.call(tell_a_class)
+    assert first == second
+    assert first.startswith("the next element of a dataset needs to be there on all processes, or ")
 
 
 def refuse_uneven(lengths, partial="error"):

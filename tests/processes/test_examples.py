@@ -1,4 +1,4 @@
-"""The digits example as a job: the file that trains in one process trains in several."""
+"""The examples as a job: the file that trains in one process trains in several."""
 
 import json
 import pathlib
@@ -6,6 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from tests.drills.example_runs import LANGUAGE_MODEL, run_example
+from tests.processes import groups
 from tests.processes.jobs import ROOT, run_job
 
 pytestmark = pytest.mark.multiprocess
@@ -44,3 +46,16 @@ def test_the_curves_are_those_of_one_process(tmp_path):
     for one, several in zip(in_one, in_several, strict=True):
         assert len(one) == 8
         np.testing.assert_allclose(several, one, atol=1e-6)
+
+
+def test_curves_of_the_language_model():
+    """In one group of processes, and in one process: a part of `tests/drills/curves.py`."""
+    options = ("--steps", "4", "--width", "16", "--context", "16", "--layers", "1")
+    strategies, curves = ("mirrored", "zero3"), []
+    for shape in ((1, 4), (2, 2)):
+        group = groups.group(*shape)
+        told = [group.call(run_example, LANGUAGE_MODEL, s, *options)[0] for s in strategies]
+        curves.append([curve.losses for curve in told])
+    one, several = curves
+    assert np.shape(one) == (2, 4)
+    np.testing.assert_allclose(several, one, rtol=1e-6)

@@ -13,9 +13,10 @@ def serve(connection: Any, address: str, num_processes: int, process_id: int, de
 
     An answer is ("result", value), or ("raised", text of the exception with its traceback).
     """
-    os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(devices))
+    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
+    jax.config.update("jax_num_cpu_devices", devices)  # the parent's script may have imported it
     jax.config.update("jax_compilation_cache_dir", os.environ.get("DISTJAX_TESTS_PROGRAMS"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     import distjax as dj

@@ -1,0 +1,67 @@
+"""Positions in the data, of which each process of a job may have its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from distjax.cluster.job import Job
+from distjax.cluster.meeting import exchange
+from distjax.errors import CheckpointError, message
+from distjax.typing import PyTree
+
+#: Marks, in a checkpoint's JSON, states by process: no form of `json_values` is called so.
+_BY_PROCESS = "processes"
+
+
+def gather_states(joined: Job | None, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns states as a checkpoint holds them: by process where these differ."""
+    if joined is None or not states:
+        return dict(states)
+    texts = exchange(joined, "the save of the position in the data", json.dumps(states))
+    everyone = [json.loads(text) for text in texts]
+    by_key = {key: [said[key] for said in everyone] for key in states}
+    return {
+        key: own[0] if all(state == own[0] for state in own) else {_BY_PROCESS: own}
+        for key, own in by_key.items()
+    }
+
+
+def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
+    """Returns this process's part of a saved state.
+
+    Raises:
+      CheckpointError: other processes saved one each, and there were more or fewer.
+    """
+    if not (isinstance(saved, dict) and _BY_PROCESS in saved):
+        return saved
+    states, count = saved[_BY_PROCESS], 1 if joined is None else joined.num_processes
+    if len(states) == count:
+        return states[0 if joined is None else joined.process_id]
+    raise CheckpointError(
+        message(
+            f"{key!r} of {where} needs the number of processes that saved it, {len(states)}",
+            got=f"{count}",
+            why="each of them read data of its own, and other processes would read some examples "
+            "twice and others never. Nothing has been changed",
+            fix="start as many processes; leave it out: restore(tree without it, partial=True); or "
+            "let all read the same global batches, whose position holds for any number",
+        )
+    )
+
+
+def first_failure(joined: Job | None, failure: tuple[str, str]) -> tuple[str, str]:
+    """Returns key and text of the first process that could not take its state.
+
+    Args:
+      joined: the job; None: one process.
+      failure: of this process; two empty texts: it has taken all of them.
+    """
+    if joined is None:
+        return failure
+    said = exchange(joined, "the restoration of the position in the data", json.dumps(failure))
+    for process, (key, text) in enumerate(map(json.loads, said)):
+        if text:
+            return key, f"on {joined.name_process(process)}: {text}"
+    return "", ""

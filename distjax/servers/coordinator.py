@@ -67,7 +67,7 @@ class Coordinator:
         self._board = self._crew.board
         self._pushes_before = _staleness(strategy.engine.servers).total()
         self._snapshot: Snapshot | None = None
-        self._datasets: weakref.WeakSet[PerWorkerDataset] = weakref.WeakSet()
+        self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
         self._crew.add(strategy.num_workers)
         self._closing = weakref.finalize(self, self._board.close)
 
@@ -189,11 +189,12 @@ class Coordinator:
         """
         self._require_open("create_per_worker_dataset")
         require_source(fn_or_dataset, at)
-        dataset = PerWorkerDataset(
-            fn_or_dataset, self._crew.ids, is_opened_at_once=at == "coordinator"
+        return PerWorkerDataset(
+            fn_or_dataset,
+            self._crew.ids,
+            self._iterators,
+            is_opened_at_once=at == "coordinator",
         )
-        self._datasets.add(dataset)
-        return dataset
 
     # -- workers --------------------------------------------------------------
 
@@ -260,7 +261,7 @@ class Coordinator:
         """
         with self.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
-            positions = {it: it.positions() for it in self._iterators()}
+            positions = {it: it.positions() for it in self._iterators}
             self._snapshot = Snapshot(self._board.num_held, servers, positions)
         return self._snapshot
 
@@ -296,9 +297,6 @@ class Coordinator:
                 iterator.restore(positions)
         self._snapshot = snapshot
         return snapshot.closures
-
-    def _iterators(self) -> list[PerWorkerIterator]:
-        return [iterator for dataset in self._datasets for iterator in dataset.iterators]
 
     # -- looking --------------------------------------------------------------
 

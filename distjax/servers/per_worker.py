@@ -99,6 +99,7 @@ class PerWorkerDataset:
       source: a function of an `InputContext`, called for each worker; or a dataset whose
         elements go to whichever worker asks next.
       workers: returns the ids of the workers that there are.
+      iterators: is told of each iteration.
       is_opened_at_once: whether the function is called when an iteration begins; else when its
         worker needs the first element.
     """
@@ -107,13 +108,14 @@ class PerWorkerDataset:
         self,
         source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
         workers: Callable[[], list[int]],
+        iterators: weakref.WeakSet[PerWorkerIterator],
         *,
         is_opened_at_once: bool,
     ):
         self._source = source
         self._workers = workers
         self._is_opened_at_once = is_opened_at_once
-        self.iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
+        self._iterators = iterators
 
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source
@@ -127,7 +129,7 @@ class PerWorkerDataset:
             for stream in streams.values():
                 stream.open()
         iterator = PerWorkerIterator(streams)
-        self.iterators.add(iterator)
+        self._iterators.add(iterator)
         return iterator
 
 

@@ -61,27 +61,34 @@ def two_counters():
     return Step(Plan("both", (0,), (), (stage,), (), lambda r: None, {"a": 0, "b": 1}, False))
 
 
-def two_stages():
-    """a += x; then b += what a is now, which comes back to the worker; returns 10 b."""
+def two_stages(last_key="b"):
+    """a += x; then b (or another) += what a is now, which comes back; returns 10 b."""
     send = Program("send", lambda x: (x,))
     add = Program("add", lambda total, x: (total + x, total + x))
     first = Stage((0,), (1,), send, (Push(0, (1,), ("a",), ("a",), (2,), add),))
-    second = Stage((2,), (3,), send, (Push(0, (3,), ("b",), ("b",), (4,), add),))
+    second = Stage((2,), (3,), send, (Push(0, (3,), (last_key,), (last_key,), (4,), add),))
     last = Stage((4,), (5,), Program("ten", lambda b: (10 * b,)), ())
     return Step(
         Plan(
-            "chain", (0,), (), (first, second, last), (5,), lambda r: r[0], {"a": 0, "b": 0}, False
+            "chain",
+            (0,),
+            (),
+            (first, second, last),
+            (5,),
+            lambda r: r[0],
+            {"a": 0, last_key: 0},
+            False,
         )
     )
 
 
 def sgd(num_servers):
-    """w[i] -= 0.1 * (w[i] - x * (i + 1)) at server i, gradients from a pulled snapshot."""
+    """w[i] at server i goes down a gradient that reads all of them, as they were pulled."""
     pulls = tuple((1 + i, f"w{i}") for i in range(num_servers))
     grads = tuple(1 + num_servers + i for i in range(num_servers))
 
     def gradient(x, *ws):
-        return tuple(jnp.sin(w) - x * (i + 1) for i, w in enumerate(ws))
+        return tuple(jnp.sin(w) - x * (i + 1) + 0.3 * sum(ws) for i, w in enumerate(ws))
 
     update = Program("update", lambda w, g: (w - 0.1 * g,))
     pushes = tuple(Push(i, (g,), (f"w{i}",), (f"w{i}",), (), update) for i, g in enumerate(grads))

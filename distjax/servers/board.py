@@ -106,7 +106,7 @@ class Board:
                     self.counts["scheduled"] += 1
                     self.queue.append(closure)
                     break
-            self.waiters.wait_until(lambda: self._has_room() or self._errors)
+            self.waiters.wait_until(self._has_much_room)
             self.raise_error()
         if closure.draws:
             self.end_starved()
@@ -247,8 +247,6 @@ class Board:
                 self._done.add(closure)
                 worker.num_closures += 1
                 worker.closure = None if worker.closure is closure else worker.closure
-                self.counts["bytes_pulled"] += ran.bytes_pulled
-                self.counts["bytes_pushed"] += ran.bytes_pushed
         self._announce([closure] if is_done else [])
 
     def end(self, closure: Closure, error: BaseException) -> None:
@@ -324,6 +322,10 @@ class Board:
 
     def _has_room(self) -> bool:
         return len(self.queue) < self._queue_size and not self._errors
+
+    def _has_much_room(self) -> bool:
+        """Half of the queue: or two threads would take turns at every closure."""
+        return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
 
     def _is_quiet(self) -> bool:
         return not self.running and not any(c.attempts for c in tuple(self.queue))

@@ -20,7 +20,7 @@ from distjax.servers.crew import Crew
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
 from distjax.servers.remote_value import RemoteValue, to_numpy
 from distjax.servers.snapshot import Snapshot
-from distjax.servers.store import Server
+from distjax.servers.store import Server, Totals
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.submitting import submit
 from distjax.typing import PyTree
@@ -65,7 +65,7 @@ class Coordinator:
         self._strategy = strategy
         self._crew = Crew(strategy, queue_size)
         self._board = self._crew.board
-        self._pushes_before = _staleness(strategy.engine.servers).total()
+        self._before = _totals(strategy.engine.servers)
         self._snapshot: Snapshot | None = None
         self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
         self._crew.add(strategy.num_workers)
@@ -311,16 +311,16 @@ class Coordinator:
         board, servers = self._board, self._strategy.engine.servers
         counts = board.counts
         names = ("scheduled", "done", "failed", "cancelled", "retried")
-        staleness = _staleness(servers)
-        num_pushes = staleness.total() - self._pushes_before
+        totals = _totals(servers)
+        staleness = totals.staleness - self._before.staleness
         return {
             "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
             "queue": len(board.queue),
             "versions": [server.version for server in servers],
             "staleness": dict(sorted(staleness.items())),
-            "bytes_pulled": counts["bytes_pulled"],
-            "bytes_pushed": counts["bytes_pushed"],
-            "pushes_per_second": num_pushes / (time.monotonic() - board.started),
+            "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
+            "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
+            "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
             "workers": [worker.describe(os.getpid()) for worker in board.active_workers()],
             "servers": [
                 {"id": s.number, "pid": os.getpid(), "version": s.version, "bytes": s.nbytes}
@@ -344,8 +344,13 @@ class Coordinator:
         )
 
 
-def _staleness(servers: Sequence[Server]) -> collections.Counter[int]:
-    return sum((server.staleness for server in servers), start=collections.Counter[int]())
+def _totals(servers: Sequence[Server]) -> Totals:
+    each = [server.totals for server in servers]
+    return Totals(
+        sum((totals.staleness for totals in each), start=collections.Counter[int]()),
+        sum(totals.bytes_pulled for totals in each),
+        sum(totals.bytes_pushed for totals in each),
+    )
 
 
 def _undone(closures: int) -> ServerLostError:

@@ -42,15 +42,11 @@ class Ran(NamedTuple):
     Attributes:
       results: the flat results.
       versions: of each server: after the push, else as pulled.
-      bytes_pulled: bytes of the snapshot and of answers.
-      bytes_pushed: bytes of operands.
       tokens: ready when all has run.
     """
 
     results: tuple[jax.Array, ...]
     versions: tuple[int, ...]
-    bytes_pulled: int
-    bytes_pushed: int
     tokens: tuple[jax.Array, ...]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 
 from distjax.errors import ServerLostError, message
 from distjax.servers.applied import Answer, Applied
+from distjax.servers.placing import place
 from distjax.servers.plan import Program
 from distjax.servers.programs import Programs
 from distjax.typing import ArrayLike
@@ -41,6 +43,23 @@ class ServerSnapshot:
     values: Mapping[str, jax.Array]
 
 
+@dataclasses.dataclass
+class Totals:
+    """What has been asked of a server, in all.
+
+    Attributes:
+      staleness: how many pushes that wrote were so stale.
+      bytes_pulled: of values read by workers, and answers of pushes.
+      bytes_pushed: of what workers sent.
+    """
+
+    staleness: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter[int]
+    )
+    bytes_pulled: int = 0
+    bytes_pushed: int = 0
+
+
 class Server:
     """One parameter server: values by key, and a version that each write adds one to.
 
@@ -54,10 +73,13 @@ class Server:
         self.device = device
         self.version = 0
         self.is_lost = False
-        self.staleness: collections.Counter[int] = collections.Counter()  # of pushes that wrote
+        self.totals = Totals()
         self._lock = threading.Lock()
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
+        self._sizes: dict[str, int] = {}  # bytes, by key
+        self._traffic: weakref.WeakKeyDictionary[Program, tuple[int, int]]
+        self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
         self._lent: set[str] = set()  # keys whose arrays themselves were given to workers
         self._programs = Programs()
 
@@ -65,7 +87,7 @@ class Server:
     def nbytes(self) -> int:
         """The bytes of all values."""
         with self._lock:
-            return sum(value.nbytes for value in self._values.values())
+            return sum(self._sizes[key] for key in self._values)
 
     @property
     def num_kept(self) -> int:
@@ -79,7 +101,7 @@ class Server:
         """Gives a new variable its value."""
         value = self._own(value)
         with self._lock:
-            self._values[key] = value
+            self._values[key], self._sizes[key] = value, value.nbytes
 
     def read(
         self, keys: Sequence[str], device: jax.Device | None = None
@@ -94,6 +116,7 @@ class Server:
             values = self._require(keys)
             if device is None:
                 return self.version, [jnp.array(value, copy=True) for value in values]
+            self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
             if device == self.device:
                 self._lent.update(keys)
             else:  # under the lock, so that it begins before a push reuses the memory
@@ -143,7 +166,7 @@ class Server:
           RefusedPush: the closure is done, or has a later attempt.
           ServerLostError: the server is lost.
         """
-        arrays = jax.device_put(list(arrays), self.device)
+        arrays = place(arrays, self.device)
         with self._lock:
             values = self._require(takes)
             earlier = self._applied.find(closure, stage, attempt)
@@ -155,13 +178,14 @@ class Server:
                 i for i, key in enumerate(takes) if key in writes and key not in self._lent
             )
             results, token = self._programs.run(program, [*values, *arrays], donated)
+            self._count(program, arrays, results[len(writes) :])
             new_values, answers = results[: len(writes)], results[len(writes) :]
             if not writes:
                 return Answer(self.version, answers, token)
             self._values.update(zip(writes, new_values, strict=True))
             if pulled is not None:
                 own = self._applied.num_pushes_since(closure, pulled)
-                self.staleness[self.version - pulled - own] += 1
+                self.totals.staleness[self.version - pulled - own] += 1
             self.version += 1
             answer = Answer(self.version, answers, token)
             self._applied.add(closure, stage, answer)
@@ -201,6 +225,16 @@ class Server:
             self._lose()
 
     # -- inside, under the lock -----------------------------------------------
+
+    def _count(
+        self, program: Program, arrays: Sequence[jax.Array], answers: Sequence[jax.Array]
+    ) -> None:
+        if program not in self._traffic:  # shapes are those of the program, so once is enough
+            sizes = (sum(x.nbytes for x in arrays), sum(x.nbytes for x in answers))
+            self._traffic[program] = sizes
+        pushed, pulled = self._traffic[program]
+        self.totals.bytes_pushed += pushed
+        self.totals.bytes_pulled += pulled
 
     def _call(self, before: Callable[[], None]) -> None:
         try:

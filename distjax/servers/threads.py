@@ -14,6 +14,7 @@ import jax
 from distjax.errors import message
 from distjax.servers.engine import Ran, Task
 from distjax.servers.gate import Gate
+from distjax.servers.placing import place
 from distjax.servers.plan import Plan, Push, Stage
 from distjax.servers.programs import Programs
 from distjax.servers.store import Server
@@ -121,12 +122,11 @@ class _Attempt:
 
     def __init__(self, engine: ThreadEngine, worker: int, task: Task, device: jax.Device):
         self._engine, self._worker, self._task, self._device = engine, worker, task, device
-        arrays = jax.device_put(list(task.arrays), device)
-        self._slots: dict[int, jax.Array] = dict(zip(task.plan.arguments, arrays, strict=True))
+        arrays = place(task.arrays, device)
+        self._slots = dict(zip(task.plan.arguments, arrays, strict=True))
         self._pulled: dict[int, int] = {}  # by server
         self._pushed: dict[int, int] = {}
         self._tokens: list[jax.Array] = []
-        self._bytes_pulled = self._bytes_pushed = 0
 
     def pull(self, plan: Plan) -> None:
         """Reads the snapshot: one version of each server."""
@@ -139,7 +139,6 @@ class _Attempt:
             keys = [key for _, key in wanted]
             self._pulled[server], values = self._engine.servers[server].read(keys, self._device)
             self._slots.update(zip((slot for slot, _ in wanted), values, strict=True))
-            self._bytes_pulled += sum(value.nbytes for value in values)
 
     def compute(self, stage: Stage) -> None:
         """Runs the worker's part of a stage."""
@@ -161,7 +160,6 @@ class _Attempt:
 
     def _push(self, number: int, push: Push) -> None:
         operands = [self._slots[slot] for slot in push.operands]
-        self._bytes_pushed += sum(operand.nbytes for operand in operands)
         answer = self._engine.servers[push.server].push(
             self._task.closure,
             number,
@@ -173,10 +171,9 @@ class _Attempt:
             pulled=self._pulled.get(push.server),
             before=lambda: self._ask("server"),
         )
-        arrays = jax.device_put(list(answer.arrays), self._device)
+        arrays = place(answer.arrays, self._device)
         self._slots.update(zip(push.answers, arrays, strict=True))
         self._pushed[push.server] = answer.version
-        self._bytes_pulled += sum(array.nbytes for array in arrays)
         self._tokens.append(answer.token)
 
     def ran(self, plan: Plan) -> Ran:
@@ -186,7 +183,7 @@ class _Attempt:
             for server in self._engine.servers
         )
         results = tuple(self._slots[slot] for slot in plan.results)
-        return Ran(results, versions, self._bytes_pulled, self._bytes_pushed, tuple(self._tokens))
+        return Ran(results, versions, tuple(self._tokens))
 
     def _ask(self, point: str) -> None:
         self._engine.ask(point, self._worker, self._task.closure)

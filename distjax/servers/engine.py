@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -50,6 +50,7 @@ class Ran(NamedTuple):
     tokens: tuple[jax.Array, ...]
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Runs closures on workers, and holds the servers: the contract of all engines.
 

@@ -33,6 +33,7 @@ from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.strategies.strategy import Strategy
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
+from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import PlainPlacement
@@ -202,6 +203,10 @@ class DefaultExtended:
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
+
+    def make_storage(self, variable: StoredVariable) -> StoredArray:
+        """Returns what is to hold the array of a new variable."""
+        return StoredArray(variable.name, self.variable_lock)
 
     def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of the value (for deepcopy)."""

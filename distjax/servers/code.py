@@ -1,0 +1,83 @@
+"""Code: a traced function of flat arrays, to be cut further, shown, and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax import jax_compat
+from distjax.jax_compat import Jaxpr, Literal, Var
+from distjax.servers.plan import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A traced function of flat arrays, which can be called as it is.
+
+    Attributes:
+      jaxpr: (*constants, *arrays) -> results.
+      consts: the values of the constants.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns its results, a tuple."""
+        return tuple(jax_compat.eval_jaxpr(self.jaxpr, (), (*self.consts, *arrays)))
+
+    @property
+    def inputs(self) -> Sequence[Var]:
+        """What names the arrays that it takes."""
+        return self.jaxpr.invars[len(self.consts) :]
+
+    @property
+    def used(self) -> list[bool]:
+        """Per array that it takes, whether a result depends on it."""
+        read = self._read
+        return [v in read for v in self.inputs]
+
+    @property
+    def _read(self) -> set[Var]:
+        atoms = [v for e in self.jaxpr.eqns for v in e.invars] + list(self.jaxpr.outvars)
+        return {v for v in atoms if not isinstance(v, Literal)}
+
+    def cut_to(self, results: Sequence[int]) -> Code:
+        """Returns the code of some of its results alone; it takes the same arrays."""
+        ends = [self.jaxpr.outvars[i] for i in results]
+        return Code(jax_compat.needed_inside(self.jaxpr, ends), self.consts)
+
+    def taking(self, numbers: Sequence[int]) -> Code:
+        """Returns the code as a function of some of its arrays; it uses no others."""
+        like, read = self.jaxpr, self._read
+        constants = [i for i in range(len(self.consts)) if like.invars[i] in read]
+        invars = [*(like.invars[i] for i in constants), *(self.inputs[i] for i in numbers)]
+        cut = jax_compat.new_jaxpr(like, (), invars, like.outvars, like.eqns)
+        return Code(cut, [self.consts[i] for i in constants])
+
+    def as_program(self, name: str) -> Program:
+        """Returns it as a program of a plan."""
+        return Program(name, self)
+
+
+def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
+    """Returns the code of a function of flat arrays; its constants lie on no device."""
+    jaxpr, consts = jax_compat.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    whole = jax_compat.new_jaxpr(jaxpr, (), invars, jaxpr.outvars, jaxpr.eqns)
+    return Code(whole, [off_devices(c) for c in consts])
+
+
+def off_devices(array: Any) -> Any:
+    """Returns an array that any device may use: it is part of a program that runs on others."""
+    if not isinstance(array, jax.Array):
+        return array
+    return jax_compat.as_uncommitted(array) if _is_key(array) else np.asarray(array)
+
+
+def _is_key(array: jax.Array) -> bool:
+    return jax_compat.is_key_dtype(array.dtype)

@@ -20,8 +20,10 @@ from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import one_device_topology
 from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call
+from distjax.servers.crew import board_of
 from distjax.servers.placement import ServerLayout, ServerPlacement
 from distjax.servers.server_storage import ServerEngine, ServerLike, ServerStorage
+from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.construct import make_variable
@@ -94,6 +96,12 @@ class ParameterServerExtended(StrategyExtended):
         if state is not None:
             return run_here(self.strategy, fn, args, kwargs, state)
         return self.run_closure(fn, args, kwargs)
+
+    def pause_writers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no closure runs."""
+        strategy: object = self.strategy
+        assert isinstance(strategy, ServerStrategy), "this is the inside of one"
+        return board_of(strategy).paused()
 
     # -- variables ------------------------------------------------------------
 

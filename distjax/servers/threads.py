@@ -1,7 +1,9 @@
 """ThreadEngine: workers are threads and servers are objects, in this process."""
 
-# Nothing here waits for a program: pull, compute and push hand futures on, so a worker begins its
-# next closure while this one's programs run.
+# Pull, compute and push hand futures on, so a worker begins its next closure while this one's
+# programs run. Only a push waits, until the worker's part of the stage is computed: or whoever
+# pulls next would wait for it with the server, and workers would compute one after the other. One
+# that is alone has nobody to keep waiting.
 
 from __future__ import annotations
 
@@ -44,6 +46,7 @@ class ThreadEngine:
         self._worker_devices: Sequence[jax.Device] = ()
         self._gate: Gate | None = None
         self._programs = Programs()
+        self._seen: set[int] = set()  # workers
 
     @property
     def servers(self) -> Sequence[Server]:
@@ -73,6 +76,7 @@ class ThreadEngine:
 
     def run(self, worker: int, task: Task) -> Ran:
         device = self._worker_devices[worker % len(self._worker_devices)]
+        self._seen.add(worker)
         num_pushes = sum(map(_writes, task.plan.stages))
         with jax.default_device(device), self._admitted(task.closure, num_pushes):
             attempt = _Attempt(self, worker, task, device)
@@ -99,6 +103,11 @@ class ThreadEngine:
         if self._gate is None or not _writes(stage):
             return contextlib.nullcontext()
         return self._gate.push(closure)
+
+    @property
+    def has_one_worker(self) -> bool:
+        """Whether no other worker has ever run."""
+        return len(self._seen) < 2
 
     def ask(self, point: str, worker: int, closure: int) -> None:
         """Lets the fault function raise."""
@@ -151,6 +160,8 @@ class _Attempt:
         """Pushes to each server, in a turn of the gate's."""
         if not stage.pushes:
             return
+        if not self._engine.has_one_worker:
+            jax.block_until_ready(self._tokens)
         self._ask("before_push")
         with self._engine.turn(self._task.closure, stage):
             for push in stage.pushes:

@@ -132,7 +132,7 @@ def _cut_stages(
         if stage.merges:
             update = trace_update(stage.merges, constants, later, extended.topology)
             if extended.cut == "least_bytes":
-                moved, update = move_to_worker(update)
+                moved, update = move_to_worker(update, len(extended.servers))
             shares = cut_by_owner(update, name, len(extended.servers))
         cut.append(CutStage(stage, moved, shares, later))
         later = later | _uses(stage)

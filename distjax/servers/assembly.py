@@ -25,6 +25,7 @@ from distjax.servers.owners import ServerShare, cut_by_owner
 from distjax.servers.placement import server_of
 from distjax.servers.plan import Plan, Push, Stage
 from distjax.servers.server_storage import key_of
+from distjax.servers.shipping import require_small
 from distjax.servers.staging import TracedStage, find_snapshot, open_calls, split_stages
 from distjax.servers.update import trace_update
 from distjax.variables.variable import Variable
@@ -82,6 +83,7 @@ def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExte
     cut = _cut_stages(name, stages, results, constants, extended)
     programs = _Programs(name, jaxpr, constants, extended.topology)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
+    require_small(name, programs.codes)
     return Plan(
         name=name,
         arguments=arguments,
@@ -130,7 +132,7 @@ def _cut_stages(
         if stage.merges:
             update = trace_update(stage.merges, constants, later, extended.topology)
             if extended.cut == "least_bytes":
-                moved, update = move_to_worker(update)
+                moved, update = move_to_worker(update, len(extended.servers))
             shares = cut_by_owner(update, name, len(extended.servers))
         cut.append(CutStage(stage, moved, shares, later))
         later = later | _uses(stage)
@@ -138,11 +140,16 @@ def _cut_stages(
 
 
 class _Programs:
-    """Makes the programs of one plan: values that traces name become slots of the worker."""
+    """Makes the programs of one plan: values that traces name become slots of the worker.
+
+    Attributes:
+      codes: those that it has made.
+    """
 
     def __init__(self, name: str, jaxpr: Jaxpr, constants: dict[Any, Any], topology: Topology):
         self._name, self._jaxpr, self._constants = name, jaxpr, constants
         self._emitter = JaxprEmitter(topology)
+        self.codes: list[Code] = []
 
     def stage(self, number: int, cut: CutStage, slots: dict[Any, int]) -> Stage:
         """Returns one stage; names that are new get slots."""
@@ -152,6 +159,7 @@ class _Programs:
             made += [name for name in self._constants if isinstance(name, ConstantResult)]
         wanted = [v for v in made if v in needed]
         code, operands = self._worker_code(cut, wanted)
+        self.codes += [code, *(share.code for share in cut.shares)]
         return Stage(
             operands=tuple(slots[v] for v in operands),
             results=tuple(slots[v] for v in wanted),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.jax_compat import Jaxpr, Literal, Var
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.servers.plan import Program
 
 
@@ -59,6 +60,14 @@ class Code:
         cut = jax_compat.new_jaxpr(like, (), invars, like.outvars, like.eqns)
         return Code(cut, [self.consts[i] for i in constants])
 
+    def between(
+        self, inputs: Sequence[Var], results: Sequence[Any], eqns: Sequence[JaxprEqn]
+    ) -> Code:
+        """Returns the code that makes some of its values of others, by some of its equations."""
+        invars = [*self.jaxpr.invars[: len(self.consts)], *inputs]
+        part = Code(jax_compat.new_jaxpr(self.jaxpr, (), invars, results, eqns), self.consts)
+        return part.cut_to(range(len(results))).taking(range(len(inputs)))
+
     def as_program(self, name: str) -> Program:
         """Returns it as a program of a plan."""
         return Program(name, self)
@@ -70,6 +79,46 @@ def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
     invars = [*jaxpr.constvars, *jaxpr.invars]
     whole = jax_compat.new_jaxpr(jaxpr, (), invars, jaxpr.outvars, jaxpr.eqns)
     return Code(whole, [off_devices(c) for c in consts])
+
+
+def eval_opened(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    opens: Callable[[JaxprEqn], bool],
+) -> list[Any]:
+    """Evaluates a jaxpr under the current trace, without calls that `opens` says it of."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if opens(eqn):
+            key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
+            outs = eval_opened(*jax_compat.open_jaxpr(eqn.params[key]), ins, opens)
+        else:
+            outs = jax_compat.eval_equation(jaxpr, eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def in_own_buffers(code: Code) -> Code:
+    """Returns the code with results that share no buffer with an input or with each other.
+
+    New values of variables are donated later, while others still hold what they were made of.
+    """
+    ends = [v for v in code.jaxpr.outvars if not isinstance(v, Literal)]
+    if not {*ends}.intersection(code.jaxpr.invars) and len({*ends}) == len(ends):
+        return code
+    avals = [jax_compat.aval_of_atom(v) for v in code.inputs]
+    return trace_code(lambda *arrays: _copied(code(*arrays), arrays), avals)
+
+
+def _copied(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    seen, own = {id(x) for x in inputs}, []
+    for result in results:
+        own.append(jnp.copy(result) if id(result) in seen else result)
+        seen.add(id(result))
+    return own
 
 
 def off_devices(array: Any) -> Any:

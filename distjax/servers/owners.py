@@ -8,7 +8,7 @@ from typing import Any
 
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Var
-from distjax.servers.code import Code
+from distjax.servers.code import Code, in_own_buffers
 from distjax.servers.placement import server_of
 from distjax.servers.update import Update
 from distjax.variables.variable import Variable
@@ -35,71 +35,88 @@ class ServerShare:
     answers: tuple[Var, ...]
 
 
+def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
+    """Returns the numbers of the results that each server computes.
+
+    What is written, where it lives; an answer, where what it is made of lives.
+
+    Args:
+      update: the update.
+      num_servers: how many servers there are.
+    """
+    numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
+    for number, variable in enumerate(update.written):
+        own = server_of(variable)
+        for server in numbers if own is None else (own,):
+            numbers[server].append(number)
+    for number in range(len(update.written), len(update.written) + len(update.answers)):
+        numbers[_answers_at(update, number, num_servers)].append(number)
+    return {k: v for k, v in numbers.items() if v}
+
+
+def _answers_at(update: Update, number: int, num_servers: int) -> int:
+    if num_servers == 1:
+        return 0
+    read = _variables_used(update, [number])
+    return min((k for v in read or update.variables if (k := server_of(v)) is not None), default=0)
+
+
+def _variables_used(update: Update, numbers: Sequence[int]) -> list[Variable]:
+    used = update.code.cut_to(numbers).used
+    return [v for v, is_used in zip(update.variables, used, strict=False) if is_used]
+
+
 def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShare]:
     """Returns the share of each server that an update concerns.
 
     Args:
       update: the update.
       name: the user's name of the step.
-      num_servers: how many servers there are; each keeps variables that belong to no other.
+      num_servers: how many servers there are.
 
     Raises:
       MergeError: one server would need a variable of another one.
     """
-    results = [*update.written, *update.answers]
-    servers: dict[int, list[int]] = {}
-    for number, result in enumerate(results):
-        for server in _servers_of(update, number, result, name, num_servers):
-            servers.setdefault(server, []).append(number)
-    return [_share(update, k, results, servers[k]) for k in sorted(servers)]
+    numbers = results_by_server(update, num_servers)
+    shares = [_share(update, server, numbers[server]) for server in numbers]
+    for share in shares:
+        if _foreign(share.takes, share.server):
+            raise MergeError(_foreign_text(update, name, share.server, numbers[share.server]))
+    return shares
 
 
-def _servers_of(
-    update: Update, number: int, result: Variable | Var, name: str, num_servers: int
-) -> Sequence[int]:
-    """Returns the servers that compute a result."""
-    used = update.code.cut_to([number]).used
-    read = [v for v, is_used in zip(update.variables, used, strict=False) if is_used]
-    owners = {k: v for v in read if (k := server_of(v)) is not None}
-    if isinstance(result, Variable):
-        own = server_of(result)
-        servers = range(num_servers) if own is None else (own,)
-        foreign = [v for k, v in owners.items() if tuple(servers) != (k,)]
-        if foreign:
-            raise MergeError(_foreign_text(name, f"variable {result.name!r}", own, foreign))
-        return servers
-    if len(owners) > 1:
-        raise MergeError(_foreign_text(name, "a result of its merge", None, list(owners.values())))
-    return [*owners][:1] or [min(server_of(v) or 0 for v in update.variables)]
+def _foreign(variables: Sequence[Variable], server: int) -> list[Variable]:
+    """Returns the variables that another server has, and `server` has not."""
+    return [v for v in variables if server_of(v) not in (None, server)]
 
 
-def _share(
-    update: Update, server: int, results: Sequence[Variable | Var], numbers: Sequence[int]
-) -> ServerShare:
+def _share(update: Update, server: int, numbers: Sequence[int]) -> ServerShare:
     code = update.code.cut_to(numbers)
-    chosen = [results[i] for i in numbers]
-    writes = tuple(r for r in chosen if isinstance(r, Variable))
+    results: list[Any] = [*update.written, *update.answers]
+    writes = tuple(results[i] for i in numbers if i < len(update.written))
     names: list[Any] = [*update.variables, *update.operands]
     taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
-    num_variables = len(update.variables)
     return ServerShare(
         server=server,
-        code=code.taking(taken),
-        takes=tuple(update.variables[i] for i in taken if i < num_variables),
+        code=in_own_buffers(code.taking(taken)),
+        takes=tuple(names[i] for i in taken if i < len(update.variables)),
         writes=writes,
-        operands=tuple(names[i] for i in taken if i >= num_variables),
-        answers=tuple(r for r in chosen if not isinstance(r, Variable)),
+        operands=tuple(names[i] for i in taken if i >= len(update.variables)),
+        answers=tuple(results[i] for i in numbers if i >= len(update.written)),
     )
 
 
-def _foreign_text(name: str, what: str, server: int | None, foreign: Sequence[Variable]) -> str:
-    where = "every server" if server is None else f"server {server}"
+def _foreign_text(update: Update, name: str, server: int, numbers: Sequence[int]) -> str:
+    first = next(i for i in numbers if _foreign(_variables_used(update, [i]), server))
+    foreign = _foreign(_variables_used(update, [first]), server)
+    is_write = first < len(update.written)
+    what = f"variable {update.written[first].name!r}" if is_write else "a result of its merge"
     lives = ", ".join(f"{v.name!r} at server {server_of(v)}" for v in foreign)
-    others = foreign[0].name
+    other = foreign[0].name
     return message(
         f"{name} needs merges whose variables live at one server",
-        got=f"{what}, computed at {where}, from variables {lives}",
+        got=f"{what}, computed at server {server}, from variables {lives}",
         why="servers do not talk to each other: each updates what it has, from what a worker sends",
-        fix=f"pass the worker's value of it: ctx.merge_call(fn, args=({others}.value,)); or make "
-        f"them live together: with strategy.extended.colocate_vars_with({others}): ...",
+        fix=f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
+        f"them live together: with strategy.extended.colocate_vars_with({other}): ...",
     )

@@ -18,6 +18,7 @@ from distjax.placement.topology import Topology
 from distjax.replica.analysis import CALLS, MERGE_NAME
 from distjax.replica.merge import BatchedMerge, CotangentMerge, Merge, TangentMerge
 from distjax.replica.user_merge import UserMerge, WeakMerge
+from distjax.servers.code import eval_opened
 from distjax.variables.state import variable_p
 from distjax.variables.variable import Variable
 
@@ -88,22 +89,9 @@ def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple
         return jaxpr, list(consts)
     avals = [v.aval for v in jaxpr.invars]
     axis_env = [(topology.axis_name, topology.num_replicas)]
-    return jax_compat.trace_jaxpr(lambda *args: _open(jaxpr, consts, args), avals, axis_env)
-
-
-def _open(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr under the current trace, calls that hold merges opened."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        if as_server_merge(eqn) or not _holds_server_merge(eqn):
-            outs = jax_compat.eval_equation(jaxpr, eqn, ins)
-        else:
-            key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
-            outs = _open(*jax_compat.open_jaxpr(eqn.params[key]), ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    opens = lambda eqn: as_server_merge(eqn) is None and _holds_server_merge(eqn)
+    opened = lambda *args: eval_opened(jaxpr, consts, args, opens)
+    return jax_compat.trace_jaxpr(opened, avals, axis_env)
 
 
 def _holds_server_merge(eqn: JaxprEqn) -> bool:

@@ -12,7 +12,7 @@ from distjax import jax_compat, user_mesh
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
-from distjax.objects.stateful_args import extract_objects
+from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.program.discovery import signature_of
 from distjax.replica.arguments import (
@@ -57,9 +57,12 @@ def cut_step(
       Whatever ``fn`` raises.
     """
     given, named = require_call(fn, args, kwargs, "schedule")
-    marked = mark_modules((given, named), tuple(argument_names(fn, len(given))))
-    tree = mark_static(without_expectations(*marked), argument_names(fn, len(given)))
     plans: dict[Hashable, Plan] = strategy.extended.plans.get(fn, lambda resolve: {})
+    if not plans:  # as JAX programs have it: objects are looked for at the first call
+        _require_no_objects(fn, given, named)
+    names = argument_names(fn, len(given))
+    marked = mark_modules((given, named), tuple(names))
+    tree = mark_static(without_expectations(*marked), names)
     key = signature_of(tree)
     plan = plans.get(key)
     if plan is None:
@@ -86,8 +89,7 @@ def _cut(
 ) -> Plan:
     """Traces a step and cuts it."""
     _require_outside_traces(fn)
-    _require_no_objects(strategy, fn, args, kwargs)
-    _require_no_per_replica(strategy, fn, args, kwargs)
+    _require_no_per_replica(fn, args, kwargs)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     traced = _trace(strategy, fn, partitioned)
     return assemble_plan(function_name(fn), traced, strategy.extended)
@@ -116,12 +118,11 @@ def _require_outside_traces(fn: Callable[..., Any]) -> None:
 
 
 def _require_no_objects(
-    strategy: ServedStrategy,
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
 ) -> None:
-    if extract_objects(fn, args, kwargs, strategy, (), None) is None:
+    if not has_objects(fn, args, kwargs):
         return
     raise StrategyMismatchError(
         message(
@@ -135,7 +136,6 @@ def _require_no_objects(
 
 
 def _require_no_per_replica(
-    strategy: ServedStrategy,
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],

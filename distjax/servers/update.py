@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.jax_compat import Literal, ShapedArray, Var
@@ -63,7 +62,7 @@ def trace_update(
         env = {**constants, **dict(zip(operands, arrays[len(variables) :], strict=True))}
         for merge in merges:
             _run_merge(merge, now, env, topology)
-        return _in_own_buffers([*(now[v] for v in written), *(env[v] for v in answers)], arrays)
+        return [*(now[v] for v in written), *(env[v] for v in answers)]
 
     avals = [ShapedArray(v.shape, v.dtype) for v in variables]
     avals += [jax_compat.aval_of_atom(v) for v in operands]
@@ -85,12 +84,3 @@ def _run_merge(
     env.update(zip(merge.eqn.outvars, results, strict=True))
     num_results = len(results) - len(merge.written)
     now.update(zip(merge.written, results[num_results:], strict=True))
-
-
-def _in_own_buffers(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Returns the results, copied where two would share a buffer: a value is donated later."""
-    seen, own = {id(x) for x in inputs}, []
-    for result in results:
-        own.append(jnp.copy(result) if id(result) in seen else result)
-        seen.add(id(result))
-    return own

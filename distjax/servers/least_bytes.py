@@ -54,13 +54,13 @@ def move_to_worker(update: Update, num_servers: int) -> tuple[Moved, Update]:
       update: the update.
       num_servers: how many servers there are.
     """
-    update = _opened(update)
+    update = opened(update)
     code, num_written = update.code, len(update.written)
     current, operands = _split_at(code.inputs, len(update.variables))
     written, answers = _split_at(code.jaxpr.outvars, num_written)
     early = equations_at_worker(update, num_servers)
     late = [e for i, e in enumerate(code.jaxpr.eqns) if i not in early]
-    names = dict(zip(operands, update.operands, strict=True))
+    names: dict[Any, Any] = dict(zip(operands, update.operands, strict=True))
     at_worker = {v for i in early for v in code.jaxpr.eqns[i].outvars}.union(names)
 
     pairs = list(zip(update.answers, answers, strict=True))
@@ -79,7 +79,7 @@ def move_to_worker(update: Update, num_servers: int) -> tuple[Moved, Update]:
     )
 
 
-def _opened(update: Update) -> Update:
+def opened(update: Update) -> Update:
     """Returns the update without calls in it: what they hold is cut too."""
     code = update.code
     keys = {"jaxpr", "call_jaxpr"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distjax.checkpoint.description import saved_specs
-from distjax.checkpoint.leaves import StateLeaf
+from distjax.checkpoint.leaves import StateLeaf, pause_writers
 from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
@@ -48,7 +48,7 @@ class Saved:
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
         """Puts values that were read and checked into the tree."""
         # In the default context variables of every strategy can be written.
-        with frames.with_stack(()):
+        with frames.with_stack(()), pause_writers(wanted.leaves.values()):
             _set_states(wanted, values, self._where)
             now = {
                 key: leaf.restore(values[key])

@@ -19,6 +19,7 @@ from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.run import ReplicaTrace
 from distjax.servers.code import Code, off_devices, trace_code
+from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.least_bytes import NOTHING_MOVED, Moved, move_to_worker
 from distjax.servers.owners import ServerShare, cut_by_owner
 from distjax.servers.placement import server_of
@@ -26,7 +27,6 @@ from distjax.servers.plan import Plan, Push, Stage
 from distjax.servers.server_storage import key_of
 from distjax.servers.shipping import require_small
 from distjax.servers.staging import TracedStage, find_snapshot, open_calls, split_stages
-from distjax.servers.strategy import ParameterServerExtended
 from distjax.servers.update import trace_update
 from distjax.variables.variable import Variable
 

@@ -2,149 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
-import threading
-from collections.abc import Callable, Generator, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from distjax import user_mesh
-from distjax.context import frames
-from distjax.context.contracts import Destinations
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
-from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.objects.stateful_args import run_here
-from distjax.placement.topology import REPLICA_AXIS, local_devices, one_device_topology
-from distjax.program.function_cache import FunctionCache
-from distjax.replica.arguments import require_call
-from distjax.servers.placement import ServerLayout, ServerPlacement
-from distjax.servers.server_storage import ServerEngine, ServerLike, ServerStorage
-from distjax.strategies.extended import StrategyExtended
+from distjax.placement.topology import REPLICA_AXIS, local_devices
+from distjax.servers.engine import Engine
+from distjax.servers.extended import ParameterServerExtended
+from distjax.servers.plan import Plan
+from distjax.servers.store import Server
+from distjax.servers.submitting import run_step
+from distjax.servers.threads import ThreadEngine
+from distjax.servers.trace import cut_step
 from distjax.strategies.strategy import Strategy
-from distjax.typing import PositionalArgs, PyTree, VariableModes
-from distjax.variables.construct import make_variable
-from distjax.variables.policy import AT_SERVER
-from distjax.variables.storage import StoredArray
-from distjax.variables.stored_variable import StoredVariable
-from distjax.variables.variable import Variable
+from distjax.typing import PyTree
 
 CUTS = ("least_bytes", "arguments")
-
-
-class ParameterServerExtended(StrategyExtended):
-    """The inside of a `ParameterServerStrategy`.
-
-    Args:
-      device: where the user's process has what it fetches.
-      engine: runs workers and servers.
-      num_servers: how many servers there are.
-      cut: "least_bytes" or "arguments".
-      axis_name: the name of the replica axis in a step.
-
-    Attributes:
-      engine: as given.
-      cut: as given.
-      plans: what steps were cut into.
-      tracing: held while a step is traced.
-    """
-
-    def __init__(
-        self, device: jax.Device, engine: ServerEngine, num_servers: int, cut: str, axis_name: str
-    ):
-        topology = one_device_topology(device, 1, axis_name)
-        self.at_servers = ServerPlacement(num_servers, device)
-        super().__init__(topology, self.at_servers, wraps=False)
-        self.engine, self.cut = engine, cut
-        self.plans = FunctionCache()
-        self.tracing = threading.RLock()
-        self._numbers = itertools.count()
-
-    @property
-    def servers(self) -> Sequence[ServerLike]:
-        """The servers."""
-        return self.engine.servers
-
-    def call_for_each_replica(
-        self,
-        fn: Callable[..., Any],
-        args: PositionalArgs = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs ``fn`` as one closure, and waits for it."""
-        args, kwargs = require_call(fn, args, kwargs, "run")
-        frames.require_enterable(self.strategy, "run")
-        state = frames.current().state
-        if state is not None:
-            return run_here(self.strategy, fn, args, kwargs, state)
-        return self.run_closure(fn, args, kwargs)
-
-    def run_closure(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs ``fn`` once, at some worker, and returns its results."""
-        raise NotImplementedError
-
-    # -- variables ------------------------------------------------------------
-
-    @user_mesh.ignores_user_mesh
-    def create_variable(
-        self, initial_value: PyTree, *, name: str, modes: VariableModes, **options: Any
-    ) -> Variable:
-        """Makes a variable at a server (called by `Variable`)."""
-        _require_modes(modes, name)
-        variable = make_variable(
-            self.strategy,
-            self.placement,
-            initial_value,
-            name=name,
-            modes=modes,
-            plain=AT_SERVER,
-            **options,
-        )
-        self.variables.add(variable)
-        return variable
-
-    def make_storage(self, variable: StoredVariable) -> StoredArray:
-        """Returns what reads and writes the variable's value where it lives."""
-        layout = variable.layout
-        assert isinstance(layout, ServerLayout), "as its placement says"
-        servers = self.servers if layout.server is None else [self.servers[layout.server]]
-        key = f"{variable.name}#{next(self._numbers)}"
-        return ServerStorage(variable.name, self.variable_lock, key, servers, layout.device)
-
-    @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:
-        """Makes new variables live at the server of a variable; at every one, for no variable."""
-        with super().colocate_vars_with(colocate_with_variable):
-            if isinstance(colocate_with_variable, Variable):
-                yield
-                return
-            frame = dataclasses.replace(
-                frames.current(), colocate_with=self.at_servers.at_every_server
-            )
-            with frames.with_block(frame):
-                yield
-
-
-def _require_modes(modes: VariableModes, name: str) -> None:
-    """Raises a ValueError for a variable that would need a component per worker."""
-    synchronization, aggregation = modes
-    is_one = aggregation is VariableAggregation.SUM
-    if synchronization is VariableSynchronization.ON_WRITE or is_one:
-        return
-    raise ValueError(
-        message(
-            f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
-            got=f"ON_READ + {aggregation.name}",
-            why="workers come and go: there is one value, to which each adds what it has",
-            fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
-            "one value that every worker may set",
-        )
-    )
 
 
 class ParameterServerStrategy(Strategy):
@@ -161,7 +39,7 @@ class ParameterServerStrategy(Strategy):
       servers: how many.
       max_staleness: how many writes of others may come between a worker's reading and its
         writing; None: any number.
-      engine: runs workers and servers.
+      engine: runs workers and servers: "threads", or an engine, as `dj.servers.ThreadEngine()`.
       cut: "least_bytes": the worker does what makes the least travel; "arguments": servers do all
         of a merge, so that one closure at a time gives the bits of `OneDeviceStrategy`.
       axis_name: the name of the replica axis in a step (of size 1).
@@ -178,7 +56,7 @@ class ParameterServerStrategy(Strategy):
         servers: int = 1,
         *,
         max_staleness: int | None = None,
-        engine: ServerEngine,
+        engine: Engine | str = "threads",
         cut: str = "least_bytes",
         axis_name: str = REPLICA_AXIS,
     ):
@@ -187,15 +65,18 @@ class ParameterServerStrategy(Strategy):
         _require_cut(cut)
         self.worker_devices = _as_workers(workers)
         self.max_staleness = max_staleness
-        self.engine = engine
+        self.engine = _as_engine(engine)
         devices = local_devices()
-        engine.start(
+        self.engine.start(
             [each[0] for each in self.worker_devices],
             [devices[i % len(devices)] for i in range(servers)],
             max_staleness,
         )
         device = devices[0]
-        super().__init__(ParameterServerExtended(device, engine, servers, cut, axis_name))
+        run_closure = functools.partial(run_step, self)
+        super().__init__(
+            ParameterServerExtended(device, self.engine, servers, cut, axis_name, run_closure)
+        )
 
     @property
     def extended(self) -> ParameterServerExtended:
@@ -209,12 +90,33 @@ class ParameterServerStrategy(Strategy):
         return len(self.worker_devices)
 
     @property
-    def servers(self) -> Sequence[ServerLike]:
+    def servers(self) -> Sequence[Server]:
         """The servers."""
         return self.engine.servers
 
+    def cut_step(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
+        """Returns the plan of a step, and its flat arguments; traces it the first time."""
+        return cut_step(self, fn, args, None if kwargs is None else dict(kwargs))
+
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
+
+
+def _as_engine(engine: Engine | str) -> Engine:
+    if isinstance(engine, Engine):
+        return engine
+    if engine == "threads":
+        return ThreadEngine()
+    raise ValueError(
+        message(
+            'ParameterServerStrategy: engine needs "threads", or an engine',
+            got=describe_value(engine),
+            why="it runs workers and servers",
+            fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
+        )
+    )
 
 
 def _as_workers(

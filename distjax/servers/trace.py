@@ -27,15 +27,15 @@ from distjax.replica.global_value import GlobalValue
 from distjax.replica.run import ReplicaTrace, trace_replica
 from distjax.replica.static import mark_modules
 from distjax.servers.assembly import assemble_plan
+from distjax.servers.extended import ServedStrategy
 from distjax.servers.plan import Plan
-from distjax.servers.strategy import ParameterServerStrategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
 
 
 def cut_step(
-    strategy: ParameterServerStrategy,
+    strategy: ServedStrategy,
     fn: Callable[..., Any],
     args: Sequence[PyTree] = (),
     kwargs: dict[str, PyTree] | None = None,
@@ -82,7 +82,7 @@ def _as_flat(leaf: Any) -> jax.Array | np.ndarray:
 
 @user_mesh.ignores_user_mesh
 def _cut(
-    strategy: ParameterServerStrategy,
+    strategy: ServedStrategy,
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
@@ -96,7 +96,7 @@ def _cut(
 
 
 def _trace(
-    strategy: ParameterServerStrategy, fn: Callable[..., Any], partitioned: PartitionedTree
+    strategy: ServedStrategy, fn: Callable[..., Any], partitioned: PartitionedTree
 ) -> ReplicaTrace:
     topology = strategy.extended.topology
     values = [GlobalValue(leaf, False) for leaf in partitioned.leaves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
@@ -253,6 +254,10 @@ class DefaultExtended:
     ) -> AbstractContextManager[None]:
         """Returns a context that changes nothing: all variables live in one place."""
         return colocation.colocate(self, colocate_with_variable)
+
+    def pause_writers(self) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing: no other thread writes."""
+        return contextlib.nullcontext()
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`."""

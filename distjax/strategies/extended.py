@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -372,6 +373,13 @@ class StrategyExtended:
         Source: tf.distribute.StrategyExtended.colocate_vars_with (TF 1.13).
         """
         return colocation.colocate(self, colocate_with_variable)
+
+    def pause_writers(self) -> AbstractContextManager[None]:
+        """Returns a context in which no thread of the strategy's own writes variables.
+
+        Values of several variables that are read inside fit together.
+        """
+        return contextlib.nullcontext()
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""

@@ -49,6 +49,8 @@ class SerialStrategy(ParameterServerStrategy):
 class SerialEngine:
     """Runs each closure at once, on the next worker; counts what travels."""
 
+    max_failures, servers = 1, ()
+
     def start(self, worker_devices, server_devices, max_staleness):
         self.workers = list(worker_devices)
         self.servers = [SerialServer(device) for device in reversed(jax.devices())]

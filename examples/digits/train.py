@@ -134,9 +134,10 @@ def main() -> None:
             count_right(*batch)
         return trainer.test_accuracy.result()
 
-    report.write(chosen, strategy, loop.fit(chosen, strategy, splits, train, test))
+    history = loop.fit(chosen, strategy, splits, train, test)
     if isinstance(strategy, dj.ParameterServerStrategy):
         print(coordinator.stats())
+    report.write(chosen, strategy, history)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ Prints a table; the end is 1 where a law does not hold.
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import os
+import pathlib
 import random
 import sys
 import tempfile
@@ -18,12 +21,14 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 import jax
 import numpy as np
 
+import distjax as dj
 from tests.servers.faults import run_with_faults
 from tests.servers.replay import run_recorded
 from tests.servers.staleness import run_random_schedule
 
-SCHEDULES, REPLAYS, FAULTS = 10_000, 1_000, 1_000
+SCHEDULES, REPLAYS, FAULTS, EPOCHS = 10_000, 1_000, 1_000, 10
 CLOSURES_OF_A_RUN = 300
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "digits"
 
 
 def keep_the_bound(seed: int, count: int) -> tuple[str, bool]:
@@ -61,10 +66,47 @@ def apply_each_once(seed: int, count: int) -> tuple[str, bool]:
     return f"{closures} closures, {num_faults} faults, {num_wrong} wrong runs", not num_wrong
 
 
+def learn_digits(seed: int, num_epochs: int) -> tuple[str, bool]:
+    """The digits example by 1, 2 and 4 workers, one of which is killed in the middle."""
+    sys.path.insert(0, str(EXAMPLE))
+    data, model, train = map(importlib.import_module, ("data", "model", "train"))
+    training, test = data.load()
+    num_steps = num_epochs * data.steps_per_epoch(training, 64)
+    texts, do_all_learn = [], True
+    for workers in (1, 2, 4):
+        killed: list[int] = []
+
+        def kill(point: str, worker: int, closure: int, killed: list[int] = killed) -> None:
+            if point == "after_push" and closure >= num_steps // 2 and not killed:
+                killed.append(closure)
+                raise dj.servers.WorkerDied
+
+        engine = dj.servers.ThreadEngine(fault=kill)
+        strategy = dj.ParameterServerStrategy(workers=workers, engine=engine)
+        with strategy.scope():
+            network = model.ConvNet(axis_name=strategy.axis_name)
+            initial = model.initialize(network, training.images, seed)
+            trainer = train.Trainer(network, model.make_optimizer(num_steps), initial)
+        with dj.Coordinator(strategy) as coordinator:
+            for batch in itertools.islice(data.train_batches(training, 64, seed), num_steps):
+                coordinator.schedule(trainer.train_step, args=(batch.images, batch.labels))
+            coordinator.join()
+            stats = coordinator.stats()
+            for batch in data.test_batches(test, 64):
+                coordinator.schedule(trainer.test_step, args=(batch.images, batch.labels))
+        accuracy = trainer.test_accuracy.result()
+        mean = sum(k * n for k, n in stats["staleness"].items()) / num_steps
+        is_shared = workers == 1 or (mean > 0 and all(w["closures"] for w in stats["workers"]))
+        do_all_learn &= accuracy >= 0.98 and bool(killed) and is_shared
+        texts.append(f"{workers} workers {accuracy:.2%}, mean staleness {mean:.2f}")
+    return "; ".join(texts), do_all_learn
+
+
 LAWS: dict[Callable[[int, int], tuple[str, bool]], int] = {
     keep_the_bound: SCHEDULES,
     equal_their_replay: REPLAYS,
     apply_each_once: FAULTS,
+    learn_digits: EPOCHS,
 }
 
 

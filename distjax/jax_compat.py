@@ -41,6 +41,7 @@ primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 Zero = ad.Zero
+dce_jaxpr = partial_eval.dce_jaxpr
 is_undefined_primal = ad.is_undefined_primal
 
 
@@ -173,12 +174,6 @@ def aval_of(value: ArrayLike) -> ShapedArray:
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def aval_of_atom(atom: jec.Var | jec.Literal) -> ShapedArray:
-    """Returns shape, dtype and weak type of what a jaxpr names, and nothing of where it lies."""
-    aval: Any = atom.aval
-    return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
 # -- jaxprs -------------------------------------------------------------------
 
 
@@ -206,14 +201,6 @@ def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
     return core.eval_jaxpr(jaxpr, consts, *args)
 
 
-def eval_equation(like: jec.Jaxpr, eqn: jec.JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of the jaxpr `like` under whatever trace is current."""
-    pairs = zip(eqn.invars, args, strict=True)
-    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
-    alone = new_jaxpr(like, (), list(values), eqn.outvars, [eqn])
-    return eval_jaxpr(alone, (), list(values.values()))
-
-
 def live_equations(
     eqns: Sequence[Any], outvars: Sequence[Any], keep_effects: bool = True
 ) -> list[Any]:
@@ -231,13 +218,6 @@ def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
     """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
     eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
     return new_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)
-
-
-def needed_inside(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
-    """Returns `jaxpr`, without constants, cut down to `outvars`, and what it holds cut down too."""
-    whole = new_jaxpr(jaxpr, (), jaxpr.invars, outvars, jaxpr.eqns)
-    cut, _ = partial_eval.dce_jaxpr(whole, [True] * len(outvars), instantiate=True)
-    return cut
 
 
 def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:

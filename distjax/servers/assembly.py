@@ -18,7 +18,7 @@ from distjax.placement.topology import Topology
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.run import ReplicaTrace
-from distjax.servers.code import Code, off_devices, trace_code
+from distjax.servers.code import Code, aval_of_atom, off_devices, trace_code
 from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.least_bytes import NOTHING_MOVED, Moved, move_to_worker
 from distjax.servers.owners import ServerShare, cut_by_owner
@@ -189,7 +189,7 @@ class _Programs:
             )
             return [env[v] for v in wanted]
 
-        code = trace_code(run, [jax_compat.aval_of_atom(v) for v in given])
+        code = trace_code(run, [aval_of_atom(v) for v in given])
         code = code.cut_to(range(len(wanted)))
         needed = [i for i, is_used in enumerate(code.used) if is_used]
         return code.taking(needed), [given[i] for i in needed]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.servers.plan import Program
 
 
@@ -37,6 +37,11 @@ class Code:
         return self.jaxpr.invars[len(self.consts) :]
 
     @property
+    def outputs(self) -> Sequence[Any]:
+        """What names its results; a constant one is a literal."""
+        return self.jaxpr.outvars
+
+    @property
     def used(self) -> list[bool]:
         """Per array that it takes, whether a result depends on it."""
         read = self._read
@@ -49,8 +54,11 @@ class Code:
 
     def cut_to(self, results: Sequence[int]) -> Code:
         """Returns the code of some of its results alone; it takes the same arrays."""
-        ends = [self.jaxpr.outvars[i] for i in results]
-        return Code(jax_compat.needed_inside(self.jaxpr, ends), self.consts)
+        like, ends = self.jaxpr, [self.jaxpr.outvars[i] for i in results]
+        whole = jax_compat.new_jaxpr(like, (), like.invars, ends, like.eqns)
+        # Loops, branches and calls in it are cut down too.
+        needed, _ = jax_compat.dce_jaxpr(whole, [True] * len(ends), instantiate=True)
+        return Code(needed, self.consts)
 
     def taking(self, numbers: Sequence[int]) -> Code:
         """Returns the code as a function of some of its arrays; it uses no others."""
@@ -73,12 +81,26 @@ class Code:
         return Program(name, self)
 
 
+def aval_of_atom(atom: Var | Literal) -> ShapedArray:
+    """Returns shape, dtype and weak type of what a jaxpr names, and nothing of where it lies."""
+    aval: Any = atom.aval
+    return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
     """Returns the code of a function of flat arrays; its constants lie on no device."""
     jaxpr, consts = jax_compat.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
     invars = [*jaxpr.constvars, *jaxpr.invars]
     whole = jax_compat.new_jaxpr(jaxpr, (), invars, jaxpr.outvars, jaxpr.eqns)
     return Code(whole, [off_devices(c) for c in consts])
+
+
+def _eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation of the jaxpr `like` under whatever trace is current."""
+    pairs = zip(eqn.invars, args, strict=True)
+    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    alone = jax_compat.new_jaxpr(like, (), list(values), eqn.outvars, [eqn])
+    return jax_compat.eval_jaxpr(alone, (), list(values.values()))
 
 
 def eval_opened(
@@ -96,7 +118,7 @@ def eval_opened(
             key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
             outs = eval_opened(*jax_compat.open_jaxpr(eqn.params[key]), ins, opens)
         else:
-            outs = jax_compat.eval_equation(jaxpr, eqn, ins)
+            outs = _eval_equation(jaxpr, eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -109,7 +131,7 @@ def in_own_buffers(code: Code) -> Code:
     ends = [v for v in code.jaxpr.outvars if not isinstance(v, Literal)]
     if not {*ends}.intersection(code.jaxpr.invars) and len({*ends}) == len(ends):
         return code
-    avals = [jax_compat.aval_of_atom(v) for v in code.inputs]
+    avals = [aval_of_atom(v) for v in code.inputs]
     return trace_code(lambda *arrays: _copied(code(*arrays), arrays), avals)
 
 

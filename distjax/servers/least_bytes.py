@@ -9,7 +9,6 @@ server is what they all wait for.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,11 +16,11 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from distjax import jax_compat
 from distjax.jax_compat import Literal, Var
 from distjax.replica.analysis import CALLS
-from distjax.servers.code import Code, eval_opened, trace_code
+from distjax.servers.code import Code, aval_of_atom, eval_opened, trace_code
 from distjax.servers.owners import results_by_server
+from distjax.servers.sizes import num_bytes
 from distjax.servers.update import Update
 
 #: The ends of the graph, and the capacity of an edge that no cut may cross.
@@ -54,13 +53,13 @@ def move_to_worker(update: Update, num_servers: int) -> tuple[Moved, Update]:
       update: the update.
       num_servers: how many servers there are.
     """
-    update = _opened(update)
+    update = opened(update)
     code, num_written = update.code, len(update.written)
     current, operands = _split_at(code.inputs, len(update.variables))
     written, answers = _split_at(code.jaxpr.outvars, num_written)
     early = equations_at_worker(update, num_servers)
     late = [e for i, e in enumerate(code.jaxpr.eqns) if i not in early]
-    names = dict(zip(operands, update.operands, strict=True))
+    names: dict[Any, Any] = dict(zip(operands, update.operands, strict=True))
     at_worker = {v for i in early for v in code.jaxpr.eqns[i].outvars}.union(names)
 
     pairs = list(zip(update.answers, answers, strict=True))
@@ -79,12 +78,12 @@ def move_to_worker(update: Update, num_servers: int) -> tuple[Moved, Update]:
     )
 
 
-def _opened(update: Update) -> Update:
+def opened(update: Update) -> Update:
     """Returns the update without calls in it: what they hold is cut too."""
     code = update.code
     keys = {"jaxpr", "call_jaxpr"}
     opens = lambda eqn: eqn.primitive.name in CALLS and not keys.isdisjoint(eqn.params)
-    avals = [jax_compat.aval_of_atom(v) for v in code.inputs]
+    avals = [aval_of_atom(v) for v in code.inputs]
     run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens)
     return dataclasses.replace(update, code=trace_code(run, avals))
 
@@ -179,6 +178,4 @@ def _values(atoms: Iterable[Any]) -> list[Any]:
 
 
 def _num_bytes(value: Var) -> int:
-    aval = jax_compat.aval_of_atom(value)
-    itemsize = 8 if jax_compat.is_key_dtype(aval.dtype) else aval.dtype.itemsize
-    return max(1, math.prod(aval.shape) * itemsize)
+    return max(1, num_bytes(aval_of_atom(value)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.servers.sizes import num_bytes
 from distjax.typing import DTypeLike
 from distjax.variables.layouts.local_form import WHOLE
 from distjax.variables.stored_variable import StoredVariable
@@ -98,7 +98,7 @@ class ServerPlacement:
     ) -> ServerLayout:
         """Returns the layout of a new variable, and counts its bytes."""
         own = getattr(colocate_with, "layout", None)
-        size = _num_bytes(shape, dtype)
+        size = num_bytes(jax_compat.ShapedArray(shape, dtype))
         with self._lock:
             if not isinstance(own, ServerLayout):
                 own = ServerLayout(self.loads.index(min(self.loads)), self._device)
@@ -115,9 +115,3 @@ def server_of(variable: StoredVariable) -> int | None:
     """Returns the number of the server that a variable lives at; None: it is at every one."""
     assert isinstance(variable.layout, ServerLayout), f"{variable.name!r} is at no server"
     return variable.layout.server
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    if jax_compat.is_key_dtype(dtype):
-        return math.prod(shape) * 8
-    return math.prod(shape) * jnp.dtype(dtype).itemsize

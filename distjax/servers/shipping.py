@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from distjax.errors import message
 from distjax.servers.code import Code
+from distjax.servers.sizes import num_bytes
 
 #: Bytes of arrays that the programs of one step may close over.
 MOST_BYTES = 16 << 20
@@ -23,8 +21,8 @@ def require_small(name: str, codes: Iterable[Code]) -> None:
       codes: its programs.
     """
     held = {id(c): c for code in codes for c in code.consts}
-    arrays: list[Any] = sorted(map(_bare, held.values()), key=lambda x: -x.nbytes)
-    total = sum(x.nbytes for x in arrays)
+    arrays: list[Any] = sorted(held.values(), key=num_bytes, reverse=True)
+    total = sum(map(num_bytes, arrays))
     if total <= MOST_BYTES:
         return
     largest = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays[:3])
@@ -37,8 +35,3 @@ def require_small(name: str, codes: Iterable[Code]) -> None:
             "table = dj.Variable(table)",
         )
     )
-
-
-def _bare(array: Any) -> Any:
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key else array

@@ -12,6 +12,7 @@ import numpy as np
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 from distjax.placement.topology import REPLICA_AXIS, local_devices
+from distjax.servers.description import CutDescription, describe_plan
 from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.plan import Plan
@@ -99,6 +100,13 @@ class ParameterServerStrategy(Strategy):
     ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
         """Returns the plan of a step, and its flat arguments; traces it the first time."""
         return cut_step(self, fn, args, None if kwargs is None else dict(kwargs))
+
+    def describe_cut(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> CutDescription:
+        """Returns what a step is cut into: for `dj.explain`."""
+        plan, _ = self.cut_step(fn, args, kwargs)
+        return describe_plan(plan, list(self.extended.variables))
 
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
 from distjax.jax_compat import Literal, ShapedArray, Var
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, as_user_value
-from distjax.servers.code import Code, trace_code
+from distjax.servers.code import Code, aval_of_atom, trace_code
 from distjax.servers.staging import ServerMerge
 from distjax.variables.variable import Variable
 
@@ -65,7 +64,7 @@ def trace_update(
         return [*(now[v] for v in written), *(env[v] for v in answers)]
 
     avals = [ShapedArray(v.shape, v.dtype) for v in variables]
-    avals += [jax_compat.aval_of_atom(v) for v in operands]
+    avals += [aval_of_atom(v) for v in operands]
     return Update(trace_code(update, avals), variables, operands, written, answers)
 
 

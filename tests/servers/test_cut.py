@@ -47,6 +47,7 @@ def train(strategy, tx, steps=6, **options):
     return outs, w.value, b.value, mean.result(), jax.tree.map(lambda v: v.value, optimizer.state)
 
 
+@pytest.mark.api_row("parameter server, asynchronous")
 @pytest.mark.parametrize("servers", SERVERS)
 @pytest.mark.parametrize(
     "tx, options",

@@ -70,6 +70,7 @@ def test_serial_closures_equal_one_device(num_servers):
     np.testing.assert_allclose(served.loss.result(), alone.loss.result(), rtol=tolerance)
 
 
+@pytest.mark.api_row("asynchronous training")
 def test_workers_together_learn_and_count_every_batch():
     training = Training(dj.ParameterServerStrategy(workers=3, servers=2, max_staleness=4))
     with dj.Coordinator(training.strategy) as coordinator:

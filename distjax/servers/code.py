@@ -143,7 +143,7 @@ def _copied(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     return own
 
 
-def off_devices(array: Any) -> Any:
+def off_devices(array: object) -> Any:
     """Returns an array that any device may use: it is part of a program that runs on others."""
     if not isinstance(array, jax.Array):
         return array

@@ -12,7 +12,11 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
+from distjax.replica.analysis import CALLS
 from distjax.servers.plan import Program
+
+#: Primitives that say where a value lies: programs of workers and servers run where those are.
+PLACEMENTS = frozenset(("device_put", "sharding_constraint"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +92,11 @@ def aval_of_atom(atom: Var | Literal) -> ShapedArray:
 
 
 def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
-    """Returns the code of a function of flat arrays; its constants lie on no device."""
+    """Returns the code of a function of flat arrays; nothing in it names a device."""
     jaxpr, consts = jax_compat.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
+    if any(map(_places, jaxpr.eqns)):
+        anywhere = lambda *arrays: eval_opened(jaxpr, consts, arrays, _places)
+        return trace_code(anywhere, avals)
     invars = [*jaxpr.constvars, *jaxpr.invars]
     whole = jax_compat.new_jaxpr(jaxpr, (), invars, jaxpr.outvars, jaxpr.eqns)
     return Code(whole, [off_devices(c) for c in consts])
@@ -109,18 +116,28 @@ def eval_opened(
     args: Sequence[Any],
     opens: Callable[[JaxprEqn], bool],
 ) -> list[Any]:
-    """Evaluates a jaxpr under the current trace, without calls that `opens` says it of."""
+    """Evaluates a jaxpr, without placements, and without the calls that `opens` says it of."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
-        if opens(eqn):
+        if eqn.primitive.name in PLACEMENTS:
+            outs = ins
+        elif opens(eqn):
             key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
             outs = eval_opened(*jax_compat.open_jaxpr(eqn.params[key]), ins, opens)
         else:
             outs = _eval_equation(jaxpr, eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _places(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation, or a call in it, puts a value on a device."""
+    name = eqn.primitive.name
+    if name in PLACEMENTS or name not in CALLS:
+        return name in PLACEMENTS
+    return any(_places(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 
 
 def in_own_buffers(code: Code) -> Code:
@@ -143,7 +160,7 @@ def _copied(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     return own
 
 
-def off_devices(array: Any) -> Any:
+def off_devices(array: object) -> Any:
     """Returns an array that any device may use: it is part of a program that runs on others."""
     if not isinstance(array, jax.Array):
         return array

@@ -9,7 +9,7 @@ server is what they all wait for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,7 @@ class _Graph:
         for value in self._known(code.jaxpr.outvars[:num_written]):
             self._need(server, value, SERVERS)
 
-    def _need(self, server: int, value: Var, consumer: Any) -> None:
+    def _need(self, server: int, value: Var, consumer: Hashable) -> None:
         maker = self._maker[value]
         if maker is not SERVERS:
             self._edges[maker, (server, value)] = _num_bytes(value)

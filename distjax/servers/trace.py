@@ -29,7 +29,7 @@ from distjax.replica.static import mark_modules
 from distjax.servers.assembly import assemble_plan
 from distjax.servers.extended import ServedStrategy
 from distjax.servers.plan import Plan
-from distjax.typing import PyTree
+from distjax.typing import ArrayLike, PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
 
@@ -73,7 +73,7 @@ def cut_step(
     return plan, [_as_flat(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _as_flat(leaf: Any) -> jax.Array | np.ndarray:
+def _as_flat(leaf: ArrayLike) -> jax.Array | np.ndarray:
     """Returns an argument as an array of the dtype that the trace was made for."""
     if isinstance(leaf, jax.Array):
         return leaf

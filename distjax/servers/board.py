@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from distjax.errors import ClosureError, EndOfDataError, message
+from distjax.errors import ClosureError, ContextError, EndOfDataError, message
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran
 from distjax.servers.streams import Draw
@@ -94,7 +94,7 @@ class Board:
         self._done: weakref.WeakSet[Closure] = (
             weakref.WeakSet()
         )  # whose results somebody may ask for
-        self._num_pauses = 0
+        self._pausing: list[int] = []  # the threads that keep it paused
 
     # -- the user's side ------------------------------------------------------
 
@@ -159,15 +159,32 @@ class Board:
     def paused(self, *, wait: bool = True) -> Generator[None]:
         """Inside, no closure begins, and after the wait none runs; the queue stays."""
         with self._lock:
-            self._num_pauses += 1
+            self._pausing.append(threading.get_ident())
         try:
             if wait:
                 self.waiters.wait_until(self._is_quiet)
             yield
         finally:
             with self._lock:
-                self._num_pauses -= 1
+                self._pausing.remove(threading.get_ident())
             self.waiters.ring()
+
+    def require_going(self, method: str) -> None:
+        """Raises a ContextError where the calling thread keeps the board paused.
+
+        Args:
+          method: waits for closures, for ever there.
+        """
+        if threading.get_ident() not in self._pausing:
+            return
+        raise ContextError(
+            message(
+                f"{method} needs closures to run",
+                got="a call in `with coordinator.paused():`",
+                why="it waits for a closure, and none runs until the block ends",
+                fix="call it after the block; in it read variables: v.value",
+            )
+        )
 
     def close(self) -> None:
         """Ends the workers after what they have in hand. Takes no lock: see `Waiters`."""
@@ -265,7 +282,7 @@ class Board:
         """Returns the first closure for which the worker has data."""
         if self._is_to_end(worker):
             return None
-        if self._num_pauses:  # what was tried before may have been applied in part: it goes on
+        if self._pausing:  # what was tried before may have been applied in part: it goes on
             return next(iter(tuple(self._retried)), None)
         if not worker.ended:
             return self.queue[0] if self.queue else None

@@ -15,6 +15,7 @@ from benchmarks import (
     mapped_calls,
     over_processes,
     parity,
+    servers,
     steps_in_flight,
     steps_on_iterator,
 )
@@ -34,6 +35,7 @@ BENCHMARKS = {
         input_batches,
         mapped_calls,
         over_processes,
+        servers,
     )
 }
 

@@ -34,6 +34,10 @@ from distjax.program.jit import jit
 from distjax.replica import lax
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.static import static
+from distjax.servers.coordinator import Coordinator
+from distjax.servers.per_worker import PerWorkerDataset, PerWorkerValues
+from distjax.servers.remote_value import RemoteValue
+from distjax.servers.strategy import ParameterServerStrategy
 from distjax.strategies.central_storage import CentralStorageStrategy
 from distjax.strategies.default import DefaultStrategy
 from distjax.strategies.extended import StrategyExtended
@@ -57,6 +61,7 @@ __all__ = [
     "CentralStorageStrategy",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "Coordinator",
     "DefaultStrategy",
     "DistributedDataset",
     "DistributedIterator",
@@ -67,8 +72,12 @@ __all__ = [
     "MultiStepContext",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerDataset",
+    "PerWorkerValues",
     "ReduceOp",
+    "RemoteValue",
     "ReplicaContext",
     "ShardedStrategy",
     "Strategy",
@@ -102,7 +111,9 @@ __all__ = [
 
 #: Imported when first asked for, so that `import distjax` imports no optional library. What these
 #: and this module export is public; all other modules are private.
-_LAZY = frozenset({"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim", "parts"})
+_LAZY = frozenset(
+    {"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim", "parts", "servers"}
+)
 
 
 def __getattr__(name: str) -> _Any:

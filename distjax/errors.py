@@ -99,6 +99,26 @@ class ClusterWarning(UserWarning):
     """A program of several processes does what it probably does not mean."""
 
 
+class ServerLostError(RuntimeError):
+    """A parameter server is gone, and what was done since its last snapshot with it."""
+
+
+class ClosureError(RuntimeError):
+    """A closure is given up: every worker that ran it was lost.
+
+    Attributes:
+      attempts: what happened at each attempt, in order.
+    """
+
+    def __init__(self, text: str, attempts: tuple[str, ...] = ()):
+        super().__init__(text)
+        self.attempts = attempts
+
+
+class EndOfDataError(IndexError):
+    """A closure needs another element of a per-worker dataset, and all workers' data has ended."""
+
+
 def message(expected: str, *, got: str, why: str, fix: str) -> str:
     """Returns the text of an error in the four parts that every message has.
 

@@ -18,7 +18,7 @@ import jax.extend.backend as jeb
 import jax.extend.core as jec
 import numpy as np
 from jax import core
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, partial_eval
 
 from distjax.typing import ArrayLike, DTypeLike, PyTree
 
@@ -41,6 +41,7 @@ primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 Zero = ad.Zero
+dce_jaxpr = partial_eval.dce_jaxpr
 is_undefined_primal = ad.is_undefined_primal
 
 

@@ -78,20 +78,12 @@ SECTIONS = {
         row("non-slot variable", "1.12 1.13 1.15", "optim.Optimizer"),
         row("partitioned variable (in the future)", "1.12 1.13", "ShardedStrategy"),
         row("parameter server, synchronous", "1.12 1.13 1.15", "CentralStorageStrategy"),
-        row(
-            "parameter server, asynchronous",
-            "1.12 1.13",
-            later="later: replicas that update variables independently",
-        ),
+        row("parameter server, asynchronous", "1.12 1.13", "ParameterServerStrategy"),
     ),
     "Kinds of training": (
         row("data parallelism", "1.12 1.13", "Strategy.run Strategy.distribute_dataset"),
         row("synchronous training", "1.12 1.13", "StrategyExtended.reduce_to"),
-        row(
-            "asynchronous training",
-            "1.12 1.13",
-            later="later: with the asynchronous parameter server",
-        ),
+        row("asynchronous training", "1.12 1.13", "Coordinator"),
         row("model parallelism (in the future)", "1.12 1.13 1.15", "MirroredStrategy"),
         row("several devices of one host", "1.12 1.13", "MirroredStrategy"),
         row("several hosts", "1.13", "MultiWorkerMirroredStrategy TPUStrategy initialize"),

@@ -51,6 +51,7 @@ def _table():
         for part in ("optimizer", "gradients", "parameters"):
             yield f"{part}{n}", functools.partial(dj.ShardedStrategy, partition=part), n
         yield f"central{n}", dj.CentralStorageStrategy, n
+    yield "servers", lambda devices: dj.ParameterServerStrategy(2, 2), 1
     for n in (1, 2, 3):  # two devices for each replica: eight devices have no R = 8
         make = functools.partial(dj.MirroredStrategy, model_axes={"model": 2})
         yield f"two_each{n}", make, 2 * n
@@ -65,11 +66,38 @@ SAMPLE = (
 ).split()
 
 
+#: Laws that are not those of parameter servers, and why.
+NOT_AT_SERVERS = {
+    **dict.fromkeys(
+        "test_r167_strategy_of_a_variable test_defaults test_r215_r219_write_in_a_replica "
+        "test_r223_assign_returns_the_component test_written_in_a_replica "
+        "test_written_in_cross_replica_context test_refused_in_cross_replica_context "
+        "test_written_in_an_update test_read".split(),
+        "ON_READ variables with another aggregation than SUM are refused",
+    ),
+    **dict.fromkeys(
+        "test_colocated_update_example test_r247_update_pattern_in_four_steps "
+        "test_an_exception_changes_nothing test_traced_once_per_signature "
+        "test_repeated_calls_trace_nothing test_update_writes "
+        "test_r239_group_false_gives_an_element_per_copy "
+        "test_variables_are_carried_and_traced_once test_r181_sum_is_assigned_across_replicas "
+        "test_r191_the_value_is_another_variable "
+        "test_r217_assign_across_replicas_divides_a_sum".split(),
+        "writes of cross-replica code under dj.jit are refused",
+    ),
+    "test_guarded_creation": "variables are made before a step",
+    "test_refused_in_a_replica": "each worker may write, whatever the aggregation",
+    "test_a_per_replica_value_is_not_assigned_across": "a worker has bare values",
+}
+
+
 def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample."""
     if "strategy" in metafunc.fixturenames:
         is_law = metafunc.definition.path.parent.name == "conformance"
         rows = [*STRATEGIES, *SPANNING] if is_law else SAMPLE
+        if metafunc.function.__name__ in NOT_AT_SERVERS:
+            rows = [row for row in rows if row != "servers"]
         metafunc.parametrize("strategy", rows, indirect=True)
 
 

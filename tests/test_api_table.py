@@ -27,11 +27,8 @@ def test_every_row_has_a_name_of_its_own():
     assert all(set(row.versions) <= {"1.12", "1.13", "1.15"} and row.versions for row in ROWS)
 
 
-def test_only_asynchronous_servers_come_later():
-    assert [row.name for row in ROWS if row.later] == [
-        "parameter server, asynchronous",
-        "asynchronous training",
-    ]
+def test_nothing_comes_later():
+    assert [row.name for row in ROWS if row.later] == []
 
 
 def test_every_name_exists():

@@ -35,6 +35,7 @@ FLOORS = {
     "checkpoint": 9,
     "diagnostics": 9,
     "parts": 9,
+    "servers": 9,
     "launch": 10,
     "plan": 10,
     "testing": 11,

@@ -9,6 +9,7 @@ from typing import Any
 
 from distjax.checkpoint.delayed import DelayedRestore
 from distjax.checkpoint.description import describe
+from distjax.checkpoint.leaves import pause_writers
 from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import as_tree
@@ -104,10 +105,10 @@ class Checkpointer:
         step = _require_step(step)
         metrics = self._require_metrics(metrics)
         self._require_after_latest(step)
-        with frames.with_stack(
-            ()
-        ):  # in the default context variables of every strategy can be read
-            description = describe(step, wanted.leaves.values(), metrics, self._storage.job)
+        leaves = wanted.leaves.values()
+        # In the default context variables of every strategy can be read.
+        with frames.with_stack(()), pause_writers(leaves):
+            description = describe(step, leaves, metrics, self._storage.job)
             arrays = {
                 key: leaf.snapshot()
                 for key, leaf in wanted.leaves.items()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,6 +24,14 @@ from distjax.placement.transfer import transfer
 from distjax.typing import PyTree
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
+
+
+def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
+    """Returns a context in which the variables among `leaves` have values that fit together."""
+    stack = contextlib.ExitStack()
+    for strategy in {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}:
+        stack.enter_context(strategy.extended.pause_writers())
+    return stack
 
 
 class Leaf(abc.ABC):

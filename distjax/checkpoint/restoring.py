@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distjax.checkpoint.description import saved_specs
-from distjax.checkpoint.leaves import StateLeaf
+from distjax.checkpoint.leaves import StateLeaf, pause_writers
 from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.positions import first_failure, own_state
 from distjax.checkpoint.storage import Storage
@@ -50,7 +50,7 @@ class Saved:
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
         """Puts values that were read and checked into the tree."""
         # In the default context variables of every strategy can be written.
-        with frames.with_stack(()):
+        with frames.with_stack(()), pause_writers(wanted.leaves.values()):
             leaves = {k: leaf for k, leaf in wanted.leaves.items() if k in values}
             states = [(x, values[k]) for k, x in leaves.items() if isinstance(x, StateLeaf)]
             _set_states(self._storage.job, states, self._where)

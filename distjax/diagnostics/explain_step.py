@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.scoping import require_strategy
-from distjax.diagnostics.explanation import Explanation, Memory, VariableUse
+from distjax.diagnostics.explanation import Cut, Explanation, Memory, VariableUse
 from distjax.diagnostics.notes import Notes
 from distjax.diagnostics.program_collectives import list_compiled, list_lowered
 from distjax.errors import ContextError, message
@@ -33,6 +33,17 @@ from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
 _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
+
+
+@runtime_checkable
+class CutsSteps(Protocol):
+    """A strategy that cuts steps into what workers and what servers run."""
+
+    def describe_cut(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> Cut:
+        """Returns what a step is cut into."""
+        ...
 
 
 def explain(
@@ -90,6 +101,7 @@ def explain(
         equal_reductions=tuple(notes.equal_reductions),
         findings=tuple(notes.findings),
         possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
+        cut=strategy.describe_cut(fn, args, kwargs) if isinstance(strategy, CutsSteps) else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from distjax.context.finding import Finding
 from distjax.diagnostics.explanation_diff import ExplanationDiff, diff_explanations
@@ -57,6 +57,14 @@ class VariableUse:
     is_written: bool
 
 
+class Cut(Protocol):
+    """What a step is cut into, where a strategy has servers; a dataclass."""
+
+    def tables(self) -> Iterator[Table]:
+        """Yields it as tables."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a step does, found by tracing and compiling it; nothing was run.
@@ -81,6 +89,8 @@ class Explanation:
       findings: what is probably wrong, and what `dj.expect` says is meant.
       possible_rows: paths of host arrays [R, ...] among the arguments, of which each
         replica sees the whole; see `Strategy.per_replica`.
+      cut: what of the step runs at workers and at servers, and what travels, under
+        `ParameterServerStrategy`; else None.
     """
 
     name: str
@@ -95,6 +105,7 @@ class Explanation:
     equal_reductions: tuple[EqualReduction, ...]
     possible_rows: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
+    cut: Cut | None = None
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
@@ -170,6 +181,8 @@ class Explanation:
             )
         if self.findings:
             yield Table("found:", ("level", "", "line", "meant, since"), self._findings())
+        if self.cut is not None:
+            yield from self.cut.tables()
 
     def _findings(self) -> tuple[tuple[str, ...], ...]:
         return tuple((f.level, f.rule, f.source, f.expected or "") for f in self.findings)

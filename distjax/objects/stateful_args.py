@@ -268,6 +268,12 @@ def extract_objects(
     return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
 
 
+def has_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call takes objects with state, or the function captured some."""
+    bridge = active_bridge()
+    return bridge is not None and any(_find_objects(bridge, fn, args, kwargs))
+
+
 def _find_objects(
     bridge: Bridge, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:

@@ -65,7 +65,9 @@ class TangentMerge:
 
     def __init__(self, base: Merge, num_operands: int, live: tuple[int, ...]):
         self.base, self.num_operands, self.live = base, num_operands, live
-        self.out_avals = [_plain(a) for a in base.out_avals if _is_differentiable(a)]
+        self.out_avals: Sequence[ShapedArray] = [
+            _plain(a) for a in base.out_avals if _is_differentiable(a)
+        ]
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Returns the tangents, each with the locality of its result."""

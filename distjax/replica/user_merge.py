@@ -184,6 +184,11 @@ class WeakMerge:
         self.reduces = merge.reduces
 
     @property
+    def user_merge(self) -> UserMerge | None:
+        """The merge, as long as the trace of the replica function lives."""
+        return self._reference()
+
+    @property
     def jaxpr(self) -> jax_compat.Jaxpr | None:
         """What the function does, as far as it was traced."""
         merge = self._reference()

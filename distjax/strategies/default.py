@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
@@ -33,6 +34,7 @@ from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.strategies.strategy import Strategy
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
+from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import PlainPlacement
@@ -203,6 +205,10 @@ class DefaultExtended:
         self.variables.add(variable)
         return variable
 
+    def make_storage(self, variable: StoredVariable) -> StoredArray:
+        """Returns what is to hold the array of a new variable."""
+        return StoredArray(variable.name, self.variable_lock)
+
     def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of the value (for deepcopy)."""
         made = copy_variable(variable)
@@ -248,6 +254,10 @@ class DefaultExtended:
     ) -> AbstractContextManager[None]:
         """Returns a context that changes nothing: all variables live in one place."""
         return colocation.colocate(self, colocate_with_variable)
+
+    def pause_writers(self) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing: no other thread writes."""
+        return contextlib.nullcontext()
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`."""

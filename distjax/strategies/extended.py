@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
+from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import VariablePlacement
@@ -49,8 +51,7 @@ class StrategyExtended:
       require_static_shapes: whether all batches need one shape; no: a new one is compiled anew.
       between_graph: whether there are several processes, each of which runs the user's file.
       should_init: whether this process initialises variables: each does.
-      should_checkpoint: whether this process speaks for all where a checkpoint is written.
-      should_save_summary: whether this process is the one that writes summaries.
+      should_checkpoint, should_save_summary: whether this process writes those for all.
 
     Source: tf.distribute.StrategyExtended (TF 1.13, 1.15).
     """
@@ -160,8 +161,8 @@ class StrategyExtended:
           destinations: a variable, an array or PerReplica (its devices), a
             jax.Device, a sequence of them, or None (all workers).
 
-        Locality: T in; V(destination) or M out. Context: cross-replica, default.
-        Cost: one all-reduce per value.
+        Locality: T in; V(destination) or M out. Context: cross-replica, default. Cost: one
+          all-reduce per value.
 
         Raises:
           ValueError, LocalityError: as `Strategy.reduce`; ValueError: no destination.
@@ -196,8 +197,7 @@ class StrategyExtended:
           value: a tree of arrays, numbers or variables.
           destinations: as in `reduce_to`.
 
-        Locality: unplaced or M in; M or V(destination) out.
-        Context: cross-replica or default.
+        Locality: unplaced or M in; M or V(destination) out. Context: cross-replica or default.
         Source: tf.distribute.StrategyExtended.broadcast_to (TF 1.13).
 
         Raises:
@@ -276,6 +276,10 @@ class StrategyExtended:
         self.variables.add(variable)
         return variable
 
+    def make_storage(self, variable: StoredVariable) -> StoredArray:
+        """Returns what is to hold the array of a new variable."""
+        return StoredArray(variable.name, self.variable_lock)
+
     @user_mesh.ignores_user_mesh
     def copy_variable(self, variable: StoredVariable) -> Variable:
         """Returns a new variable with a copy of every component (for deepcopy)."""
@@ -297,8 +301,7 @@ class StrategyExtended:
         Args:
           var: a variable of this strategy.
           fn: reads and writes the copy through `var`; writes are raw.
-          args: positional arguments with the locality of `var`; for a
-            sync-on-read variable per-replica ones go component by component.
+          args: with the locality of `var`; per-replica ones go component by component.
           kwargs: keyword arguments.
           group: True: the merged result. False: a nest whose leaves are lists
             with one element per copy.
@@ -366,11 +369,17 @@ class StrategyExtended:
           colocate_with_variable: a variable of this strategy, or what
             `non_slot_devices` returned.
 
-        Locality: variables created inside have V(variable), or N.
-        Context: inside this strategy's scope.
+        Locality: variables made inside have V(variable), or N. Context: in this strategy's scope.
         Source: tf.distribute.StrategyExtended.colocate_vars_with (TF 1.13).
         """
         return colocation.colocate(self, colocate_with_variable)
+
+    def pause_writers(self) -> AbstractContextManager[None]:
+        """Returns a context in which no thread of the strategy's own writes variables.
+
+        Values of several variables that are read inside fit together.
+        """
+        return contextlib.nullcontext()
 
     def read_var(self, v: Variable) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""

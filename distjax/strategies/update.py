@@ -72,13 +72,13 @@ def _on_the_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    kept = variable.stored.keep()
+    # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
+    kept = variable.stored.keep() if frames.current().state is None else None
     try:
         with frames.with_frame(extended.update_frame()):
             return fn(variable, *args, **kwargs)
     except BaseException:
-        # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
-        if frames.current().state is None:
+        if kept is not None:
             variable.stored.restore(kept)
         raise
 

@@ -345,6 +345,10 @@ class ReferenceExtended:
             return regroup(results, self.topology, "a result of update")
         return jax.tree.map(lambda *leaves: list(leaves), *results)
 
+    def pause_writers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that changes nothing: no other thread writes."""
+        return contextlib.nullcontext()
+
     def read_var(self, v: ReferenceVariable) -> jax.Array:
         """Returns the value of `v`, aggregated if its components differ."""
         return v.value

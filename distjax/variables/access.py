@@ -14,6 +14,7 @@ from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
 from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
+from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.errors import (
     AggregationError,
@@ -58,6 +59,8 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
     array = convert(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
         _write_component(variable, state, array, method)
+    elif _is_local(variable, frame) and variable.policy.replica_write is Combine.MERGE:
+        frame.replica_context.merge_call(_write_by_merge, args=(variable, array, method))
     elif _is_local(variable, frame):
         _write_in_replica(variable, state, value, array, method)
     else:
@@ -208,6 +211,13 @@ def _write_in_replica(
         else:
             array = _combine_in_replica(rule, variable, array)
         _write_component(variable, state, array.astype(variable.dtype), method)
+
+
+def _write_by_merge(
+    strategy: StrategyLike, variable: StoredVariable, array: jax.Array, method: str
+) -> None:
+    """Writes what one replica sent, as a merge function."""
+    _write(variable, array, method)
 
 
 def write_scope(variable: StoredVariable) -> str:

@@ -39,8 +39,12 @@ def make_variable(
     name: str,
     dtype: DTypeLike | None,
     modes: VariableModes,
+    plain: Policy = PLAIN,
 ) -> Variable:
-    """Returns a new variable of `strategy`, or the one made at this place before."""
+    """Returns a new variable of `strategy`, or the one made at this place before.
+
+    `plain` is the policy where the placement does not synchronize.
+    """
     state = frames.current().state
     make_initial = _initializer(initial_value, dtype, name)
     value: Any = None
@@ -53,7 +57,7 @@ def make_variable(
         require_own_trace(state, name)
         value = make_initial()
         aval = jax_compat.aval_of(value)
-    policy = policy_for(modes, aval.dtype, name) if placement.synchronizes else PLAIN
+    policy = policy_for(modes, aval.dtype, name) if placement.synchronizes else plain
     if frames.is_dry_run():
         raise ContextError(_rehearsal_text(name))
     again = None

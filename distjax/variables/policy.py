@@ -21,6 +21,7 @@ class Combine(enum.Enum):
     FIRST = "first"
     EACH = "each copy on its own"
     SPLIT = "divided among the copies"
+    MERGE = "where the variable lives, on the value that it has then"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,8 @@ POLICIES: dict[tuple[VariableSynchronization, VariableAggregation], Policy] = {
 
 #: One copy on one device: synchronization and aggregation have no effect.
 PLAIN = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH)
+#: One value at a server, which other workers write meanwhile: a write is a `merge_call`.
+AT_SERVER = Policy(False, _C.MERGE, _C.EACH, _C.EACH, _C.EACH)
 
 
 def resolve_modes(

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from distjax.variables.storage_errors import is_there, require_stored
+from distjax.variables.storage_errors import is_there, require_present, require_stored
 
 #: What a variable stores: an array; on devices that are only described its shape and sharding.
 Stored: TypeAlias = jax.Array | jax.ShapeDtypeStruct
@@ -138,6 +138,14 @@ class StoredArray:
                 require_stored(self.name, array, self.is_lost)
         assert array is not None, "required above"
         return array
+
+    def require_made(self) -> None:
+        """Raises as `require` does, where there is no array."""
+        self.require()
+
+    def require_present(self) -> None:
+        """Raises an UnsupportedError if the devices of the variable are only described."""
+        require_present(self.name, self.read())
 
     def swap(self, array: Stored) -> None:
         """Makes `array`, which nobody else holds, the stored one."""

@@ -17,7 +17,6 @@ from distjax.typing import ArrayLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import Policy
 from distjax.variables.storage import Stored, StoredArray
-from distjax.variables.storage_errors import require_present
 from distjax.variables.variable_placement import VariablePlacement
 
 
@@ -35,6 +34,7 @@ class VariableOwner(ExtendedLike, Protocol):
 
     @property
     def placement(self) -> VariablePlacement: ...
+    def make_storage(self, variable: StoredVariable) -> StoredArray: ...
     def copy_variable(self, variable: StoredVariable) -> Any: ...
     def split_components(
         self, variable: StoredVariable, stored: jax.Array
@@ -109,8 +109,8 @@ class StoredVariable:
     def require_initialized(self) -> None:
         """Raises an error if there is no value: never made, lost, or deleted."""
         if not self.stored.is_being_made:
-            self.stored.require()
+            self.stored.require_made()
 
     def require_present(self) -> None:
         """Raises an UnsupportedError if the devices of the variable are only described."""
-        require_present(self.name, self.stored.read())
+        self.stored.require_present()

@@ -21,7 +21,6 @@ from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import Policy, resolve_modes
-from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 
 _serial_numbers = itertools.count()
@@ -105,7 +104,7 @@ class Variable(StoredVariable):
         self.policy = policy
         self.layout = layout
         self.serial_number = next(_serial_numbers)
-        self.stored = StoredArray(name, strategy.extended.variable_lock)
+        self.stored = strategy.extended.make_storage(self)
         return self
 
     # -- values ---------------------------------------------------------------

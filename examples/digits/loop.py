@@ -44,6 +44,7 @@ def fit(
         for step, batch in enumerate(bar, start=1):
             losses.append(train(*data.per_replica(strategy, batch)))
             if step % steps_per_epoch == 0 or step == num_steps:
+                losses = [x.get() if isinstance(x, dj.RemoteValue) else x for x in losses]
                 accuracies.append((step, test(test_set)))
                 bar.set_postfix(
                     loss=f"{float(losses[-1]):.4f}", test_accuracy=f"{accuracies[-1][1]:.2%}"

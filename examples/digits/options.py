@@ -7,7 +7,7 @@ import jax
 
 import distjax as dj
 
-STRATEGIES = ("one_device", "mirrored", "virtual", "multi_worker", "default")
+STRATEGIES = ("one_device", "mirrored", "virtual", "multi_worker", "parameter_server", "default")
 OUT = Path(__file__).parent / "out"
 
 
@@ -18,7 +18,7 @@ def parse(description: str) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default="mirrored", help="default: mirrored")
-    add("--replicas", type=int, default=8, help="of a mirrored or virtual strategy (8)")
+    add("--replicas", type=int, default=8, help="of a mirrored or virtual strategy, or workers (8)")
     add("--epochs", type=int, default=10, help="passes over the training set (10)")
     add("--steps", type=int, help="stop after so many steps, at the same learning rates")
     add("--global-batch", type=int, default=64, help="examples per step, all replicas (64)")
@@ -46,7 +46,7 @@ def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
         name: One of `STRATEGIES`.
         num_replicas: Replicas of a mirrored strategy, which has each on a device of its own, or
             of a virtual one, which has them all on one. Of a multi-worker one: as many as the
-            processes have devices.
+            processes have devices. With a parameter server: workers.
 
     Raises:
         SystemExit: If a mirrored strategy is to have more replicas than there are devices.
@@ -60,6 +60,8 @@ def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
         return dj.OneDeviceStrategy()
     if name == "virtual":
         return dj.VirtualStrategy(num_replicas)
+    if name == "parameter_server":
+        return dj.ParameterServerStrategy(workers=num_replicas)
     if name == "default":
         return dj.get_strategy()
     devices = jax.devices()

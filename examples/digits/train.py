@@ -123,13 +123,21 @@ def main() -> None:
     def count_right(images, labels):
         strategy.run(trainer.test_step, args=(images, labels))
 
+    if isinstance(strategy, dj.ParameterServerStrategy):
+        coordinator = dj.Coordinator(strategy)
+        train = lambda *batch: coordinator.schedule(trainer.train_step, args=batch)
+        count_right = lambda *batch: coordinator.schedule(trainer.test_step, args=batch).get()
+
     def test(batches):
         trainer.test_accuracy.reset()
         for batch in batches:
             count_right(*batch)
         return trainer.test_accuracy.result()
 
-    report.write(chosen, strategy, loop.fit(chosen, strategy, splits, train, test))
+    history = loop.fit(chosen, strategy, splits, train, test)
+    if isinstance(strategy, dj.ParameterServerStrategy):
+        print(coordinator.stats())
+    report.write(chosen, strategy, history)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ RUNS = [
     ("train.py", "mirrored"),
     ("train.py", "virtual"),
     ("train.py", "default"),
+    ("train.py", "parameter_server"),
     ("functional.py", "mirrored"),
 ]
 
@@ -72,6 +73,7 @@ def test_loss_curve_equals_plain_jax(script, chosen, expected_losses, tmp_path):
     losses = tmp_path / "losses.json"
     command = [sys.executable, str(EXAMPLE / script)]
     command += ["--strategy", chosen, "--steps", str(NUM_STEPS), "--seed", str(SEED)]
+    command += ["--replicas", "1"] if chosen == "parameter_server" else []
     command += ["--global-batch", str(GLOBAL_BATCH), "--epochs", str(EPOCHS)]
     command += ["--out", str(tmp_path), "--dump-losses", str(losses)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

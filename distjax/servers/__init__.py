@@ -1,0 +1,28 @@
+"""Parameter servers: variables at servers, and workers that do not wait for each other."""
+
+from distjax.servers.coordinator import Coordinator
+from distjax.servers.engine import Engine, Ran, Task, WorkerDied
+from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
+from distjax.servers.remote_value import RemoteValue
+from distjax.servers.snapshot import Snapshot
+from distjax.servers.store import Server, ServerDied, ServerSnapshot
+from distjax.servers.strategy import ParameterServerStrategy
+from distjax.servers.threads import ThreadEngine
+
+__all__ = [
+    "Coordinator",
+    "Engine",
+    "ParameterServerStrategy",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "PerWorkerValues",
+    "Ran",
+    "RemoteValue",
+    "Server",
+    "ServerDied",
+    "ServerSnapshot",
+    "Snapshot",
+    "Task",
+    "ThreadEngine",
+    "WorkerDied",
+]

@@ -1,0 +1,389 @@
+"""Board: which closures wait, which run, and what became of the others."""
+
+# One lock, held for a few lines and never while another lock is taken or a user's code runs. Who
+# waits for the board to change does it on `waiters`, without the lock, and is rung after it.
+#
+# A closure is in the queue, in `running`, or over. Workers take it, the oldest first; one whose
+# worker is lost goes back to the head of the queue. What ends it is whatever comes first: its
+# result, an error, a cancellation, the loss of a server. All later ones find it over.
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+from distjax.errors import ClosureError, ContextError, EndOfDataError, message
+from distjax.servers.closure import Closure, State
+from distjax.servers.engine import Ran
+from distjax.servers.streams import Draw
+from distjax.servers.waiting import Waiters
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """A worker, as the board sees it.
+
+    Attributes:
+      number: its id.
+      closure: what it has in hand.
+      num_closures: how many it has done.
+      num_restarts: how often it was lost.
+      is_removed: whether it is to take no more.
+      has_ended: whether its thread has.
+      ended: what has no more values for it.
+    """
+
+    number: int
+    closure: Closure | None = None
+    num_closures: int = 0
+    num_restarts: int = 0
+    is_removed: bool = False
+    has_ended: bool = False
+    ended: weakref.WeakSet[Draw] = dataclasses.field(default_factory=weakref.WeakSet)
+
+    def describe(self, pid: int) -> dict[str, Any]:
+        """Returns what `stats` says of it."""
+        return {
+            "id": self.number,
+            "pid": pid,
+            "state": "running" if self.closure is not None else "idle",
+            "closures": self.num_closures,
+            "restarts": self.num_restarts,
+        }
+
+
+class Board:
+    """The closures of a coordinator.
+
+    Args:
+      queue_size: how many closures may wait.
+      max_failures: so many workers may be lost in one closure.
+      forget: called with the number of each closure that is over.
+      numbers: of closures; another board of the strategy may take some of them.
+    """
+
+    def __init__(
+        self,
+        queue_size: int,
+        max_failures: int,
+        forget: Callable[[int], None],
+        numbers: Iterator[int],
+    ):
+        self.waiters = Waiters()
+        self.queue: collections.deque[Closure] = collections.deque()
+        self.running: set[Closure] = set()
+        self.workers: dict[int, Worker] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._numbers = numbers
+        self.num_held = 0  # the closures of which the servers have the pushes
+        self.is_closed = False
+        self.started = time.monotonic()
+        self._queue_size = queue_size
+        self._max_failures = max_failures
+        self._forget = forget
+        self._retried: dict[Closure, None] = {}  # those in the queue whose workers were lost
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._done: weakref.WeakSet[Closure] = (
+            weakref.WeakSet()
+        )  # whose results somebody may ask for
+        self._pausing: list[int] = []  # the threads that keep it paused
+
+    # -- the user's side ------------------------------------------------------
+
+    def put(self, make: Callable[[int], Closure]) -> Closure:
+        """Queues the closure that `make` makes of its number; waits for room."""
+        while True:
+            with self._lock:
+                if self._has_room():
+                    closure = make(next(self._numbers))
+                    self.counts["scheduled"] += 1
+                    self.queue.append(closure)
+                    break
+            self.waiters.wait_until(self._has_much_room)
+            self.raise_error()
+        if closure.draws:
+            self.end_starved()
+        self.waiters.ring()
+        return closure
+
+    def raise_error(self) -> None:
+        """Raises the first error there was, once, when nothing runs any more."""
+        if not self._errors:
+            return
+        self.waiters.wait_until(lambda: not self.running)
+        with self._lock:
+            errors, self._errors = self._errors, []
+        if errors:
+            if errors[1:]:
+                errors[0].add_note(f"{len(errors) - 1} more closures failed.")
+            raise errors[0]
+
+    def is_empty(self) -> bool:
+        """Returns whether all closures are over."""
+        return not self.queue and not self.running
+
+    def cancel(self, reason: str) -> None:
+        """Drops the queue; what runs ends before its next push."""
+        with self._lock:
+            dropped = self._drop_queue(reason)
+        self._announce(dropped)
+
+    def undo(self, num_held: int, error: BaseException) -> int:
+        """Ends all closures, and takes back those after the first `num_held`, with `error`.
+
+        It is raised once. Returns a number below which all are over.
+        """
+        with self._lock:
+            pending = [*self.queue, *self.running]
+            self.queue.clear()
+            over = [c for c in pending if self._end(c, State.FAILED, error=error)]
+            if over:
+                self._errors.append(error)
+            for closure in self._done:
+                if closure.position is not None and closure.position >= num_held:
+                    closure.undo(error)
+            self.num_held = num_held
+            num_over = next(self._numbers) + 1  # this one is nobody's
+        self._announce(over)
+        return num_over
+
+    @contextlib.contextmanager
+    def paused(self, *, wait: bool = True) -> Generator[None]:
+        """Inside, no closure begins, and after the wait none runs; the queue stays."""
+        with self._lock:
+            self._pausing.append(threading.get_ident())
+        try:
+            if wait:
+                self.waiters.wait_until(self._is_quiet)
+            yield
+        finally:
+            with self._lock:
+                self._pausing.remove(threading.get_ident())
+            self.waiters.ring()
+
+    def require_going(self, method: str) -> None:
+        """Raises a ContextError where the calling thread keeps the board paused.
+
+        Args:
+          method: waits for closures, for ever there.
+        """
+        if threading.get_ident() not in self._pausing:
+            return
+        raise ContextError(
+            message(
+                f"{method} needs closures to run",
+                got="a call in `with coordinator.paused():`",
+                why="it waits for a closure, and none runs until the block ends",
+                fix="call it after the block; in it read variables: v.value",
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the workers after what they have in hand. Takes no lock: see `Waiters`."""
+        self.is_closed = True
+        self.waiters.ring()
+
+    def active_workers(self) -> list[Worker]:
+        """Returns the workers that take closures."""
+        return [w for w in tuple(self.workers.values()) if not w.is_removed]
+
+    def remove(self, workers: Sequence[Worker]) -> None:
+        """Tells workers to end."""
+        for worker in workers:
+            worker.is_removed = True
+        self.end_starved()
+        self.waiters.ring()
+
+    # -- the workers' side ----------------------------------------------------
+
+    def take(self, worker: Worker, *, wait: bool) -> Closure | None:
+        """Returns the next closure for a worker; None: there is none, or it is to end."""
+        while True:
+            with self._lock:
+                closure = self._next_for(worker)
+                if closure is not None:
+                    self._begin(closure)
+                worker.closure = closure
+            if closure is not None or not wait or self._is_to_end(worker):
+                self.waiters.ring()
+                return closure
+            self.waiters.wait_until(lambda: self._next_for(worker) or self._is_to_end(worker))
+
+    def claim(self, closure: Closure) -> bool:
+        """Takes a closure out of the queue, to run it in this thread; False: it is not there."""
+        with self._lock:
+            if closure not in self.queue:
+                return False
+            self._begin(closure)
+        self.waiters.ring()
+        return True
+
+    def put_back(self, closure: Closure, worker: Worker, ended: Draw) -> None:
+        """Leaves a closure to others: the worker's part of some data has ended."""
+        with self._lock:
+            worker.ended.add(ended)
+            self._put_first(closure)
+        self.end_starved()
+        self.waiters.ring()
+
+    def retry(self, closure: Closure, worker: Worker, death: BaseException) -> None:
+        """Has a closure tried again whose worker was lost; too often, and it fails."""
+        with self._lock:
+            worker.num_restarts += 1
+            closure.attempts.append(f"worker {worker.number} was lost ({death or 'no reason'})")
+            reason = closure.stop
+            if reason is None and len(closure.attempts) >= self._max_failures:
+                reason = _given_up(closure)
+            if reason is None and not closure.is_over:
+                self.counts["retried"] += 1
+                self._put_first(closure)
+                self._retried[closure] = None
+        if reason is not None:
+            self.end(closure, reason)
+        self.waiters.ring()
+
+    def finish(self, closure: Closure, worker: Worker, ran: Ran) -> None:
+        """Notes the result of a closure."""
+        with self._lock:
+            is_done = self._end(closure, State.DONE, ran)
+            if is_done:
+                closure.position = self.num_held
+                self.num_held += 1
+                self._done.add(closure)
+                worker.num_closures += 1
+                worker.closure = None if worker.closure is closure else worker.closure
+        self._announce([closure] if is_done else [])
+
+    def end(self, closure: Closure, error: BaseException) -> None:
+        """Notes that a closure failed or was stopped; all others go with one that failed."""
+        over: list[Closure] = []
+        with self._lock:
+            is_cancelled = isinstance(error, CancelledError)
+            state = State.CANCELLED if is_cancelled else State.FAILED
+            if self._end(closure, state, error=error):
+                over.append(closure)
+                if not is_cancelled and closure.is_reported:
+                    error.add_note(f"It was raised in {closure!r}.")
+                    self._errors.append(error)
+                    over += self._drop_queue(f"{closure!r} failed")
+        self._announce(over)
+
+    # -- inside, under the lock -----------------------------------------------
+
+    def _next_for(self, worker: Worker) -> Closure | None:
+        """Returns the first closure for which the worker has data."""
+        if self._is_to_end(worker):
+            return None
+        if self._pausing:  # what was tried before may have been applied in part: it goes on
+            return next(iter(tuple(self._retried)), None)
+        if not worker.ended:
+            return self.queue[0] if self.queue else None
+        return next((c for c in tuple(self.queue) if worker.ended.isdisjoint(c.draws)), None)
+
+    def _begin(self, closure: Closure) -> None:
+        self.queue.remove(closure)
+        self._retried.pop(closure, None)
+        self.running.add(closure)
+        closure.state = State.RUNNING
+
+    def _put_first(self, closure: Closure) -> None:
+        self.running.discard(closure)
+        if not closure.is_over:
+            closure.state = State.QUEUED
+            self.queue.appendleft(closure)
+
+    def _drop_queue(self, reason: str) -> list[Closure]:
+        queued, stop = list(self.queue), _cancelled(reason)
+        self.queue.clear()
+        for closure in self.running:
+            closure.stop = closure.stop or stop
+        return [c for c in queued if self._end(c, State.CANCELLED, error=stop)]
+
+    def _end(
+        self,
+        closure: Closure,
+        state: State,
+        ran: Ran | None = None,
+        error: BaseException | None = None,
+    ) -> bool:
+        self.running.discard(closure)
+        self._retried.pop(closure, None)
+        if closure.is_over:
+            return False
+        closure.end(state, ran, error)
+        self.counts[state.value] += 1
+        return True
+
+    # -- inside, without it ---------------------------------------------------
+
+    def _announce(self, over: Iterable[Closure]) -> None:
+        for closure in over:
+            self._forget(closure.number)
+        self.waiters.ring()
+
+    def end_starved(self) -> None:
+        """Ends closures that wait for data of which no worker has any more."""
+        with self._lock:
+            workers = self.active_workers()
+            is_starved = lambda c: all(not w.ended.isdisjoint(c.draws) for w in workers)
+            starved = [c for c in self.queue if c.draws and is_starved(c)]
+            for closure in starved:
+                self.queue.remove(closure)
+                self._end(closure, State.CANCELLED, error=_end_of_data(closure))
+        self._announce(starved)
+
+    def _has_room(self) -> bool:
+        return len(self.queue) < self._queue_size and not self._errors
+
+    def _has_much_room(self) -> bool:
+        """Half of the queue: or two threads would take turns at every closure."""
+        return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
+
+    def _is_quiet(self) -> bool:
+        return not self.running and not self._retried
+
+    def _is_to_end(self, worker: Worker) -> bool:
+        return self.is_closed or worker.is_removed
+
+
+def _cancelled(reason: str) -> CancelledError:
+    return CancelledError(
+        message(
+            "fetch needs a closure that was run",
+            got="one that was cancelled",
+            why=reason,
+            fix="schedule it again",
+        )
+    )
+
+
+def _given_up(closure: Closure) -> ClosureError:
+    attempts = "; ".join(closure.attempts)
+    return ClosureError(
+        message(
+            f"{closure!r} needs a worker that outlives it",
+            got=f"{len(closure.attempts)} workers that did not: {attempts}",
+            why="a closure that kills every worker would do so for ever",
+            fix="look for what it does to them (memory, a signal), then schedule it again",
+        ),
+        tuple(closure.attempts),
+    )
+
+
+def _end_of_data(closure: Closure) -> EndOfDataError:
+    return EndOfDataError(
+        message(
+            f"{closure!r} needs an element of per-worker data",
+            got="data that has ended on every worker",
+            why="each element is used once in an iteration",
+            fix="iterator = iter(dataset) begins the next one",
+        )
+    )

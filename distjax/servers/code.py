@@ -1,0 +1,171 @@
+"""Code: a traced function of flat arrays, to be cut further, shown, and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax import jax_compat
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
+from distjax.replica.analysis import CALLS
+from distjax.servers.plan import Program
+
+#: Primitives that say where a value lies: programs of workers and servers run where those are.
+PLACEMENTS = frozenset(("device_put", "sharding_constraint"))
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A traced function of flat arrays, which can be called as it is.
+
+    Attributes:
+      jaxpr: (*constants, *arrays) -> results.
+      consts: the values of the constants.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns its results, a tuple."""
+        return tuple(jax_compat.eval_jaxpr(self.jaxpr, (), (*self.consts, *arrays)))
+
+    @property
+    def inputs(self) -> Sequence[Var]:
+        """What names the arrays that it takes."""
+        return self.jaxpr.invars[len(self.consts) :]
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """What names its results; a constant one is a literal."""
+        return self.jaxpr.outvars
+
+    @property
+    def used(self) -> list[bool]:
+        """Per array that it takes, whether a result depends on it."""
+        read = self._read
+        return [v in read for v in self.inputs]
+
+    @property
+    def _read(self) -> set[Var]:
+        atoms = [v for e in self.jaxpr.eqns for v in e.invars] + list(self.jaxpr.outvars)
+        return {v for v in atoms if not isinstance(v, Literal)}
+
+    def cut_to(self, results: Sequence[int]) -> Code:
+        """Returns the code of some of its results alone; it takes the same arrays."""
+        like, ends = self.jaxpr, [self.jaxpr.outvars[i] for i in results]
+        whole = jax_compat.new_jaxpr(like, (), like.invars, ends, like.eqns)
+        # Loops, branches and calls in it are cut down too.
+        needed, _ = jax_compat.dce_jaxpr(whole, [True] * len(ends), instantiate=True)
+        return Code(needed, self.consts)
+
+    def taking(self, numbers: Sequence[int]) -> Code:
+        """Returns the code as a function of some of its arrays; it uses no others."""
+        like, read = self.jaxpr, self._read
+        constants = [i for i in range(len(self.consts)) if like.invars[i] in read]
+        invars = [*(like.invars[i] for i in constants), *(self.inputs[i] for i in numbers)]
+        cut = jax_compat.new_jaxpr(like, (), invars, like.outvars, like.eqns)
+        return Code(cut, [self.consts[i] for i in constants])
+
+    def between(
+        self, inputs: Sequence[Var], results: Sequence[Any], eqns: Sequence[JaxprEqn]
+    ) -> Code:
+        """Returns the code that makes some of its values of others, by some of its equations."""
+        invars = [*self.jaxpr.invars[: len(self.consts)], *inputs]
+        part = Code(jax_compat.new_jaxpr(self.jaxpr, (), invars, results, eqns), self.consts)
+        return part.cut_to(range(len(results))).taking(range(len(inputs)))
+
+    def as_program(self, name: str) -> Program:
+        """Returns it as a program of a plan."""
+        return Program(name, self)
+
+
+def aval_of_atom(atom: Var | Literal) -> ShapedArray:
+    """Returns shape, dtype and weak type of what a jaxpr names, and nothing of where it lies."""
+    aval: Any = atom.aval
+    return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
+    """Returns the code of a function of flat arrays; nothing in it names a device."""
+    jaxpr, consts = jax_compat.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
+    if any(map(_places, jaxpr.eqns)):
+        anywhere = lambda *arrays: eval_opened(jaxpr, consts, arrays, _places)
+        return trace_code(anywhere, avals)
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    whole = jax_compat.new_jaxpr(jaxpr, (), invars, jaxpr.outvars, jaxpr.eqns)
+    return Code(whole, [off_devices(c) for c in consts])
+
+
+def _eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation of the jaxpr `like` under whatever trace is current."""
+    pairs = zip(eqn.invars, args, strict=True)
+    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    alone = jax_compat.new_jaxpr(like, (), list(values), eqn.outvars, [eqn])
+    return jax_compat.eval_jaxpr(alone, (), list(values.values()))
+
+
+def eval_opened(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    opens: Callable[[JaxprEqn], bool],
+) -> list[Any]:
+    """Evaluates a jaxpr, without placements, and without the calls that `opens` says it of."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in PLACEMENTS:
+            outs = ins
+        elif opens(eqn):
+            key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
+            outs = eval_opened(*jax_compat.open_jaxpr(eqn.params[key]), ins, opens)
+        else:
+            outs = _eval_equation(jaxpr, eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _places(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation, or a call in it, puts a value on a device."""
+    name = eqn.primitive.name
+    if name in PLACEMENTS or name not in CALLS:
+        return name in PLACEMENTS
+    return any(_places(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
+
+
+def in_own_buffers(code: Code) -> Code:
+    """Returns the code with results that share no buffer with an input or with each other.
+
+    New values of variables are donated later, while others still hold what they were made of.
+    """
+    ends = [v for v in code.jaxpr.outvars if not isinstance(v, Literal)]
+    if not {*ends}.intersection(code.jaxpr.invars) and len({*ends}) == len(ends):
+        return code
+    avals = [aval_of_atom(v) for v in code.inputs]
+    return trace_code(lambda *arrays: _copied(code(*arrays), arrays), avals)
+
+
+def _copied(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    seen, own = {id(x) for x in inputs}, []
+    for result in results:
+        own.append(jnp.copy(result) if id(result) in seen else result)
+        seen.add(id(result))
+    return own
+
+
+def off_devices(array: object) -> Any:
+    """Returns an array that any device may use: it is part of a program that runs on others."""
+    if not isinstance(array, jax.Array):
+        return array
+    return jax_compat.as_uncommitted(array) if _is_key(array) else np.asarray(array)
+
+
+def _is_key(array: jax.Array) -> bool:
+    return jax_compat.is_key_dtype(array.dtype)

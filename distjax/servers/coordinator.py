@@ -1,0 +1,405 @@
+"""Coordinator: schedules steps on the workers of a parameter server strategy."""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from distjax.context import frames
+from distjax.data.input_context import InputContext
+from distjax.errors import ContextError, ServerLostError, describe_value, message
+from distjax.integers import is_int
+from distjax.servers.crew import Crew
+from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
+from distjax.servers.remote_value import RemoteValue, to_numpy
+from distjax.servers.snapshot import Snapshot
+from distjax.servers.store import Server, Totals
+from distjax.servers.strategy_contract import ServerStrategy
+from distjax.servers.submitting import submit
+from distjax.typing import PyTree
+
+_QUEUED_PER_WORKER = 4
+
+
+class Coordinator:
+    """Schedules steps on workers, which run them in any order and wait for nobody.
+
+    Each closure (a call of `schedule`) is applied at each server once, whatever workers are
+    lost and however often it is tried. Errors come out at the next `schedule`, `join` or
+    `done`, the first one once, and drop what is queued.
+
+    Args:
+      strategy: a `ParameterServerStrategy` that has no other open coordinator.
+      queue_size: how many closures may wait before `schedule` does; None: 4 for each worker.
+
+    Raises:
+      TypeError: another strategy.
+      ValueError: a strategy that has an open one; no positive queue size.
+
+    Example:
+      >>> strategy = dj.ParameterServerStrategy(workers=2)
+      >>> with strategy.scope():
+      ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+      >>> with dj.Coordinator(strategy) as coordinator:
+      ...     for x in range(5):
+      ...         _ = coordinator.schedule(lambda x: total.assign_add(x), args=(float(x),))
+      ...     coordinator.join()
+      >>> float(total.value)
+      10.0
+
+    Source: tf.distribute.coordinator.ClusterCoordinator.
+    """
+
+    def __init__(self, strategy: ServerStrategy, *, queue_size: int | None = None):
+        _require_servers(strategy)
+        if queue_size is None:
+            queue_size = _QUEUED_PER_WORKER * strategy.num_workers
+        _require_positive(queue_size, "Coordinator", "queue_size", "dj.Coordinator(strategy)")
+        self._strategy = strategy
+        self._crew = Crew(strategy, queue_size)
+        self._board = self._crew.board
+        self._before = _totals(strategy.engine.servers)
+        self._snapshot: Snapshot | None = None
+        self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
+        self._crew.add(strategy.num_workers)
+        self._closing = weakref.finalize(self, self._board.close)
+
+    # -- running steps --------------------------------------------------------
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> RemoteValue:
+        """Has a worker run ``fn(*args, **kwargs)``; returns its result, which is to come.
+
+        The first call traces ``fn`` and cuts it, so that errors of the trace are raised here.
+        Waits where the queue is full.
+
+        Args:
+          fn: a replica function, as for ``strategy.run``.
+          args: its positional arguments. An iterator over a per-worker dataset stands for an
+            element of the worker's, `PerWorkerValues` for its value.
+          kwargs: its keyword arguments.
+
+        Context: not in a replica function. Numpy arrays are copied: they may change at once.
+
+        Raises:
+          ContextError: in a replica function.
+          RuntimeError: the coordinator is closed.
+          ValueError: a `RemoteValue` among the arguments.
+          Exception: what an earlier closure raised; this one is not queued then.
+        """
+        self._require_open("schedule")
+        _require_outside("schedule")
+        self._board.raise_error()
+        closure = submit(self._board, self._strategy, fn, args, kwargs)
+        return RemoteValue(closure, self._board.waiters)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all closures are over.
+
+        Args:
+          timeout: seconds to wait at most.
+
+        Raises:
+          TimeoutError: some are not.
+          ContextError: in ``with coordinator.paused()``.
+          Exception: what a closure raised.
+        """
+        self._require_open("join")
+        self._board.require_going("join")
+        if not self._board.waiters.wait_until(self._board.is_empty, timeout):
+            raise TimeoutError(
+                message(
+                    f"join needs all closures to end within {timeout} s",
+                    got=f"{len(self._board.queue)} in the queue and "
+                    f"{len(self._board.running)} running",
+                    why="the workers have not come so far",
+                    fix="wait longer; coordinator.stats() says what workers do",
+                )
+            )
+        self._board.raise_error()
+
+    def done(self) -> bool:
+        """Returns whether all closures are over; raises as `join` does."""
+        self._require_open("done")
+        self._board.raise_error()
+        return self._board.is_empty()
+
+    def fetch(self, nest: PyTree) -> Any:
+        """Returns a tree with the results, as numpy arrays, for its RemoteValues. Waits."""
+        is_remote = lambda leaf: isinstance(leaf, RemoteValue)
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if is_remote(leaf) else to_numpy(leaf),
+            nest,
+            is_leaf=is_remote,
+        )
+
+    def cancel(self) -> None:
+        """Drops the queue; closures that run end before their next push."""
+        self._require_open("cancel")
+        self._board.cancel("coordinator.cancel() was called before it had run")
+
+    def close(self) -> None:
+        """Drops the queue, waits for the closures in hand and ends the threads."""
+        if self._closing.detach() is not None:
+            self._board.cancel("the coordinator was closed before it had run")
+            self._board.close()
+        self._crew.wait()
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None and self._closing.alive:
+                self.join()
+        finally:
+            self.close()
+
+    # -- data -----------------------------------------------------------------
+
+    def create_per_worker_dataset(
+        self,
+        fn_or_dataset: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
+        *,
+        at: str = "worker",
+    ) -> PerWorkerDataset:
+        """Returns a dataset of which each worker draws elements for the closures that it runs.
+
+        A worker whose data has ended takes no more closures that need it. When that of all
+        workers has, such closures raise `EndOfDataError` from `fetch`, and `join` returns.
+
+        Args:
+          fn_or_dataset: a function of an `InputContext` (pipeline i of so many), called for
+            each worker that there is when an iteration begins; or a dataset, whose elements
+            go to whichever worker asks next.
+          at: "worker": the function is called where a worker needs its first element;
+            "coordinator": where the iteration begins.
+
+        Raises:
+          TypeError, ValueError: other arguments.
+        """
+        self._require_open("create_per_worker_dataset")
+        require_source(fn_or_dataset, at)
+        return PerWorkerDataset(
+            fn_or_dataset,
+            self._crew.ids,
+            self._iterators,
+            is_opened_at_once=at == "coordinator",
+        )
+
+    # -- workers --------------------------------------------------------------
+
+    def add_workers(self, n: int = 1) -> list[int]:
+        """Starts more workers; returns their ids."""
+        self._require_open("add_workers")
+        _require_positive(n, "add_workers", "n", "coordinator.add_workers(2)")
+        return self._crew.add(n)
+
+    def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
+        """Ends workers after the closure that each has in hand, and waits for that.
+
+        Args:
+          ids_or_n: which, or how many, the latest first.
+
+        Raises:
+          ValueError: an unknown id, or no worker would be left.
+        """
+        self._require_open("remove_workers")
+        known = self._crew.ids()
+        if isinstance(ids_or_n, Iterable):
+            ids = list(ids_or_n)
+        else:
+            _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
+            ids = known[-ids_or_n:]
+        if not set(ids) <= set(known) or set(ids) == set(known):
+            raise ValueError(
+                message(
+                    "remove_workers needs ids of workers that there are, and one to be left",
+                    got=f"{ids_or_n!r}, of the workers {known}",
+                    why="somebody has to run what is scheduled",
+                    fix=f"coordinator.remove_workers([{known[-1]}]), where there are others; "
+                    "coordinator.close() ends all",
+                )
+            )
+        self._crew.remove(ids)
+
+    # -- snapshots ------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """A context in which no closure runs, so that variables read there fit together.
+
+        Closures in hand are finished first; the queue stays, and goes on after.
+
+        Example:
+          >>> strategy = dj.ParameterServerStrategy(workers=2)
+          >>> with strategy.scope():
+          ...     w, count = dj.Variable(1.0), dj.Variable(0)
+          >>> with dj.Coordinator(strategy) as coordinator, coordinator.paused():
+          ...     values = w.value, count.value
+        """
+        self._require_open("paused")
+        with self._board.paused():
+            yield
+
+    def snapshot(self) -> Snapshot:
+        """Returns a copy of what all servers have, between two closures: see `paused`.
+
+        Positions of iterators over per-worker datasets are in it too.
+
+        Raises:
+          ServerLostError: a server is lost.
+        """
+        with self.paused():
+            servers = [server.snapshot() for server in self._strategy.engine.servers]
+            positions = {it: it.positions() for it in self._iterators}
+            self._snapshot = Snapshot(self._board.num_held, servers, positions)
+        return self._snapshot
+
+    def restore(self, snapshot: Snapshot | None = None) -> int:
+        """Puts all servers back to a snapshot; returns how many closures it holds.
+
+        Results of closures that it does not hold, queued and running ones too, become a
+        `ServerLostError`, which the next `join` raises once where any was not over.
+
+        Args:
+          snapshot: None: the latest.
+
+        Raises:
+          RuntimeError: there is none.
+        """
+        self._require_open("restore")
+        snapshot = snapshot or self._snapshot
+        if snapshot is None:
+            raise RuntimeError(
+                message(
+                    "restore needs a snapshot",
+                    got="none, and none was taken",
+                    why="servers go back to what they had when it was taken",
+                    fix="snapshot = coordinator.snapshot(), now and then",
+                )
+            )
+        with self._board.paused(wait=False):
+            num_over = self._board.undo(snapshot.closures, _undone(snapshot.closures))
+            # From here on servers refuse what a worker still pushes for a closure before that.
+            for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
+                server.restore(saved, num_over)
+            for iterator, positions in snapshot.positions.items():
+                iterator.restore(positions)
+        self._snapshot = snapshot
+        return snapshot.closures
+
+    # -- looking --------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what has been done, as a dict of numbers.
+
+        closures: how many are scheduled (in all), running, done, failed, cancelled, retried;
+        queue; versions: of the servers; staleness: how often so many pushes of others came
+        between a pull and its push; bytes_pulled, bytes_pushed; pushes_per_second; workers;
+        servers.
+        """
+        board, servers = self._board, self._strategy.engine.servers
+        counts = board.counts
+        names = ("scheduled", "done", "failed", "cancelled", "retried")
+        totals = _totals(servers)
+        staleness = totals.staleness - self._before.staleness
+        return {
+            "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
+            "queue": len(board.queue),
+            "versions": [server.version for server in servers],
+            "staleness": dict(sorted(staleness.items())),
+            "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
+            "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
+            "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
+            "workers": [worker.describe(os.getpid()) for worker in board.active_workers()],
+            "servers": [
+                {"id": s.number, "pid": os.getpid(), "version": s.version, "bytes": s.nbytes}
+                for s in servers
+            ],
+        }
+
+    def __repr__(self) -> str:
+        return f"Coordinator({self._strategy!r})"
+
+    def _require_open(self, method: str) -> None:
+        if self._closing.alive:
+            return
+        raise RuntimeError(
+            message(
+                f"{method} needs an open coordinator",
+                got="one that was closed",
+                why="its workers have ended",
+                fix="coordinator = dj.Coordinator(strategy) opens another",
+            )
+        )
+
+
+def _totals(servers: Sequence[Server]) -> Totals:
+    each = [server.totals for server in servers]
+    return Totals(
+        sum((totals.staleness for totals in each), start=collections.Counter[int]()),
+        sum(totals.bytes_pulled for totals in each),
+        sum(totals.bytes_pushed for totals in each),
+    )
+
+
+def _undone(closures: int) -> ServerLostError:
+    return ServerLostError(
+        message(
+            "fetch needs a closure that the servers have",
+            got="one that they do not, since they were restored",
+            why=f"they went back to a snapshot of the first {closures} closures",
+            fix="schedule it again, from what coordinator.restore() returned on",
+        )
+    )
+
+
+def _require_servers(strategy: object) -> None:
+    if isinstance(strategy, ServerStrategy):
+        return
+    raise TypeError(
+        message(
+            "Coordinator needs a ParameterServerStrategy",
+            got=describe_value(strategy),
+            why="it schedules steps on workers that have parameter servers",
+            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4))",
+        )
+    )
+
+
+def _require_outside(method: str) -> None:
+    if not frames.current().is_replica:
+        return
+    raise ContextError(
+        message(
+            f"{method} needs to be called outside of a replica function",
+            got=f"a call in {frames.current().name}",
+            why="a step runs at a worker, which schedules nothing",
+            fix="schedule from the code that calls strategy.run",
+        )
+    )
+
+
+def _require_positive(value: object, method: str, name: str, fix: str) -> None:
+    if is_int(value) and value >= 1:
+        return
+    raise ValueError(
+        message(
+            f"{method}: {name} needs an int of 1 or more",
+            got=describe_value(value),
+            why="it is a number of workers or closures",
+            fix=fix,
+        )
+    )

@@ -1,0 +1,133 @@
+"""Crew: the threads of a coordinator's workers; and which board belongs to a strategy."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+from distjax.context.thread_settings import settings_of_this_thread
+from distjax.errors import message
+from distjax.servers.board import Board, Worker
+from distjax.servers.engine import Engine
+from distjax.servers.strategy_contract import ServerStrategy
+from distjax.servers.working import work
+
+_EXIT_SECONDS = 5.0
+
+
+@dataclasses.dataclass
+class _Record:
+    """What is known of a strategy: the numbers of closures never come again."""
+
+    numbers: Iterator[int]
+    board: Board
+
+
+_records: weakref.WeakKeyDictionary[ServerStrategy, _Record] = weakref.WeakKeyDictionary()
+_opening = threading.Lock()  # held while a record is made or replaced
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def board_of(strategy: ServerStrategy) -> Board:
+    """Returns the board of the open coordinator, or one on which nobody works."""
+    with _opening:
+        if strategy not in _records:
+            numbers = itertools.count()
+            _records[strategy] = _Record(numbers, _make_board(strategy.engine, 1, numbers))
+            _records[strategy].board.close()
+        return _records[strategy].board
+
+
+def _open_board(strategy: ServerStrategy, queue_size: int) -> Board:
+    before = board_of(strategy)
+    with _opening:
+        record = _records[strategy]
+        if record.board is not before or not before.is_closed:
+            raise ValueError(
+                message(
+                    "Coordinator needs a strategy that has no other",
+                    got=f"{strategy!r}, which has one that is open",
+                    why="two would share its workers' turns and its servers' order",
+                    fix="use that one, or close it first: coordinator.close()",
+                )
+            )
+        record.board = _make_board(strategy.engine, queue_size, record.numbers)
+        return record.board
+
+
+def _make_board(engine: Engine, queue_size: int, numbers: Iterator[int]) -> Board:
+    def forget(closure: int) -> None:
+        for server in engine.servers:
+            server.mark_done(closure)
+
+    return Board(queue_size, engine.max_failures, forget, numbers)
+
+
+class Crew:
+    """Workers, each a thread that takes closures from one board.
+
+    The threads hold the board and the engine, not what owns the crew: an owner that is dropped
+    closes the board, and they end.
+
+    Args:
+      strategy: whose workers they are; its board is opened.
+      queue_size: of the board.
+
+    Raises:
+      ValueError: the strategy's board is open already.
+    """
+
+    def __init__(self, strategy: ServerStrategy, queue_size: int):
+        self.board = _open_board(strategy, queue_size)
+        self._engine = strategy.engine
+        self._settings = settings_of_this_thread()
+        self._numbers = itertools.count()
+        self._threads: dict[int, threading.Thread] = {}
+        _crews.add(self)
+
+    def ids(self) -> list[int]:
+        """Returns the ids of the workers that there are."""
+        return [worker.number for worker in self.board.active_workers()]
+
+    def add(self, count: int) -> list[int]:
+        """Starts workers; returns their ids."""
+        ids = list(itertools.islice(self._numbers, count))
+        for number in ids:
+            worker = Worker(number)
+            self.board.workers[number] = worker
+            self._threads[number] = threading.Thread(
+                target=work,
+                args=(self.board, self._engine, worker, self._settings),
+                name=f"distjax-worker-{number}",
+                daemon=True,
+            )
+            self._threads[number].start()
+        return ids
+
+    def remove(self, ids: Iterable[int]) -> None:
+        """Ends workers after what they have in hand, and waits for that."""
+        workers = [self.board.workers[number] for number in ids]
+        self.board.remove(workers)
+        self.board.waiters.wait_until(lambda: all(worker.has_ended for worker in workers))
+        for worker in workers:
+            del self.board.workers[worker.number]
+            self._threads.pop(worker.number).join()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the threads have ended, after the board was closed."""
+        workers = list(self.board.workers.values())
+        self.board.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends all threads: one that calls JAX while the interpreter shuts down would crash it."""
+    live = list(_crews)
+    for crew in live:
+        crew.board.close()
+    for crew in live:
+        crew.wait(_EXIT_SECONDS)

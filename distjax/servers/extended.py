@@ -1,0 +1,162 @@
+"""The inside of a ParameterServerStrategy: variables at servers, steps as closures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from distjax import user_mesh
+from distjax.context import frames
+from distjax.context.contracts import Destinations, StrategyLike
+from distjax.errors import message
+from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.objects.stateful_args import run_here
+from distjax.placement.topology import one_device_topology
+from distjax.program.function_cache import FunctionCache
+from distjax.replica.arguments import require_call
+from distjax.servers.crew import board_of
+from distjax.servers.placement import ServerLayout, ServerPlacement
+from distjax.servers.server_storage import ServerEngine, ServerLike, ServerStorage
+from distjax.servers.strategy_contract import ServerStrategy
+from distjax.strategies.extended import StrategyExtended
+from distjax.typing import PositionalArgs, PyTree, VariableModes
+from distjax.variables.construct import make_variable
+from distjax.variables.policy import AT_SERVER
+from distjax.variables.storage import StoredArray
+from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.variable import Variable
+
+
+class ServedStrategy(StrategyLike, Protocol):
+    """A strategy of which this is the inside."""
+
+    @property
+    def extended(self) -> ParameterServerExtended:
+        """The inside."""
+        ...
+
+
+class ParameterServerExtended(StrategyExtended):
+    """The inside of a `ParameterServerStrategy`.
+
+    Args:
+      device: where the user's process has what it fetches.
+      engine: runs workers and servers.
+      num_servers: how many servers there are.
+      cut: "least_bytes" or "arguments".
+      axis_name: the name of the replica axis in a step.
+      run_closure: runs a function with its arguments as one closure, and waits for its result.
+
+    Attributes:
+      engine: as given.
+      cut: as given.
+      plans: what steps were cut into.
+      tracing: held while a step is traced.
+    """
+
+    def __init__(
+        self,
+        device: jax.Device,
+        engine: ServerEngine,
+        num_servers: int,
+        cut: str,
+        axis_name: str,
+        run_closure: Callable[[Callable[..., Any], PositionalArgs, dict[str, Any]], Any],
+    ):
+        topology = one_device_topology(device, 1, axis_name)
+        self.at_servers = ServerPlacement(num_servers, device)
+        super().__init__(topology, self.at_servers, wraps=False)
+        self.engine, self.cut = engine, cut
+        self.run_closure = run_closure
+        self.plans = FunctionCache()
+        self.tracing = threading.RLock()
+        self._numbers = itertools.count()
+
+    @property
+    def servers(self) -> Sequence[ServerLike]:
+        """The servers."""
+        return self.engine.servers
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: PositionalArgs = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs ``fn`` as one closure, and waits for it."""
+        args, kwargs = require_call(fn, args, kwargs, "run")
+        frames.require_enterable(self.strategy, "run")
+        state = frames.current().state
+        if state is not None:
+            return run_here(self.strategy, fn, args, kwargs, state)
+        return self.run_closure(fn, args, kwargs)
+
+    def pause_writers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no closure runs."""
+        strategy: object = self.strategy
+        assert isinstance(strategy, ServerStrategy), "this is the inside of one"
+        return board_of(strategy).paused()
+
+    # -- variables ------------------------------------------------------------
+
+    @user_mesh.ignores_user_mesh
+    def create_variable(
+        self, initial_value: PyTree, *, name: str, modes: VariableModes, **options: Any
+    ) -> Variable:
+        """Makes a variable at a server (called by `Variable`)."""
+        _require_modes(modes, name)
+        variable = make_variable(
+            self.strategy,
+            self.placement,
+            initial_value,
+            name=name,
+            modes=modes,
+            plain=AT_SERVER,
+            **options,
+        )
+        self.variables.add(variable)
+        return variable
+
+    def make_storage(self, variable: StoredVariable) -> StoredArray:
+        """Returns what reads and writes the variable's value where it lives."""
+        layout = variable.layout
+        assert isinstance(layout, ServerLayout), "as its placement says"
+        servers = self.servers if layout.server is None else [self.servers[layout.server]]
+        key = f"{variable.name}#{next(self._numbers)}"
+        return ServerStorage(variable.name, self.variable_lock, key, servers, layout.device)
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:
+        """Makes new variables live at the server of a variable; at every one, for no variable."""
+        with super().colocate_vars_with(colocate_with_variable):
+            if isinstance(colocate_with_variable, Variable):
+                yield
+                return
+            frame = dataclasses.replace(
+                frames.current(), colocate_with=self.at_servers.at_every_server
+            )
+            with frames.with_block(frame):
+                yield
+
+
+def _require_modes(modes: VariableModes, name: str) -> None:
+    """Raises a ValueError for a variable that would need a component per worker."""
+    synchronization, aggregation = modes
+    is_one = aggregation is VariableAggregation.SUM
+    if synchronization is VariableSynchronization.ON_WRITE or is_one:
+        return
+    raise ValueError(
+        message(
+            f"variable {name!r} at a parameter server needs ON_WRITE, or ON_READ with SUM",
+            got=f"ON_READ + {aggregation.name}",
+            why="workers come and go: there is one value, to which each adds what it has",
+            fix="aggregation=dj.VariableAggregation.SUM for totals; synchronization=ON_WRITE for "
+            "one value that every worker may set",
+        )
+    )

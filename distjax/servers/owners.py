@@ -1,0 +1,122 @@
+"""An update cut by owner: for each server what it computes of it, and from what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distjax.errors import MergeError, message
+from distjax.jax_compat import Var
+from distjax.servers.code import Code, in_own_buffers
+from distjax.servers.placement import server_of
+from distjax.servers.update import Update
+from distjax.variables.variable import Variable
+
+
+@dataclass(frozen=True)
+class ServerShare:
+    """What one server does of an update.
+
+    Attributes:
+      server: its number.
+      code: (*takes, *operands) -> (*new values of `writes`, *answers).
+      takes: variables whose values it reads or replaces.
+      writes: those that it replaces.
+      operands: what it needs of the worker.
+      answers: what the worker needs of it.
+    """
+
+    server: int
+    code: Code
+    takes: tuple[Variable, ...]
+    writes: tuple[Variable, ...]
+    operands: tuple[Var, ...]
+    answers: tuple[Var, ...]
+
+
+def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
+    """Returns the numbers of the results that each server computes.
+
+    What is written, where it lives; an answer, where what it is made of lives.
+
+    Args:
+      update: the update.
+      num_servers: how many servers there are.
+    """
+    numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
+    for number, variable in enumerate(update.written):
+        own = server_of(variable)
+        for server in numbers if own is None else (own,):
+            numbers[server].append(number)
+    for number in range(len(update.written), len(update.written) + len(update.answers)):
+        numbers[_answers_at(update, number, num_servers)].append(number)
+    return {k: v for k, v in numbers.items() if v}
+
+
+def _answers_at(update: Update, number: int, num_servers: int) -> int:
+    if num_servers == 1:
+        return 0
+    read = _variables_used(update, [number])
+    return min((k for v in read or update.variables if (k := server_of(v)) is not None), default=0)
+
+
+def _variables_used(update: Update, numbers: Sequence[int]) -> list[Variable]:
+    used = update.code.cut_to(numbers).used
+    return [v for v, is_used in zip(update.variables, used, strict=False) if is_used]
+
+
+def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShare]:
+    """Returns the share of each server that an update concerns.
+
+    Args:
+      update: the update.
+      name: the user's name of the step.
+      num_servers: how many servers there are.
+
+    Raises:
+      MergeError: one server would need a variable of another one.
+    """
+    numbers = results_by_server(update, num_servers)
+    shares = [_share(update, server, numbers[server]) for server in numbers]
+    for share in shares:
+        if _foreign(share.takes, share.server):
+            raise MergeError(_foreign_text(update, name, share.server, numbers[share.server]))
+    return shares
+
+
+def _foreign(variables: Sequence[Variable], server: int) -> list[Variable]:
+    """Returns the variables that another server has, and `server` has not."""
+    return [v for v in variables if server_of(v) not in (None, server)]
+
+
+def _share(update: Update, server: int, numbers: Sequence[int]) -> ServerShare:
+    code = update.code.cut_to(numbers)
+    results: list[Any] = [*update.written, *update.answers]
+    writes = tuple(results[i] for i in numbers if i < len(update.written))
+    names: list[Any] = [*update.variables, *update.operands]
+    taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
+    return ServerShare(
+        server=server,
+        code=in_own_buffers(code.taking(taken)),
+        takes=tuple(names[i] for i in taken if i < len(update.variables)),
+        writes=writes,
+        operands=tuple(names[i] for i in taken if i >= len(update.variables)),
+        answers=tuple(results[i] for i in numbers if i >= len(update.written)),
+    )
+
+
+def _foreign_text(update: Update, name: str, server: int, numbers: Sequence[int]) -> str:
+    first = next(i for i in numbers if _foreign(_variables_used(update, [i]), server))
+    foreign = _foreign(_variables_used(update, [first]), server)
+    is_write = first < len(update.written)
+    what = f"variable {update.written[first].name!r}" if is_write else "a result of its merge"
+    lives = ", ".join(f"{v.name!r} at server {server_of(v)}" for v in foreign)
+    other = foreign[0].name
+    return message(
+        f"{name} needs merges whose variables live at one server",
+        got=f"{what}, computed at server {server}, from variables {lives}",
+        why="servers do not talk to each other: each updates what it has, from what a worker sends",
+        fix=f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
+        f"them live together: with strategy.extended.colocate_vars_with({other}): ...",
+    )

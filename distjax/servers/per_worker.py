@@ -1,0 +1,165 @@
+"""PerWorkerDataset and its iterator: elements that workers draw for themselves."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from distjax.data.input_context import InputContext
+from distjax.errors import describe_value, message
+from distjax.servers.streams import DataEnded, Position, Stream
+from distjax.typing import PyTree
+
+
+class PerWorkerValues:
+    """One value per worker: as an argument of a step, the one of the worker that runs it.
+
+    Args:
+      values: by worker.
+
+    Source: tf.distribute.experimental.coordinator.PerWorkerValues.
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        self.values = tuple(values)
+
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({list(self.values)!r})"
+
+    def draw(self, worker: int) -> Any:
+        """Returns the value of a worker."""
+        if worker >= len(self.values):
+            raise DataEnded
+        return self.values[worker]
+
+    peek = draw
+
+    def give_back(self, worker: int, value: PyTree) -> None:
+        """Nothing: the value is still there."""
+
+
+class PerWorkerIterator:
+    """One iteration over a `PerWorkerDataset`.
+
+    As an argument of `schedule` it stands for the next element of the worker that runs the
+    closure. `next` of it gives one element of every worker, as `PerWorkerValues`.
+    """
+
+    def __init__(self, streams: dict[int, Stream]):
+        self._streams = streams
+
+    @property
+    def values(self) -> tuple[Stream, ...]:
+        """The streams, by worker; one for all where the dataset is shared."""
+        return tuple(self._streams.values())
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> PerWorkerValues:
+        elements: list[tuple[int, Any]] = []
+        try:
+            for worker in self._streams:
+                elements.append((worker, self.draw(worker)))
+        except DataEnded:
+            for worker, element in reversed(elements):
+                self.give_back(worker, element)
+            raise StopIteration from None
+        return PerWorkerValues([element for _, element in elements])
+
+    def __repr__(self) -> str:
+        return f"PerWorkerIterator(num_workers={len(self._streams)})"
+
+    def draw(self, worker: int) -> Any:
+        """Returns the next element of a worker, for which a closure is."""
+        return self._stream_of(worker).draw()
+
+    def peek(self, worker: int) -> Any:
+        """Returns the element that `draw` would."""
+        return self._stream_of(worker).peek()
+
+    def _stream_of(self, worker: int) -> Stream:
+        if worker not in self._streams:  # it came after the iteration had begun
+            raise DataEnded
+        return self._streams[worker]
+
+    def give_back(self, worker: int, value: PyTree) -> None:
+        """Makes an element of a worker its next one again."""
+        self._streams[worker].give_back(value)
+
+    def positions(self) -> list[Position]:
+        """Returns where each stream is."""
+        return [stream.position() for stream in dict.fromkeys(self._streams.values())]
+
+    def restore(self, positions: Sequence[Position]) -> None:
+        """Puts each stream back to where it was."""
+        for stream, position in zip(dict.fromkeys(self._streams.values()), positions, strict=True):
+            stream.restore(position)
+
+
+class PerWorkerDataset:
+    """A dataset of which each worker draws its own elements: see `Coordinator`.
+
+    Source: tf.distribute.experimental.coordinator.PerWorkerDataset.
+
+    Args:
+      source: a function of an `InputContext`, called for each worker; or a dataset whose
+        elements go to whichever worker asks next.
+      workers: returns the ids of the workers that there are.
+      iterators: is told of each iteration.
+      is_opened_at_once: whether the function is called when an iteration begins; else when its
+        worker needs the first element.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
+        workers: Callable[[], list[int]],
+        iterators: weakref.WeakSet[PerWorkerIterator],
+        *,
+        is_opened_at_once: bool,
+    ):
+        self._source = source
+        self._workers = workers
+        self._is_opened_at_once = is_opened_at_once
+        self._iterators = iterators
+
+    def __iter__(self) -> PerWorkerIterator:
+        workers, source = self._workers(), self._source
+        if isinstance(source, Iterable):
+            streams = dict.fromkeys(workers, Stream(lambda: source))
+        else:
+            contexts = (InputContext(len(workers), i, 1) for i in range(len(workers)))
+            makers = (functools.partial(source, context) for context in contexts)
+            streams = dict(zip(workers, map(Stream, makers), strict=True))
+        if self._is_opened_at_once:
+            for stream in streams.values():
+                stream.open()
+        iterator = PerWorkerIterator(streams)
+        self._iterators.add(iterator)
+        return iterator
+
+
+def require_source(fn_or_dataset: object, at: str) -> None:
+    """Raises if these are no arguments of `create_per_worker_dataset`."""
+    if not isinstance(fn_or_dataset, Iterable) and not callable(fn_or_dataset):
+        raise TypeError(
+            message(
+                "create_per_worker_dataset needs a function of an InputContext, or a dataset",
+                got=describe_value(fn_or_dataset),
+                why="each worker draws elements of what it gives",
+                fix="coordinator.create_per_worker_dataset(lambda context: batches("
+                "context.input_pipeline_id))",
+            )
+        )
+    if at not in ("worker", "coordinator"):
+        raise ValueError(
+            message(
+                'create_per_worker_dataset needs at="worker" or at="coordinator"',
+                got=f"at={at!r}",
+                why="it says where the function is called",
+                fix='at="worker"',
+            )
+        )

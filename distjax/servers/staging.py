@@ -1,0 +1,167 @@
+"""A replica trace as stages: what a worker computes, then the merges that meet the servers.
+
+A merge that reads or writes a variable runs where the variable lives. Everything before it that it
+takes an argument from is in its stage or in an earlier one; whatever needs one of its results is
+in a later one. Merges of one stage depend on none of each other's results: they become one push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distjax import jax_compat
+from distjax.errors import MergeError, message
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.placement.topology import Topology
+from distjax.replica.analysis import CALLS, MERGE_NAME
+from distjax.replica.merge import BatchedMerge, CotangentMerge, Merge, TangentMerge
+from distjax.replica.user_merge import UserMerge, WeakMerge
+from distjax.servers.code import eval_opened
+from distjax.variables.state import variable_p
+from distjax.variables.variable import Variable
+
+
+@dataclass(frozen=True)
+class ServerMerge:
+    """A merge that reads or writes variables: one equation of a replica trace.
+
+    Attributes:
+      eqn: the equation.
+      read: per operand the variable that it is the value of; None: an argument, which travels.
+      written: the variables whose new values are its last results.
+    """
+
+    eqn: JaxprEqn
+    read: tuple[Variable | None, ...]
+    written: tuple[Variable, ...]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The operands that travel to the servers."""
+        pairs = zip(self.eqn.invars, self.read, strict=True)
+        return [atom for atom, variable in pairs if variable is None]
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """Equations of a worker, and the merges that follow them."""
+
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    merges: list[ServerMerge] = field(default_factory=list)
+
+
+def as_server_merge(eqn: JaxprEqn) -> ServerMerge | None:
+    """Returns what an equation does at servers; None: it does nothing there."""
+    if eqn.primitive.name != MERGE_NAME:
+        return None
+    merge = _merge_of_user(eqn.params["merge"])
+    if not merge.read and not merge.written:
+        return None
+    is_own = isinstance(eqn.params["merge"], WeakMerge)  # a derivative of one writes nothing
+    num_arguments = len(merge.args.leaves)
+    read = [None] * num_arguments + merge.read
+    read += [None] * (len(eqn.invars) - len(read))
+    return ServerMerge(eqn, tuple(read), tuple(merge.written) if is_own else ())
+
+
+def _merge_of_user(merge: Merge) -> UserMerge:
+    """Returns the user's merge behind its derivatives and its mapped forms."""
+    if isinstance(merge, WeakMerge):
+        found = merge.user_merge
+        assert found is not None, "the trace keeps its merges alive"
+        return found
+    assert isinstance(merge, (TangentMerge, CotangentMerge, BatchedMerge)), "no other merges"
+    return _merge_of_user(merge.tangent if isinstance(merge, CotangentMerge) else merge.base)
+
+
+# -- merges in calls ----------------------------------------------------------
+
+
+def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple[Jaxpr, list[Any]]:
+    """Returns a replica trace in which every merge that meets a server is an equation of its own.
+
+    Raises:
+      MergeError: one stands in a loop or branch.
+    """
+    if all(as_server_merge(e) or not _holds_server_merge(e) for e in jaxpr.eqns):
+        return jaxpr, list(consts)
+    avals = [v.aval for v in jaxpr.invars]
+    axis_env = [(topology.axis_name, topology.num_replicas)]
+    opens = lambda eqn: as_server_merge(eqn) is None and _holds_server_merge(eqn)
+    opened = lambda *args: eval_opened(jaxpr, consts, args, opens)
+    return jax_compat.trace_jaxpr(opened, avals, axis_env)
+
+
+def _holds_server_merge(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is or holds a merge that meets a server.
+
+    Raises:
+      MergeError: it holds one, and is no call.
+    """
+    if as_server_merge(eqn) is not None:
+        return True
+    inner = (e for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
+    found = next(filter(_holds_server_merge, inner), None)
+    name = eqn.primitive.name
+    if found is not None and (name not in CALLS or name.startswith(("remat", "checkpoint"))):
+        raise MergeError(_loop_text(name, found))
+    return found is not None
+
+
+def _loop_text(name: str, merge: JaxprEqn) -> str:
+    construct = {"while": "while_loop", "remat": "checkpoint", "remat2": "checkpoint"}
+    name = construct.get(name, name)
+    return message(
+        f"a merge_call that meets a parameter server needs to stand outside of {name}",
+        got=f"one inside of it, at {jax_compat.source_line(merge)}",
+        why="every pass of it would be a round trip to the server (a write of a variable in a "
+        "replica function is such a merge)",
+        fix=f"collect in the {name} what the variables need, and merge once after it; or put the "
+        f"{name} into the merge function, which runs at the server",
+    )
+
+
+# -- stages -------------------------------------------------------------------
+
+
+def find_snapshot(jaxpr: Jaxpr) -> dict[Var, Variable]:
+    """Returns the values of variables that a replica trace starts from, by what names them."""
+    reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
+    return {e.outvars[0]: e.params["variable"]() for e in reads}
+
+
+def split_stages(jaxpr: Jaxpr, results: Sequence[Any]) -> list[TracedStage]:
+    """Returns the equations that `results` and writes need, each in its stage."""
+    stages = [TracedStage()]
+    level: dict[Any, int] = {}
+    latest = 0  # merges keep the order of the program
+    for eqn, merge in _needed(jaxpr, results):
+        atoms = eqn.invars if merge is None else merge.arguments
+        stage = max((level.get(v, 0) for v in atoms if not isinstance(v, Literal)), default=0)
+        if merge is None:
+            stages[stage].eqns.append(eqn)
+        else:
+            stage = latest = max(stage, latest)
+            stages[stage].merges.append(merge)
+        produced = stage if merge is None else stage + 1
+        level.update((v, produced) for v in eqn.outvars)
+        if produced == len(stages):
+            stages.append(TracedStage())
+    return stages if stages[-1].eqns or len(stages) == 1 else stages[:-1]
+
+
+def _needed(jaxpr: Jaxpr, results: Sequence[Any]) -> Iterator[tuple[JaxprEqn, ServerMerge | None]]:
+    """Yields the equations that results, effects and writes depend on."""
+    needed = {v for v in results if not isinstance(v, Literal)}
+    kept: list[tuple[JaxprEqn, ServerMerge | None]] = []
+    for eqn in reversed(jaxpr.eqns):
+        merge = as_server_merge(eqn)
+        has_effect = bool(eqn.effects) or (merge is not None and bool(merge.written))
+        if eqn.primitive is variable_p or not (has_effect or needed.intersection(eqn.outvars)):
+            continue
+        kept.append((eqn, merge))
+        atoms = eqn.invars if merge is None else merge.arguments
+        needed.update(v for v in atoms if not isinstance(v, Literal))
+    yield from reversed(kept)

@@ -1,0 +1,189 @@
+"""ParameterServerStrategy: variables at servers, steps by workers that do not wait."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax.errors import describe_value, message
+from distjax.integers import is_int
+from distjax.placement.topology import REPLICA_AXIS, local_devices
+from distjax.servers.description import CutDescription, describe_plan
+from distjax.servers.engine import Engine
+from distjax.servers.extended import ParameterServerExtended
+from distjax.servers.plan import Plan
+from distjax.servers.store import Server
+from distjax.servers.submitting import run_step
+from distjax.servers.threads import ThreadEngine
+from distjax.servers.trace import cut_step
+from distjax.strategies.strategy import Strategy
+from distjax.typing import PyTree
+
+CUTS = ("least_bytes", "arguments")
+
+
+class ParameterServerStrategy(Strategy):
+    """Variables at servers; workers run steps at the same time, and wait for nobody.
+
+    A step is written for one replica, as for any other strategy, and is cut by itself: what comes
+    before a `merge_call` (as an optimizer makes one, and each write of a variable) runs at a
+    worker, on the values that the variables had when it began; the merge function runs at the
+    servers, on the values that they have then.
+
+    Args:
+      workers: how many, on the local devices in turn; or a sequence of devices for each; None:
+        one on each local device.
+      servers: how many.
+      max_staleness: how many writes of others may come between a worker's reading and its
+        writing; None: any number.
+      engine: runs workers and servers: "threads", or an engine, as `dj.servers.ThreadEngine()`.
+      cut: "least_bytes": the worker does what makes the least travel; "arguments": servers do all
+        of a merge, so that one closure at a time gives the bits of `OneDeviceStrategy`.
+      axis_name: the name of the replica axis in a step (of size 1).
+
+    Raises:
+      ValueError: numbers below 1, devices that are none, an unknown `cut`.
+
+    Source: tf.distribute.experimental.ParameterServerStrategy (TF 2).
+    """
+
+    def __init__(
+        self,
+        workers: int | Sequence[Sequence[jax.Device]] | None = None,
+        servers: int = 1,
+        *,
+        max_staleness: int | None = None,
+        engine: Engine | str = "threads",
+        cut: str = "least_bytes",
+        axis_name: str = REPLICA_AXIS,
+    ):
+        _require_count(servers, "servers")
+        _require_staleness(max_staleness)
+        _require_cut(cut)
+        self.worker_devices = _as_workers(workers)
+        self.max_staleness = max_staleness
+        self.engine = _as_engine(engine)
+        devices = local_devices()
+        self.engine.start(
+            [each[0] for each in self.worker_devices],
+            [devices[i % len(devices)] for i in range(servers)],
+            max_staleness,
+        )
+        device = devices[0]
+        run_closure = functools.partial(run_step, self)
+        super().__init__(
+            ParameterServerExtended(device, self.engine, servers, cut, axis_name, run_closure)
+        )
+
+    @property
+    def extended(self) -> ParameterServerExtended:
+        """The methods for algorithms that need to be distribution-aware."""
+        assert isinstance(self._extended, ParameterServerExtended)
+        return self._extended
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are at the start."""
+        return len(self.worker_devices)
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """The servers."""
+        return self.engine.servers
+
+    def cut_step(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
+        """Returns the plan of a step, and its flat arguments; traces it the first time."""
+        return cut_step(self, fn, args, None if kwargs is None else dict(kwargs))
+
+    def describe_cut(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> CutDescription:
+        """Returns what a step is cut into: for `dj.explain`."""
+        plan, _ = self.cut_step(fn, args, kwargs)
+        return describe_plan(plan, list(self.extended.variables))
+
+    def __repr__(self) -> str:
+        return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
+
+
+def _as_engine(engine: Engine | str) -> Engine:
+    if isinstance(engine, Engine):
+        return engine
+    if engine == "threads":
+        return ThreadEngine()
+    raise ValueError(
+        message(
+            'ParameterServerStrategy: engine needs "threads", or an engine',
+            got=describe_value(engine),
+            why="it runs workers and servers",
+            fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
+        )
+    )
+
+
+def _as_workers(
+    workers: int | Sequence[Sequence[jax.Device]] | None,
+) -> tuple[tuple[jax.Device, ...], ...]:
+    """Returns the devices of each worker."""
+    devices = local_devices()
+    if workers is None:
+        return tuple((device,) for device in devices)
+    if isinstance(workers, int):
+        _require_count(workers, "workers")
+        return tuple((devices[i % len(devices)],) for i in range(workers))
+    each = [tuple(w) for w in workers] if isinstance(workers, (list, tuple)) else []
+    if each and all(len(w) == 1 and isinstance(w[0], jax.Device) for w in each):
+        return tuple(each)
+    raise ValueError(
+        message(
+            "ParameterServerStrategy: workers needs a number, or a sequence of one device for each",
+            got=describe_value(workers),
+            why="each worker is a replica on a device of its own",
+            fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
+        )
+    )
+
+
+def _require_count(value: object, name: str) -> None:
+    if is_int(value) and value >= 1:
+        return
+    raise ValueError(
+        message(
+            f"ParameterServerStrategy: {name} needs a positive int",
+            got=describe_value(value),
+            why="a step needs a worker to run at, and a server for its variables",
+            fix=f"dj.ParameterServerStrategy({name}=2)",
+        )
+    )
+
+
+def _require_staleness(value: object) -> None:
+    if value is None or (is_int(value) and value >= 0):
+        return
+    raise ValueError(
+        message(
+            "ParameterServerStrategy: max_staleness needs None or an int of 0 or more",
+            got=describe_value(value),
+            why="it bounds how many writes come between a worker's reading and its writing",
+            fix="dj.ParameterServerStrategy(max_staleness=4); 0 is one step at a time",
+        )
+    )
+
+
+def _require_cut(value: object) -> None:
+    if value in CUTS:
+        return
+    raise ValueError(
+        message(
+            f"ParameterServerStrategy: cut needs one of {', '.join(map(repr, CUTS))}",
+            got=describe_value(value),
+            why="it says which part of a merge the worker does",
+            fix="dj.ParameterServerStrategy(cut='arguments') for the bits of OneDeviceStrategy",
+        )
+    )

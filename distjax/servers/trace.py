@@ -1,0 +1,153 @@
+"""cut_step: from the user's replica function to a plan, once per function and signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distjax import jax_compat, user_mesh
+from distjax.context import frames
+from distjax.context.expectation import without_expectations
+from distjax.errors import ContextError, StrategyMismatchError, message
+from distjax.objects.stateful_args import has_objects
+from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.program.discovery import signature_of
+from distjax.replica.arguments import (
+    PartitionedTree,
+    argument_names,
+    function_name,
+    is_array,
+    mark_static,
+    require_call,
+)
+from distjax.replica.global_value import GlobalValue
+from distjax.replica.run import ReplicaTrace, trace_replica
+from distjax.replica.static import mark_modules
+from distjax.servers.assembly import assemble_plan
+from distjax.servers.extended import ServedStrategy
+from distjax.servers.plan import Plan
+from distjax.typing import ArrayLike, PyTree
+from distjax.variables.conversion import is_number
+from distjax.variables.state import TraceState
+
+
+def cut_step(
+    strategy: ServedStrategy,
+    fn: Callable[..., Any],
+    args: Sequence[PyTree] = (),
+    kwargs: dict[str, PyTree] | None = None,
+) -> tuple[Plan, list[jax.Array | np.ndarray]]:
+    """Returns the plan of a replica function, and its flat arguments.
+
+    Traced and cut once per function and signature; nothing is run.
+
+    Args:
+      strategy: whose workers and servers run it.
+      fn: the replica function.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+
+    Raises:
+      ValueError, TypeError: args or kwargs of another type, no function.
+      MergeError: a merge in a loop, an update across servers.
+      StrategyMismatchError: variables of another strategy.
+      Whatever ``fn`` raises.
+    """
+    given, named = require_call(fn, args, kwargs, "schedule")
+    plans: dict[Hashable, Plan] = strategy.extended.plans.get(fn, lambda resolve: {})
+    if not plans:  # as JAX programs have it: objects are looked for at the first call
+        _require_no_objects(fn, given, named)
+    names = argument_names(fn, len(given))
+    marked = mark_modules((given, named), tuple(names))
+    tree = mark_static(without_expectations(*marked), names)
+    key = signature_of(tree)
+    plan = plans.get(key)
+    if plan is None:
+        with strategy.extended.tracing:
+            plan = plans.get(key)
+            if plan is None:
+                plan = plans[key] = _cut(strategy, fn, *tree)
+    return plan, [_as_flat(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _as_flat(leaf: ArrayLike) -> jax.Array | np.ndarray:
+    """Returns an argument as an array of the dtype that the trace was made for."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    return np.asarray(leaf, jax_compat.aval_of(leaf).dtype)
+
+
+@user_mesh.ignores_user_mesh
+def _cut(
+    strategy: ServedStrategy,
+    fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> Plan:
+    """Traces a step and cuts it."""
+    _require_outside_traces(fn)
+    _require_no_per_replica(fn, args, kwargs)
+    partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
+    traced = _trace(strategy, fn, partitioned)
+    return assemble_plan(function_name(fn), traced, strategy.extended)
+
+
+def _trace(
+    strategy: ServedStrategy, fn: Callable[..., Any], partitioned: PartitionedTree
+) -> ReplicaTrace:
+    topology = strategy.extended.topology
+    values = [GlobalValue(leaf, False) for leaf in partitioned.leaves]
+    outer = TraceState(local_view=False)  # no log of creations: variables are made outside of steps
+    return trace_replica(strategy, fn, partitioned, values, outer, topology)
+
+
+def _require_outside_traces(fn: Callable[..., Any]) -> None:
+    if not jax_compat.tracing():
+        return
+    raise ContextError(
+        message(
+            f"{function_name(fn)} needs to be scheduled outside of traces",
+            got=f"a call inside a trace, in {frames.current().name}",
+            why="workers and servers run it by themselves, in several programs",
+            fix="call it from ordinary code; a function under dj.jit can call it as it is",
+        )
+    )
+
+
+def _require_no_objects(
+    fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> None:
+    if not has_objects(fn, args, kwargs):
+        return
+    raise StrategyMismatchError(
+        message(
+            f"{function_name(fn)} needs parameters that are variables at the servers",
+            got="a Flax module, optimizer or Rngs among its arguments, or captured by it",
+            why="their arrays are in this process, and no server knows them",
+            fix="under strategy.scope(): graphdef, params = nnx.split(model); variables = "
+            "jax.tree.map(dj.Variable, params); in the step nnx.merge(graphdef, values)",
+        )
+    )
+
+
+def _require_no_per_replica(
+    fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> None:
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
+    if not any(isinstance(leaf, PerReplica) for leaf in leaves):
+        return
+    raise StrategyMismatchError(
+        message(
+            f"{function_name(fn)} needs one value per argument",
+            got="a PerReplica, of another strategy",
+            why="a worker has one replica, and each closure one worker",
+            fix="schedule a closure for each row: coordinator.schedule(step, args=(x,))",
+        )
+    )

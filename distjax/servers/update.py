@@ -1,0 +1,85 @@
+"""The update of a stage: its merges as one function of what the variables are then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from distjax.jax_compat import Literal, ShapedArray, Var
+from distjax.placement.topology import Topology
+from distjax.replica.global_value import GlobalValue, as_user_value
+from distjax.servers.code import Code, aval_of_atom, trace_code
+from distjax.servers.staging import ServerMerge
+from distjax.variables.variable import Variable
+
+
+@dataclass(frozen=True)
+class Update:
+    """The merges of one stage, as one function.
+
+    Attributes:
+      code: (*values of `variables` now, *operands) -> (*new values of `written`, *answers).
+      variables: those that a merge reads or writes.
+      operands: what the worker sends, as the replica trace names it.
+      written: the variables among them that get new values.
+      answers: what the worker needs of the results, as the replica trace names it.
+    """
+
+    code: Code
+    variables: tuple[Variable, ...]
+    operands: tuple[Var, ...]
+    written: tuple[Variable, ...]
+    answers: tuple[Var, ...]
+
+
+def trace_update(
+    merges: Sequence[ServerMerge],
+    constants: dict[Var, Any],
+    needed: set[Var],
+    topology: Topology,
+) -> Update:
+    """Returns the merges of one stage as one function.
+
+    Args:
+      merges: in the order of the program: each sees what the one before has written.
+      constants: values of the names that stand for one in the replica trace; they do not travel.
+      needed: names that the worker needs afterwards.
+      topology: of one worker.
+    """
+    read = (v for m in merges for v in (*m.read, *m.written) if v is not None)
+    variables = tuple(dict.fromkeys(read))
+    atoms = (a for m in merges for a in m.arguments if not isinstance(a, Literal))
+    operands = tuple(dict.fromkeys(a for a in atoms if a not in constants))
+    written = tuple(dict.fromkeys(v for m in merges for v in m.written))
+    answers = tuple(v for m in merges for v in m.eqn.outvars if v in needed)
+
+    def update(*arrays: jax.Array) -> list[Any]:
+        now = dict(zip(variables, arrays, strict=False))
+        env = {**constants, **dict(zip(operands, arrays[len(variables) :], strict=True))}
+        for merge in merges:
+            _run_merge(merge, now, env, topology)
+        return [*(now[v] for v in written), *(env[v] for v in answers)]
+
+    avals = [ShapedArray(v.shape, v.dtype) for v in variables]
+    avals += [aval_of_atom(v) for v in operands]
+    return Update(trace_code(update, avals), variables, operands, written, answers)
+
+
+def _run_merge(
+    merge: ServerMerge, now: dict[Variable, Any], env: dict[Any, Any], topology: Topology
+) -> None:
+    """Runs a merge on the values that its variables have now."""
+    values = []
+    for atom, variable in zip(merge.eqn.invars, merge.read, strict=True):
+        if variable is not None:
+            values.append(now[variable])
+        else:
+            values.append(atom.val if isinstance(atom, Literal) else env[atom])
+    outs = merge.eqn.params["merge"].emit([GlobalValue(x, False) for x in values], topology)
+    results = [as_user_value(out, topology) for out in outs]
+    env.update(zip(merge.eqn.outvars, results, strict=True))
+    num_results = len(results) - len(merge.written)
+    now.update(zip(merge.written, results[num_results:], strict=True))

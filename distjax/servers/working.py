@@ -1,0 +1,66 @@
+"""What the thread of a worker does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import jax
+
+from distjax.servers.board import Board, Worker
+from distjax.servers.closure import Closure
+from distjax.servers.engine import Engine, Ran, WorkerDied
+
+
+def work(
+    board: Board,
+    engine: Engine,
+    worker: Worker,
+    settings: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Takes closures and runs them, until the board is closed or the worker removed.
+
+    A closure is finished when the next one has been started: what its programs compute and
+    the pull of the next overlap, and no more than two are ever under way.
+    """
+    before: tuple[Closure, Ran] | None = None
+    try:
+        with settings():
+            while True:
+                closure = board.take(worker, wait=before is None)
+                if closure is None and before is None:
+                    return
+                ran = None if closure is None else start(board, engine, worker, closure)
+                if before is not None:
+                    finish(board, worker, *before)
+                before = (closure, ran) if closure is not None and ran is not None else None
+                del closure, ran  # or a result would live until the next closure comes
+    finally:
+        worker.has_ended = True
+        if board.is_closed:  # nobody is left to take what waits
+            board.cancel("its coordinator was closed, or dropped, before it had run")
+        board.waiters.ring()
+
+
+def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Ran | None:
+    """Runs a closure as far as Python does; None: the board knows what became of it."""
+    try:
+        ended = closure.prepare(worker.number)
+        if ended is None:
+            return engine.run(worker.number, closure.as_task())
+        board.put_back(closure, worker, ended)
+    except WorkerDied as death:
+        board.retry(closure, worker, death)
+    except BaseException as error:  # SystemExit, say: nobody must wait for ever
+        board.end(closure, error)
+    return None
+
+
+def finish(board: Board, worker: Worker, closure: Closure, ran: Ran) -> None:
+    """Waits until a closure has been computed and applied."""
+    try:
+        jax.block_until_ready((ran.results, ran.tokens))
+    except BaseException as error:
+        board.end(closure, error)
+    else:
+        board.finish(closure, worker, ran)

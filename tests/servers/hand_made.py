@@ -1,0 +1,97 @@
+"""A strategy whose steps are plans made by hand, for tests of what runs them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distjax.servers.plan import Plan, Program, Push, Stage
+from distjax.servers.threads import ThreadEngine
+
+
+class Step:
+    """A function that `HandMade` knows how to cut."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.__name__ = plan.name
+
+
+class HandMade:
+    def __init__(self, *, workers=2, servers=1, max_staleness=None, fault=None):
+        self.engine = ThreadEngine(fault=fault)
+        self.num_workers = workers
+        devices = jax.devices()
+        self.engine.start(
+            [devices[i % len(devices)] for i in range(workers)], devices[:servers], max_staleness
+        )
+
+    def cut_step(self, fn, args, kwargs):
+        if not isinstance(fn, Step):
+            fn(*args, **(kwargs or {}))  # raises, as a trace does
+        return fn.plan, [np.asarray(arg) for arg in jax.tree.leaves((args, kwargs))]
+
+    def value(self, key, server=0):
+        return self.engine.servers[server].read([key])[1][0]
+
+
+def counter(server=0):
+    """total += x; returns the total after it."""
+    add = Program("add", lambda total, x: (total + x, total + x))
+    send = Program("send", lambda x: (x,))
+    push = Push(server, (1,), ("total",), ("total",), (2,), add)
+    stage = Stage((0,), (1,), send, (push,))
+    return Step(Plan("add", (0,), (), (stage,), (2,), lambda r: r[0], {"total": server}, False))
+
+
+def read_total():
+    """Returns the total."""
+    twice = Program("twice", lambda total: (total * 1,))
+    stage = Stage((0,), (1,), twice, ())
+    return Step(
+        Plan("read", (), ((0, "total"),), (stage,), (1,), lambda r: r[0], {"total": 0}, True)
+    )
+
+
+def two_counters():
+    """One push to each of two servers, in parallel: a += x, b += 2 x."""
+    add = Program("add", lambda total, x: (total + x,))
+    double = Program("double", lambda x: (x, 2 * x))
+    pushes = (Push(0, (1,), ("a",), ("a",), (), add), Push(1, (2,), ("b",), ("b",), (), add))
+    stage = Stage((0,), (1, 2), double, pushes)
+    return Step(Plan("both", (0,), (), (stage,), (), lambda r: None, {"a": 0, "b": 1}, False))
+
+
+def two_stages(last_key="b"):
+    """a += x; then b (or another) += what a is now, which comes back; returns 10 b."""
+    send = Program("send", lambda x: (x,))
+    add = Program("add", lambda total, x: (total + x, total + x))
+    first = Stage((0,), (1,), send, (Push(0, (1,), ("a",), ("a",), (2,), add),))
+    second = Stage((2,), (3,), send, (Push(0, (3,), (last_key,), (last_key,), (4,), add),))
+    last = Stage((4,), (5,), Program("ten", lambda b: (10 * b,)), ())
+    return Step(
+        Plan(
+            "chain",
+            (0,),
+            (),
+            (first, second, last),
+            (5,),
+            lambda r: r[0],
+            {"a": 0, last_key: 0},
+            False,
+        )
+    )
+
+
+def sgd(num_servers):
+    """w[i] at server i goes down a gradient that reads all of them, as they were pulled."""
+    pulls = tuple((1 + i, f"w{i}") for i in range(num_servers))
+    grads = tuple(1 + num_servers + i for i in range(num_servers))
+
+    def gradient(x, *ws):
+        return tuple(jnp.sin(w) - x * (i + 1) + 0.3 * sum(ws) for i, w in enumerate(ws))
+
+    update = Program("update", lambda w, g: (w - 0.1 * g,))
+    pushes = tuple(Push(i, (g,), (f"w{i}",), (f"w{i}",), (), update) for i, g in enumerate(grads))
+    stage = Stage((0, *(slot for slot, _ in pulls)), grads, Program("grad", gradient), pushes)
+    owners = {f"w{i}": i for i in range(num_servers)}
+    return Step(Plan("sgd", (0,), pulls, (stage,), (grads[0],), lambda r: r[0], owners, False))

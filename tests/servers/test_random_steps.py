@@ -1,0 +1,105 @@
+"""The law of the cut: closures one at a time are the steps of one device.
+
+Steps are drawn: reads, writes, merges with and without results, in any order, over variables at
+one to three servers. Their numbers are whole and small, so that every way to compute them gives
+the same bits: what differs is wrong.
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distjax as dj
+
+NUM_VARIABLES = 3
+WRITES = ("assign", "assign_add", "assign_sub")
+
+small = st.integers(0, 9)
+actions = st.one_of(
+    st.tuples(st.just("compute"), small, small),
+    st.tuples(st.just("read"), small, small),
+    st.tuples(st.sampled_from(WRITES), small, small),
+    st.tuples(st.just("ask"), small, small),
+    st.tuples(st.just("update"), small, small),
+    st.tuples(st.just("jit"), small, small),
+)
+
+
+def mixed(a, b):
+    """Returns whole numbers again, below 31."""
+    return jnp.mod(a * 3 + jnp.roll(b, 1) + 1, 31)
+
+
+def make_step(program, variables, optimizer):
+    """Returns a replica function that does what was drawn."""
+
+    def step(x):
+        context = dj.get_replica_context()
+        values = [x]
+        for action, i, j in program:
+            v, a, b = variables[i % NUM_VARIABLES], values[j % len(values)], values[-1]
+
+            def ask(strategy, a, v=v):
+                return mixed(v.value, a), a + 1
+
+            def update(strategy, a, then, v=v):
+                v.assign(mixed(v.value - then, a))
+                return jnp.sum(a)
+
+            if action == "compute":
+                values.append(mixed(a, b))
+            elif action == "read":
+                values.append(mixed(v.value, a))
+            elif action in WRITES:
+                values.append(mixed(getattr(v, action)(jnp.mod(a, 7)), b))
+            elif action == "ask":
+                values += context.merge_call(ask, args=(a,))
+            elif action == "update":
+                values.append(context.merge_call(update, args=(a, v.value)) + b)
+            else:
+                values.append(_asked_in_jit(context, v, a))
+        if optimizer is not None:
+            optimizer.apply_gradients([(jnp.mod(values[-1], 5), v) for v in variables])
+        return {"values": values[-4:], "variables": [v.value for v in variables]}
+
+    return step
+
+
+def _asked_in_jit(context, v, a):
+    ask = lambda s, a: mixed(a, v.value)
+    return jax.jit(lambda a: context.merge_call(ask, args=(a + 1,)) * 2)(a)
+
+
+def run(strategy, program, optimizes):
+    """Returns what three steps gave, and the variables at the end."""
+    with strategy.scope():
+        variables = [
+            dj.Variable(jnp.arange(4.0) + i, name=f"v{i}", aggregation=dj.VariableAggregation.SUM)
+            for i in range(NUM_VARIABLES)
+        ]
+        optimizer = dj.optim.Optimizer(optax.sgd(1.0, momentum=0.5)) if optimizes else None
+        if optimizer is not None:
+            optimizer.init(variables)
+    step = make_step(program, variables, optimizer)
+    outs = [strategy.run(step, args=(jnp.arange(4.0) * k,)) for k in range(3)]
+    return outs, [np.asarray(v) for v in variables]
+
+
+@settings(max_examples=int(os.environ.get("DISTJAX_RANDOM_STEPS", "8")), deadline=None)
+@given(
+    program=st.lists(actions, min_size=1, max_size=6),
+    servers=st.integers(1, 3),
+    cut=st.sampled_from(["arguments", "least_bytes"]),
+    optimizes=st.booleans(),
+)
+def test_one_closure_at_a_time_is_one_device(program, servers, cut, optimizes):
+    strategy = dj.ParameterServerStrategy(2, servers, cut=cut)
+    found = run(strategy, program, optimizes)
+    expected = run(dj.OneDeviceStrategy(), program, optimizes)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -1,0 +1,182 @@
+"""What cannot be right is refused when a step is cut, in words, and nothing is applied."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import distjax as dj
+from distjax.servers import ParameterServerStrategy
+from distjax.servers.trace import cut_step
+from tests.faults.four_parts import is_explained
+from tests.servers.serial import SerialEngine, SerialStrategy
+
+
+def assert_refused(kind, text, call, *args, **kwargs):
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        call(*args, **kwargs)
+    assert is_explained(caught.value), str(caught.value)
+
+
+@pytest.fixture
+def ps():
+    return SerialStrategy(2)
+
+
+@pytest.fixture
+def v(ps):
+    with ps.scope():
+        return dj.Variable(jnp.ones(3), name="v")
+
+
+def _in_scan(v):
+    def body(carry, x):
+        v.assign_add(x)
+        return carry, None
+
+    dj.lax.scan(body, 0.0, jnp.ones((2, 3)))
+
+
+def _in_while(v):
+    def body(i):
+        dj.get_replica_context().merge_call(lambda s, x: v.value + x, args=(i * jnp.ones(3),))
+        return i + 1
+
+    return jax.lax.while_loop(lambda i: i < 3, body, 0)
+
+
+def _in_cond(v):
+    dj.lax.cond(v.value.sum() > 0, lambda: v.assign_sub(jnp.ones(3)), lambda: v.value)
+
+
+def _in_checkpoint(v):
+    read = lambda x: dj.get_replica_context().merge_call(lambda s, x: v.value * x, args=(x,))
+    return jax.grad(lambda x: jax.checkpoint(read)(x).sum())(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "step, construct",
+    [
+        (_in_scan, "scan"),
+        (_in_while, "while_loop"),
+        (_in_cond, "cond"),
+        (_in_checkpoint, "checkpoint"),
+    ],
+)
+def test_a_merge_in_a_loop_or_branch(ps, v, step, construct):
+    text = f"a merge_call that meets a parameter server needs to stand outside of {construct}"
+    assert_refused(dj.errors.MergeError, text, ps.run, step, args=(v,))
+    np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])
+    assert ps.engine.closures == 0
+
+
+def test_an_update_that_reads_a_variable_of_another_server(ps, v):
+    with ps.scope():
+        other = dj.Variable(jnp.ones(3), name="other")
+        with ps.extended.colocate_vars_with(v):
+            beside = dj.Variable(jnp.ones(3), name="beside")
+
+    def step(source):
+        add = lambda s: v.assign_add(source.value)
+        dj.get_replica_context().merge_call(add)
+
+    text = "variable 'v', computed at server 0, from variables 'other' at server 1"
+    assert_refused(dj.errors.MergeError, text, ps.run, step, args=(other,))
+    ps.run(step, args=(beside,))  # the way out
+    np.testing.assert_array_equal(v.value, [2.0, 2.0, 2.0])
+
+    def mixed():
+        return dj.get_replica_context().merge_call(lambda s: v.value + other.value)
+
+    assert_refused(dj.errors.MergeError, "a result of its merge", ps.run, mixed)
+
+
+def test_a_count_at_every_server_needs_what_every_server_has(ps, v):
+    """The state of `apply_if_finite` depends on all gradients, which are sent to all servers."""
+    with ps.scope():
+        w = dj.Variable(jnp.ones(5), name="w")
+        optimizer = dj.optim.Optimizer(optax.apply_if_finite(optax.sgd(0.1), 3))
+        optimizer.init([v, w])
+
+    def step(x):
+        optimizer.apply_gradients([(v.value * x, v), (w.value * x, w)])
+
+    ps.run(step, args=(jnp.float32(1.0),))
+    ps.run(step, args=(jnp.float32(jnp.nan),))
+    np.testing.assert_allclose(v.value, 0.9, rtol=1e-6)
+    assert int(optimizer.state.notfinite_count.value) == 1
+
+
+def test_variables_of_another_strategy(ps, v):
+    lonely = dj.Variable(jnp.ones(3), name="lonely")
+    with dj.OneDeviceStrategy().scope():
+        elsewhere = dj.Variable(jnp.ones(3), name="elsewhere")
+    kind = dj.errors.StrategyMismatchError
+    read = lambda x: v.value + x.value
+    assert_refused(kind, "needs variables of ParameterServerStrategy", ps.run, read, (lonely,))
+    assert_refused(kind, "variable 'elsewhere'", ps.run, read, (elsewhere,))
+
+
+def test_large_arrays_closed_over(ps, v):
+    large = np.ones((3, 1 << 21), np.float32)
+    add = lambda s: v.assign_add(jnp.sum(jnp.asarray(large), axis=1))
+    steps = [
+        lambda: jnp.sum(jnp.asarray(large)) + v.value,
+        lambda: dj.get_replica_context().merge_call(add),
+    ]
+    for step in steps:
+        text = "needs to close over at most 16 MiB of arrays"
+        assert_refused(ValueError, text, ps.run, step)
+    ps.run(lambda x: v.value + x[:, 0], args=(large,))
+
+
+def test_components_per_worker(ps):
+    modes = {
+        "synchronization": dj.VariableSynchronization.ON_READ,
+        "aggregation": dj.VariableAggregation.MEAN,
+    }
+    with ps.scope():
+        text = "variable 'm' at a parameter server needs ON_WRITE, or ON_READ with SUM"
+        assert_refused(ValueError, text, dj.Variable, 1.0, name="m", **modes)
+
+
+def test_writes_of_compiled_cross_replica_code(ps, v):
+    text = "variable 'v' needs to be written by a replica function, or by assign"
+    assert_refused(dj.errors.UnsupportedError, text, dj.jit(lambda: v.assign(jnp.zeros(3))))
+    np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])
+
+
+def test_steps_that_are_not_one_replica_s(ps, v):
+    kind = dj.errors.StrategyMismatchError
+    rows = dj.VirtualStrategy(2).per_replica(jnp.ones((2, 3)))
+    text = "needs one value per argument"
+    assert_refused(kind, text, cut_step, ps, lambda x: x, (rows,))
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    text = "needs parameters that are variables at the servers"
+    assert_refused(kind, text, cut_step, ps, lambda m: m(v.value), (model,))
+    trace = lambda: jax.jit(lambda x: cut_step(ps, lambda x: x, (x,)))(1.0)
+    assert_refused(dj.errors.ContextError, "needs to be scheduled outside of traces", trace)
+
+
+def test_variables_are_made_before_the_step(ps):
+    with pytest.raises(dj.errors.TraceLeakError, match="needs to be created outside of inner"):
+        ps.run(lambda: dj.Variable(1.0, name="late").value)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"servers": 0}, "servers needs a positive int"),
+        ({"workers": 0}, "workers needs a positive int"),
+        ({"workers": [[1]]}, "workers needs a number, or a sequence of one device for each"),
+        ({"workers": []}, "workers needs a number, or a sequence of one device for each"),
+        ({"max_staleness": -1}, "max_staleness needs None or an int of 0 or more"),
+        ({"cut": "bytes"}, "cut needs one of 'least_bytes', 'arguments'"),
+    ],
+)
+def test_wrong_options(options, text):
+    assert_refused(ValueError, text, ParameterServerStrategy, engine=SerialEngine(), **options)

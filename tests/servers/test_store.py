@@ -1,0 +1,161 @@
+"""A server applies each push once, whoever comes again, and keeps no record for ever."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distjax.errors import ServerLostError
+from distjax.servers.applied import RefusedPush
+from distjax.servers.plan import Program
+from distjax.servers.store import Server, ServerDied
+
+ADD = Program("add", lambda total, x: (total + x, total + x))
+
+
+def make_server(value=0.0):
+    server = Server(0, jax.devices()[0])
+    server.create("total", np.float32(value))
+    return server
+
+
+def push(server, closure, stage=0, attempt=1, x=1.0, **options):
+    arrays = [jnp.float32(x)]
+    return server.push(closure, stage, attempt, ADD, ("total",), ("total",), arrays, **options)
+
+
+def total(server):
+    return float(server.read(["total"])[1][0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 1), st.integers(1, 3), st.booleans()),
+        max_size=25,
+    )
+)
+def test_any_sequence_of_pushes_applies_each_closure_and_stage_once(calls):
+    """Beside a model that remembers everything."""
+    server, applied, latest, done = make_server(), {}, collections.Counter(), set()
+    for closure, stage, attempt, is_end in calls:
+        if is_end:
+            server.mark_done(closure)
+            done.add(closure)
+        elif closure in done or attempt < latest[closure]:
+            with pytest.raises(RefusedPush):
+                push(server, closure, stage, attempt)
+        else:
+            latest[closure] = attempt
+            is_new = (closure, stage) not in applied
+            if is_new:
+                applied[closure, stage] = len(applied) + 1
+            answer = push(server, closure, stage, attempt)
+            assert float(answer.arrays[0]) == applied[closure, stage] == answer.version
+    assert total(server) == len(applied) == server.version
+    assert server.num_kept <= 5
+    for closure in range(5):
+        server.mark_done(closure)
+    assert server.num_kept == 0
+
+
+def test_a_zombie_is_refused_once_its_closure_is_tried_again_or_done():
+    server = make_server()
+    push(server, 0, stage=0, attempt=1)
+    push(server, 0, stage=0, attempt=2)
+    with pytest.raises(RefusedPush, match="closure 0 has been tried again since attempt 1"):
+        push(server, 0, stage=1, attempt=1)
+    server.mark_done(0)
+    with pytest.raises(RefusedPush, match="closure 0 is done"):
+        push(server, 0, stage=1, attempt=2)
+    assert total(server) == 1
+
+
+def test_staleness_counts_the_pushes_of_others():
+    server = make_server()
+    push(server, 0, pulled=0)
+    push(server, 1, stage=0, pulled=0)
+    push(server, 1, stage=1, pulled=0)  # its own first push is not others'
+    push(server, 1, stage=1, pulled=0)  # applied already: not counted
+    assert server.totals.staleness == {0: 1, 1: 2}
+
+
+def test_what_was_given_to_a_worker_stays_as_it_was():
+    """Pushes reuse the memory of values, but of none that somebody holds."""
+    server = make_server()
+    own, other = jax.devices()[:2]
+    held = {}
+    for i in range(6):
+        version, (value,) = server.read(["total"], (own, other, None)[i % 3])
+        answer = push(server, i)
+        held[version] = value, answer.arrays[0]
+    for version, (value, answer) in held.items():
+        assert (float(value), float(answer)) == (version, version + 1)
+
+
+def test_a_value_that_nobody_holds_is_replaced_in_its_memory():
+    server = Server(0, jax.devices()[0])
+    server.create("total", np.zeros(1000, np.float32))
+    add = Program("add", lambda total, x: (total + x,))
+    push_it = lambda i: server.push(i, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
+    before = server._values["total"]
+    push_it(0)
+    assert before.is_deleted()
+    server.read(["total"], jax.devices()[1])  # a copy of it leaves
+    before = server._values["total"]
+    push_it(1)
+    assert before.is_deleted()
+
+
+def test_what_a_user_gives_or_gets_is_a_copy():
+    given_value, server = jnp.arange(3.0), Server(0, jax.devices()[0])
+    server.create("total", given_value)
+    _, (read,) = server.read(["total"])
+    assert server.write("total", read) == 1
+    add = Program("add", lambda total, x: (total + x,))
+    server.push(0, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
+    np.testing.assert_array_equal(given_value, read)
+    np.testing.assert_array_equal(server.read(["total"])[1][0], np.arange(3.0) + 1)
+
+
+def test_an_update_whose_callback_raises_changes_nothing():
+    def fail(x):
+        raise ZeroDivisionError
+
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    bad = Program("bad", lambda total, x: (total + jax.pure_callback(fail, shape, x),))
+    server = make_server(3.0)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        server.push(0, 0, 1, bad, ("total",), ("total",), [jnp.float32(1)])
+    assert total(server) == 3 and server.version == 0
+    push(server, 0, attempt=2)
+    assert total(server) == 4
+
+
+def test_a_lost_server_says_so_until_it_is_restored():
+    server = make_server(3.0)
+    saved = server.snapshot()
+    push(server, 0)
+
+    def die():
+        raise ServerDied
+
+    with pytest.raises(ServerLostError, match=r"^server 0 needs to have what a closure pulls"):
+        push(server, 1, before=die)
+    for use in (server.snapshot, lambda: push(server, 2), lambda: total(server)):
+        with pytest.raises(ServerLostError, match="Got: a server that is lost"):
+            use()
+    server.restore(saved, 3)
+    assert (total(server), server.version, server.num_kept) == (3, 0, 0)
+    with pytest.raises(RefusedPush, match="closure 2 is done"):
+        push(server, 2)
+    push(server, 3)
+    assert total(server) == 4
+    with pytest.raises(ServerLostError, match="Got: no variable of that key"):
+        server.read(["made later"])
+    server.restore(saved, 4)  # the snapshot is still what it was
+    assert total(server) == 3

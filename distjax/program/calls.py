@@ -35,10 +35,7 @@ Finish = Callable[[Any], Any]
 
 
 def start(
-    build: Build,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    finish: Finish | None = None,
+    build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
 ) -> tuple[Any, OutputSpec]:
     """Starts the compiled program once.
 
@@ -61,8 +58,7 @@ def start(
         return _start_reader(build, signature, args, kwargs, finish)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
-    stepped, cell = build.stepped, build.stepped.cell
-    jitted = signature.jitted
+    stepped, cell, jitted = build.stepped, build.stepped.cell, signature.jitted
     returned: Any = None
     launch = None
     with build.lock:

@@ -35,6 +35,9 @@ from tests.api_table import pytest_addoption, pytest_configure  # noqa: F401  (h
 from tests.processes.laws import HOW
 from tests.processes.laws import ROWS as SPANNING
 
+# Traces are many small objects that live for one test: by default a collection runs every 700.
+gc.set_threshold(20_000, *gc.get_threshold()[1:])
+
 REPLICA_COUNTS = (1, 2, 3, 8)
 
 
@@ -137,7 +140,10 @@ def checkpointer(tmp_path):
 
 @pytest.fixture
 def collect_garbage():
-    """Collects what a test has left: to look at all that JAX keeps would take seconds."""
+    """Collects what a test has left: to look at all that JAX keeps would take seconds.
+
+    `jax.checking_leaks` collects at the end of each trace.
+    """
     gc.freeze()
     yield gc.collect
     gc.unfreeze()

@@ -103,7 +103,7 @@ class _Ending:
             begin_to_end()
             print(error, file=sys.stderr)
             if isinstance(error, AgreementError):
-                leave(joined, DIFFERENT, "it has done something else", DIFFERENT)
+                leave(joined, DIFFERENT, str(error), DIFFERENT)  # it may be the first
             leave(joined, self.code or PEER_LOST, "it came to its end alone")
         self._stop_watch()
 

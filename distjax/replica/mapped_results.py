@@ -72,6 +72,12 @@ class DataFlow(NamedTuple):
     varying: dict[Any, bool]
     analysis: Analysis
 
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, inputs: Sequence[GlobalValue], axis_name: str) -> DataFlow:
+        """Returns the flow where the jaxpr's inputs are these values."""
+        varying = dict(zip(jaxpr.invars, (v.varying for v in inputs), strict=True))
+        return cls(jaxpr, varying, Analysis(axis_name))
+
     def origins(self, indices: Sequence[int]) -> list[JaxprEqn | None]:
         """Returns the equations that made these results differ; None for an argument.
 

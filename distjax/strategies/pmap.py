@@ -204,8 +204,7 @@ def pmap(
     Raises:
       TypeError: no function; an axis that is no int.
       ValueError: rows of another number than replicas, more than devices, or none; axes
-        that do not fit the trees; a static argument that cannot be hashed; an axis name
-        that is no string.
+        that do not fit; a static argument without a hash; an axis name that is no string.
       LocalityError: a PerReplica for an axis of None.
       ContextError: inside another replica function.
 
@@ -215,11 +214,9 @@ def pmap(
       Array([0.        , 0.16666667, 0.33333334, 0.5       ], dtype=float32)
     """
     require_callable(fn, "pmap")
-    if axis_name is not None:
-        require_axis_name(axis_name, "dj.pmap(fn, axis_name='batch')")
+    options = _options(axis_name, out_axes, results)
     static, donated = _static_and_donated(static_broadcasted_argnums, donate_argnums)
     own = _own_devices(function_name(fn), devices, backend, strategy)
-    options = RunOptions(axis_name, _axes_of_results(out_axes, results))
     name, names = function_name(fn), positional_names(fn)
     arguments = MappedArguments(name, names, as_axes(in_axes, "in_axes"), axis_size, static)
     return MappedFunction(fn, arguments, options, own, strategy, donated)
@@ -253,10 +250,14 @@ def _own_devices(
     return tuple(devices)
 
 
-def _axes_of_results(out_axes: PyTree, results: str) -> Any:
+def _options(axis_name: str | None, out_axes: PyTree, results: str) -> RunOptions:
+    if axis_name is not None:
+        require_axis_name(axis_name, "dj.pmap(fn, axis_name='batch')")
     if results not in ("stacked", "values"):
         raise ValueError(_results_text(results))
-    return as_axes(out_axes, "out_axes") if results == "stacked" else AS_VALUES
+    return RunOptions(
+        axis_name, as_axes(out_axes, "out_axes") if results == "stacked" else AS_VALUES
+    )
 
 
 def _numbers(given: int | Iterable[int], argument: str) -> tuple[int, ...]:

@@ -202,6 +202,19 @@ def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(meet_with, mo
     assert capsys.readouterr().err == ""
 
 
+def test_a_difference_at_the_end_is_what_all_of_them_say(meet_with, monkeypatch, capsys):
+    """Who leaves first is heard before the others have compared: they say its words."""
+    job = make_job(lambda *args: None)
+    said = [(f"distjax/end/{i}", f"{i + 1} launches") for i in range(2)]
+    monkeypatch.setattr(job.client, "key_value_dir_get", lambda key: said)
+    with pytest.raises(Ended) as end:
+        meet_with(job)()
+    code, text, others_code = end.value.args
+    assert (code, others_code) == (77, 77)
+    assert "process 1 on b (pid 2) differs from process 0 in what they have launched" in text
+    assert text in capsys.readouterr().err
+
+
 def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
     met = []
     meet = meet_with(make_job(lambda *args: met.append(args)))

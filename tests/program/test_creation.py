@@ -347,6 +347,7 @@ def test_a_read_that_jax_evaluates_at_once(pair):
 
 
 @pytest.mark.parametrize("make", ["replica", "jit", "optimizer"])
+@pytest.mark.usefixtures("collect_garbage")
 def test_no_tracer_outlives_the_trace_that_creates_variables(pair, make):
     """`jax.checking_leaks` looks for them when a trace ends."""
     made = []

@@ -183,6 +183,7 @@ def test_grad_in_jit_around_run_that_reads(pair):
     assert float(grad(x)) == 9
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_no_tracer_is_left_in_a_variable(pair):
     v = make(pair)
     for call in LOOPS.values():
@@ -193,6 +194,7 @@ def test_no_tracer_is_left_in_a_variable(pair):
     np.testing.assert_array_equal(v.value, 2)
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_nothing_of_a_trace_is_kept(pair):
     """`jax.checking_leaks`, which users debug with, finds nothing of ours."""
     v = make(pair)

@@ -14,6 +14,7 @@ from benchmarks import (
     input_batches,
     mapped_calls,
     parity,
+    servers,
     steps_in_flight,
     steps_on_iterator,
 )
@@ -32,6 +33,7 @@ BENCHMARKS = {
         flax_steps,
         input_batches,
         mapped_calls,
+        servers,
     )
 }
 

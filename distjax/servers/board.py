@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from distjax.errors import ClosureError, EndOfDataError, message
+from distjax.errors import ClosureError, ContextError, EndOfDataError, message
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran
 from distjax.servers.streams import Draw
@@ -88,12 +88,13 @@ class Board:
         self._queue_size = queue_size
         self._max_failures = max_failures
         self._forget = forget
+        self._retried: dict[Closure, None] = {}  # those in the queue whose workers were lost
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         self._done: weakref.WeakSet[Closure] = (
             weakref.WeakSet()
         )  # whose results somebody may ask for
-        self._num_pauses = 0
+        self._pausing: list[int] = []  # the threads that keep it paused
 
     # -- the user's side ------------------------------------------------------
 
@@ -158,15 +159,32 @@ class Board:
     def paused(self, *, wait: bool = True) -> Generator[None]:
         """Inside, no closure begins, and after the wait none runs; the queue stays."""
         with self._lock:
-            self._num_pauses += 1
+            self._pausing.append(threading.get_ident())
         try:
             if wait:
                 self.waiters.wait_until(self._is_quiet)
             yield
         finally:
             with self._lock:
-                self._num_pauses -= 1
+                self._pausing.remove(threading.get_ident())
             self.waiters.ring()
+
+    def require_going(self, method: str) -> None:
+        """Raises a ContextError where the calling thread keeps the board paused.
+
+        Args:
+          method: waits for closures, for ever there.
+        """
+        if threading.get_ident() not in self._pausing:
+            return
+        raise ContextError(
+            message(
+                f"{method} needs closures to run",
+                got="a call in `with coordinator.paused():`",
+                why="it waits for a closure, and none runs until the block ends",
+                fix="call it after the block; in it read variables: v.value",
+            )
+        )
 
     def close(self) -> None:
         """Ends the workers after what they have in hand. Takes no lock: see `Waiters`."""
@@ -192,9 +210,7 @@ class Board:
             with self._lock:
                 closure = self._next_for(worker)
                 if closure is not None:
-                    self.queue.remove(closure)
-                    self.running.add(closure)
-                    closure.state = State.RUNNING
+                    self._begin(closure)
                 worker.closure = closure
             if closure is not None or not wait or self._is_to_end(worker):
                 self.waiters.ring()
@@ -206,9 +222,7 @@ class Board:
         with self._lock:
             if closure not in self.queue:
                 return False
-            self.queue.remove(closure)
-            self.running.add(closure)
-            closure.state = State.RUNNING
+            self._begin(closure)
         self.waiters.ring()
         return True
 
@@ -224,17 +238,16 @@ class Board:
         """Has a closure tried again whose worker was lost; too often, and it fails."""
         with self._lock:
             worker.num_restarts += 1
-            closure.attempts.append(
-                f"worker {worker.number} was lost ({death or 'no reason given'})"
-            )
-            is_retried = len(closure.attempts) < self._max_failures and not closure.is_over
-            if is_retried and closure.stop is None:
+            closure.attempts.append(f"worker {worker.number} was lost ({death or 'no reason'})")
+            reason = closure.stop
+            if reason is None and len(closure.attempts) >= self._max_failures:
+                reason = _given_up(closure)
+            if reason is None and not closure.is_over:
                 self.counts["retried"] += 1
                 self._put_first(closure)
-        if closure.stop is not None:
-            self.end(closure, closure.stop)
-        elif not is_retried:
-            self.end(closure, _given_up(closure))
+                self._retried[closure] = None
+        if reason is not None:
+            self.end(closure, reason)
         self.waiters.ring()
 
     def finish(self, closure: Closure, worker: Worker, ran: Ran) -> None:
@@ -269,11 +282,17 @@ class Board:
         """Returns the first closure for which the worker has data."""
         if self._is_to_end(worker):
             return None
-        if self._num_pauses:  # what was tried before may have been applied in part: it goes on
-            return next((c for c in tuple(self.queue) if c.attempts), None)
+        if self._pausing:  # what was tried before may have been applied in part: it goes on
+            return next(iter(tuple(self._retried)), None)
         if not worker.ended:
             return self.queue[0] if self.queue else None
         return next((c for c in tuple(self.queue) if worker.ended.isdisjoint(c.draws)), None)
+
+    def _begin(self, closure: Closure) -> None:
+        self.queue.remove(closure)
+        self._retried.pop(closure, None)
+        self.running.add(closure)
+        closure.state = State.RUNNING
 
     def _put_first(self, closure: Closure) -> None:
         self.running.discard(closure)
@@ -296,6 +315,7 @@ class Board:
         error: BaseException | None = None,
     ) -> bool:
         self.running.discard(closure)
+        self._retried.pop(closure, None)
         if closure.is_over:
             return False
         closure.end(state, ran, error)
@@ -328,7 +348,7 @@ class Board:
         return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
 
     def _is_quiet(self) -> bool:
-        return not self.running and not any(c.attempts for c in tuple(self.queue))
+        return not self.running and not self._retried
 
     def _is_to_end(self, worker: Worker) -> bool:
         return self.is_closed or worker.is_removed

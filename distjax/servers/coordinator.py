@@ -112,9 +112,11 @@ class Coordinator:
 
         Raises:
           TimeoutError: some are not.
+          ContextError: in ``with coordinator.paused()``.
           Exception: what a closure raised.
         """
         self._require_open("join")
+        self._board.require_going("join")
         if not self._board.waiters.wait_until(self._board.is_empty, timeout):
             raise TimeoutError(
                 message(

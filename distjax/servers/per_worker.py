@@ -34,6 +34,8 @@ class PerWorkerValues:
             raise DataEnded
         return self.values[worker]
 
+    peek = draw
+
     def give_back(self, worker: int, value: PyTree) -> None:
         """Nothing: the value is still there."""
 
@@ -72,9 +74,16 @@ class PerWorkerIterator:
 
     def draw(self, worker: int) -> Any:
         """Returns the next element of a worker, for which a closure is."""
+        return self._stream_of(worker).draw()
+
+    def peek(self, worker: int) -> Any:
+        """Returns the element that `draw` would."""
+        return self._stream_of(worker).peek()
+
+    def _stream_of(self, worker: int) -> Stream:
         if worker not in self._streams:  # it came after the iteration had begun
             raise DataEnded
-        return self._streams[worker].draw()
+        return self._streams[worker]
 
     def give_back(self, worker: int, value: PyTree) -> None:
         """Makes an element of a worker its next one again."""

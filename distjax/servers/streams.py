@@ -25,6 +25,10 @@ class Draw(Hashable, Protocol):
         """Returns a worker's next value, or raises DataEnded."""
         ...
 
+    def peek(self, worker: int) -> Any:
+        """Returns what `draw` would, and leaves it there."""
+        ...
+
     def give_back(self, worker: int, value: PyTree) -> None:
         """Makes a value that was drawn and not used the next one again."""
         ...
@@ -73,6 +77,14 @@ class Stream:
             element = self._returned.pop() if self._returned else self._read()
             self._num_drawn += 1
             return element
+
+    def peek(self) -> Any:
+        """Returns what `draw` would; who draws meanwhile never finds it missing."""
+        with self._lock:
+            self._open()
+            if not self._returned:
+                self._returned.append(self._read())
+            return self._returned[-1]
 
     def give_back(self, element: PyTree) -> None:
         """Makes an element the next one again."""

@@ -80,16 +80,11 @@ def _is_drawn(leaf: object) -> bool:
 def _cut_early(cut: _Cut, draws: Sequence[Draw], workers: Sequence[int]) -> None:
     """Traces for the first values that there are, so that errors come out now."""
     for worker in workers:
-        drawn: dict[Draw, Any] = {}
         try:
-            for draw in draws:
-                drawn[draw] = draw.draw(worker)
+            values = {draw: draw.peek(worker) for draw in draws}
         except DataEnded:
             continue
-        finally:
-            for draw, value in drawn.items():
-                draw.give_back(worker, value)
-        cut(drawn)
+        cut(values)
         return
 
 
@@ -104,6 +99,7 @@ def run_step(
     By the workers of the open coordinator; without one, in this thread.
     """
     board = board_of(strategy)
+    board.require_going("run")
     closure = submit(board, strategy, fn, args, kwargs, is_reported=False)
     here = Worker(0)
     while board.is_closed and board.claim(closure):

@@ -37,6 +37,8 @@ def work(
                 del closure, ran  # or a result would live until the next closure comes
     finally:
         worker.has_ended = True
+        if board.is_closed:  # nobody is left to take what waits
+            board.cancel("its coordinator was closed, or dropped, before it had run")
         board.waiters.ring()
 
 

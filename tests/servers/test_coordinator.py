@@ -451,6 +451,31 @@ def test_a_dropped_coordinator_ends_its_threads():
         assert another.schedule(counter(), one(1)).fetch() == 2
 
 
+def test_what_waits_when_a_coordinator_is_dropped_is_cancelled():
+    held = Held()
+    coordinator = Coordinator(make(workers=1, fault=held))
+    values = [coordinator.schedule(counter(), one(1)) for _ in range(3)]
+    held.arrived.acquire()
+    del coordinator
+    gc.collect()
+    held.let_go.set()
+    for value in values[1:]:
+        with pytest.raises(CancelledError, match="its coordinator was closed, or dropped"):
+            value.fetch()
+
+
+def test_what_would_wait_for_ever_in_a_pause_is_refused():
+    strategy = make()
+    with Coordinator(strategy) as coordinator, coordinator.paused():
+        value = coordinator.schedule(counter(), one(1))
+        with pytest.raises(dj.errors.ContextError, match="^join needs closures to run"):
+            coordinator.join()
+        with pytest.raises(dj.errors.ContextError, match="^run needs closures to run"):
+            run_step(strategy, counter(), one(1), None)
+        assert not value.done()
+    assert value.fetch() == 1
+
+
 def test_results_live_no_longer_than_somebody_asks_for_them():
     strategy = make(workers=1)
     with Coordinator(strategy) as coordinator:

@@ -167,10 +167,11 @@ def test_a_step_draws_its_own_elements():
             x, y = next(batches(1))
             yield x[:5], y[:5]  # a partial batch is cut anew
 
+        def step(batch):
+            return training.step(*batch)
+
         iterator = iter(coordinator.create_per_worker_dataset(shard))
-        values = [
-            coordinator.schedule(lambda xy: training.step(*xy), (iterator,)) for _ in range(15)
-        ]
+        values = [coordinator.schedule(step, (iterator,)) for _ in range(15)]
         coordinator.join()
         ended = [value for value in values if _has_ended(value)]
     assert len(ended) == 2

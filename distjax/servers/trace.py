@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from distjax.replica.static import mark_modules
 from distjax.servers.assembly import assemble_plan
 from distjax.servers.extended import ServedStrategy
 from distjax.servers.plan import Plan
-from distjax.typing import ArrayLike, PyTree
+from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
 
@@ -57,27 +58,69 @@ def cut_step(
       Whatever ``fn`` raises.
     """
     given, named = require_call(fn, args, kwargs, "schedule")
-    plans: dict[Hashable, Plan] = strategy.extended.plans.get(fn, lambda resolve: {})
-    if not plans:  # as JAX programs have it: objects are looked for at the first call
-        _require_no_objects(fn, given, named)
-    names = argument_names(fn, len(given))
-    marked = mark_modules((given, named), tuple(names))
+    cuts: Cuts = strategy.extended.plans.get(fn, lambda resolve: Cuts())
+    leaves, treedef = jax.tree.flatten((given, named))
+    kinds = tuple(map(_kind_of, leaves))
+    key = treedef, jax.dtypes.canonicalize_dtype(np.int64), kinds  # of 32 bits or of 64
+    found = cuts.by_kinds.get(key)
+    if found is None:
+        plan, flat = _look_up(strategy, fn, given, named, cuts)
+        if len(flat) == len(leaves) and None not in kinds:
+            cuts.by_kinds[key] = plan, tuple(x.dtype for x in flat)
+        return plan, flat
+    plan, dtypes = found
+    return plan, [_as_flat(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cuts:
+    """What one function was cut into.
+
+    Attributes:
+      plans: by signature.
+      by_kinds: plan and dtypes of the arguments, by what is quick to find out, where all leaves
+        of the arguments are arrays and numbers.
+    """
+
+    plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
+    by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+
+
+def _kind_of(leaf: object) -> Hashable:
+    """Returns what a trace asks of an argument; None: it may ask more."""
+    aval = getattr(leaf, "aval", None)
+    if aval is not None:
+        return aval.shape, aval.dtype, aval.weak_type
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.shape, leaf.dtype
+    return type(leaf) if type(leaf) in (bool, int, float, complex) else None
+
+
+def _as_flat(leaf: ArrayLike, dtype: DTypeLike) -> jax.Array | np.ndarray:
+    """Returns an argument as an array of the dtype that the trace was made for."""
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
+
+
+def _look_up(
+    strategy: ServedStrategy,
+    fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    cuts: Cuts,
+) -> tuple[Plan, list[jax.Array | np.ndarray]]:
+    """Returns the plan for any arguments, cut now if there is none, and the flat arguments."""
+    if not cuts.plans:  # as JAX programs have it: objects are looked for at the first call
+        _require_no_objects(fn, args, kwargs)
+    names = argument_names(fn, len(args))
+    marked = mark_modules((args, kwargs), tuple(names))
     tree = mark_static(without_expectations(*marked), names)
     key = signature_of(tree)
-    plan = plans.get(key)
-    if plan is None:
-        with strategy.extended.tracing:
-            plan = plans.get(key)
-            if plan is None:
-                plan = plans[key] = _cut(strategy, fn, *tree)
-    return plan, [_as_flat(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def _as_flat(leaf: ArrayLike) -> jax.Array | np.ndarray:
-    """Returns an argument as an array of the dtype that the trace was made for."""
-    if isinstance(leaf, jax.Array):
-        return leaf
-    return np.asarray(leaf, jax_compat.aval_of(leaf).dtype)
+    with strategy.extended.tracing:
+        plan = cuts.plans.get(key)
+        if plan is None:
+            plan = cuts.plans[key] = _cut(strategy, fn, *tree)
+    leaves = jax.tree.leaves(tree)
+    return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in leaves]
 
 
 @user_mesh.ignores_user_mesh

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of each run (100)")
     num_steps = parser.parse_args().steps
     print(
-        f"bits  shape  {'example':22} {'strategy':8}  first {FIRST_STEPS:3}   to the end"
+        f"bits  shape  {'example':23} {'strategy':8}  first {FIRST_STEPS:3}   to the end"
         "  accuracy  in one process"
     )
     are_equal = True
@@ -70,7 +70,7 @@ def main() -> None:
                 are_equal &= is_equal
                 bits = 64 if is_wide else 32
                 verdict = "" if is_equal else "  TOO FAR"
-                print(f"{bits:4}  {p}x{d:<4} {form[0]:22} {form[1]:8}  {text}{verdict}", flush=True)
+                print(f"{bits:4}  {p}x{d:<4} {form[0]:23} {form[1]:8}  {text}{verdict}", flush=True)
     sys.exit(not are_equal)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import json
 import pathlib
 import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import distjax as dj
@@ -46,13 +47,14 @@ def run_example(script: str, strategy: str, *options: str) -> Curve | None:
         losses = pathlib.Path(folder, "losses.json")
         small = _SMALL if script == LANGUAGE_MODEL else ("--out", folder)
         sys.argv = [str(path), "--dump-losses", str(losses), *small, *options]
-        runpy.run_path(str(path), run_name="__main__")
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(str(path), run_name="__main__")
         if not losses.exists():
             return None
         return Curve(json.loads(losses.read_text()), said.get("accuracy"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _in_place_of(path: pathlib.Path, strategy: str, said: dict[str, Any]) -> Iterator[None]:
     """Gives a script our strategy, and has it tell its accuracy."""
     before, arguments = set(sys.modules), sys.argv

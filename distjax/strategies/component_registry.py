@@ -6,6 +6,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from distjax.placement.topology import Topology
+from distjax.strategies import values
 from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 
@@ -15,6 +19,17 @@ class ContainerRegistry:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+    def split(
+        self, topology: Topology, variable: StoredVariable, stored: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Returns the components of a variable's stored array, and remembers them."""
+        if variable.layout.num_copies == 1:
+            parts: tuple[jax.Array, ...] = (stored[0] if variable.policy.stacked else stored,)
+        else:
+            parts = values.split(topology, stored, variable.policy.stacked)
+        self.remember(variable, parts)
+        return parts
 
     def remember(self, variable: StoredVariable, parts: Sequence[Any]) -> None:
         """Records that `parts` are components of `variable`."""

@@ -51,7 +51,7 @@ class StrategyExtended:
       require_static_shapes: whether all batches need one shape; no: a new one is compiled anew.
       between_graph: whether there are several processes, each of which runs the user's file.
       should_init: whether this process initialises variables: each does.
-      should_checkpoint, should_save_summary: whether this process writes those for all.
+      should_checkpoint, should_save_summary: whether this process writes these for all.
 
     Source: tf.distribute.StrategyExtended (TF 1.13, 1.15).
     """
@@ -158,11 +158,11 @@ class StrategyExtended:
         Args:
           op: a ReduceOp or its name.
           value: a tree of PerReplica or Mirrored values.
-          destinations: a variable, an array or PerReplica (its devices), a
-            jax.Device, a sequence of them, or None (all workers).
+          destinations: a variable, an array or PerReplica (its devices), a jax.Device, a
+            sequence of them, or None (all workers).
 
-        Locality: T in; V(destination) or M out. Context: cross-replica, default. Cost: one
-          all-reduce per value.
+        Locality: T in; V(destination) or M out. Context: cross-replica, default.
+        Cost: one all-reduce per value.
 
         Raises:
           ValueError, LocalityError: as `Strategy.reduce`; ValueError: no destination.
@@ -245,8 +245,7 @@ class StrategyExtended:
     ) -> MultiStepContext:
         """Runs ``fn(context, inputs)`` K times, as one compiled loop.
 
-        Variables are carried, the input of all K steps is moved ahead in one
-        transfer.
+        Variables are carried, the input of all K steps is moved ahead in one transfer.
 
         Args:
           fn: one step, in cross-replica context; it reports to `context`.
@@ -261,8 +260,7 @@ class StrategyExtended:
         Raises:
           StopIteration: no element is left.
           ValueError: iterations < 1.
-        Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator
-          (TF 1.13).
+        Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "run_steps_on_iterator")
         return run_steps(self, fn, iterator, iterations, initial_loop_values)
@@ -366,8 +364,7 @@ class StrategyExtended:
         """Returns a context in which new variables live where a variable does.
 
         Args:
-          colocate_with_variable: a variable of this strategy, or what
-            `non_slot_devices` returned.
+          colocate_with_variable: a variable of this strategy, or its `non_slot_devices`.
 
         Locality: variables made inside have V(variable), or N. Context: in this strategy's scope.
         Source: tf.distribute.StrategyExtended.colocate_vars_with (TF 1.13).
@@ -400,9 +397,4 @@ class StrategyExtended:
         self, variable: StoredVariable, stored: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Returns the components of a variable's stored array."""
-        if variable.layout.num_copies == 1:
-            parts: tuple[jax.Array, ...] = (stored[0] if variable.policy.stacked else stored,)
-        else:
-            parts = values.split(self.topology, stored, variable.policy.stacked)
-        self._containers.remember(variable, parts)
-        return parts
+        return self._containers.split(self.topology, variable, stored)

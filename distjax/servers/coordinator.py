@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import time
 import weakref
@@ -20,7 +19,7 @@ from distjax.servers.crew import Crew
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
 from distjax.servers.remote_value import RemoteValue, to_numpy
 from distjax.servers.snapshot import Snapshot
-from distjax.servers.store import Server, Totals
+from distjax.servers.store import add_totals
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.submitting import submit
 from distjax.typing import PyTree
@@ -65,7 +64,7 @@ class Coordinator:
         self._strategy = strategy
         self._crew = Crew(strategy, queue_size)
         self._board = self._crew.board
-        self._before = _totals(strategy.engine.servers)
+        self._before = add_totals(strategy.engine.servers)
         self._snapshot: Snapshot | None = None
         self._iterators: weakref.WeakSet[PerWorkerIterator] = weakref.WeakSet()
         self._crew.add(strategy.num_workers)
@@ -313,7 +312,7 @@ class Coordinator:
         board, servers = self._board, self._strategy.engine.servers
         counts = board.counts
         names = ("scheduled", "done", "failed", "cancelled", "retried")
-        totals = _totals(servers)
+        totals = add_totals(servers)
         staleness = totals.staleness - self._before.staleness
         return {
             "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
@@ -344,15 +343,6 @@ class Coordinator:
                 fix="coordinator = dj.Coordinator(strategy) opens another",
             )
         )
-
-
-def _totals(servers: Sequence[Server]) -> Totals:
-    each = [server.totals for server in servers]
-    return Totals(
-        sum((totals.staleness for totals in each), start=collections.Counter[int]()),
-        sum(totals.bytes_pulled for totals in each),
-        sum(totals.bytes_pushed for totals in each),
-    )
 
 
 def _undone(closures: int) -> ServerLostError:

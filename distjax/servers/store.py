@@ -274,3 +274,13 @@ class Server:
 
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]
+
+
+def add_totals(servers: Sequence[Server]) -> Totals:
+    """Returns what has been asked of several servers."""
+    each = [server.totals for server in servers]
+    return Totals(
+        sum((totals.staleness for totals in each), start=collections.Counter[int]()),
+        sum(totals.bytes_pulled for totals in each),
+        sum(totals.bytes_pushed for totals in each),
+    )

@@ -94,14 +94,22 @@ class Board:
         self._done: weakref.WeakSet[Closure] = (
             weakref.WeakSet()
         )  # whose results somebody may ask for
-        self._pausing: list[int] = []  # the threads that keep it paused
+        self._pausing: dict[object, int] = {}  # the threads that keep it paused
 
     # -- the user's side ------------------------------------------------------
 
-    def put(self, make: Callable[[int], Closure]) -> Closure:
-        """Queues the closure that `make` makes of its number; waits for room."""
+    def put(
+        self, make: Callable[[int], Closure], require_open: Callable[[], None] = lambda: None
+    ) -> Closure:
+        """Queues the closure that `make` makes of its number; waits for room.
+
+        Args:
+          make: makes the closure.
+          require_open: raises if nobody would run it; asked again after each wait.
+        """
         while True:
             with self._lock:
+                require_open()
                 if self._has_room():
                     closure = make(next(self._numbers))
                     self.counts["scheduled"] += 1
@@ -158,15 +166,15 @@ class Board:
     @contextlib.contextmanager
     def paused(self, *, wait: bool = True) -> Generator[None]:
         """Inside, no closure begins, and after the wait none runs; the queue stays."""
-        with self._lock:
-            self._pausing.append(threading.get_ident())
+        pause = object()
         try:
+            with self._lock:
+                self._pausing[pause] = threading.get_ident()
             if wait:
                 self.waiters.wait_until(self._is_quiet)
             yield
         finally:
-            with self._lock:
-                self._pausing.remove(threading.get_ident())
+            self._pausing.pop(pause, None)
             self.waiters.ring()
 
     def require_going(self, method: str) -> None:
@@ -175,7 +183,7 @@ class Board:
         Args:
           method: waits for closures, for ever there.
         """
-        if threading.get_ident() not in self._pausing:
+        if threading.get_ident() not in tuple(self._pausing.values()):
             return
         raise ContextError(
             message(

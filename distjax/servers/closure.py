@@ -44,6 +44,7 @@ class Closure:
       versions: of the servers; None until it is done.
       position: how many closures the servers had before it.
       is_reported: whether an error of its is raised by `join` too.
+      x64: whether JAX is in 64-bit mode where it was scheduled: so are its programs.
 
     Args:
       number: its number.
@@ -67,6 +68,8 @@ class Closure:
         self.state = State.QUEUED
         self.draws = tuple(draws)
         self.is_reported = is_reported
+        config: Any = jax.config  # pyright does not see this one
+        self.x64: bool = config.jax_enable_x64
         self.attempts: list[str] = []
         self.stop: BaseException | None = None
         self.error: BaseException | None = None

@@ -21,7 +21,7 @@ from distjax.servers.remote_value import RemoteValue, to_numpy
 from distjax.servers.snapshot import Snapshot
 from distjax.servers.store import add_totals
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.submitting import submit
+from distjax.servers.submitting import cut_call
 from distjax.typing import PyTree
 
 _QUEUED_PER_WORKER = 4
@@ -100,7 +100,8 @@ class Coordinator:
         self._require_open("schedule")
         _require_outside("schedule")
         self._board.raise_error()
-        closure = submit(self._board, self._strategy, fn, args, kwargs)
+        make = cut_call(self._board, self._strategy, fn, args, kwargs)
+        closure = self._board.put(make, lambda: self._require_open("schedule"))
         return RemoteValue(closure, self._board.waiters)
 
     def join(self, timeout: float | None = None) -> None:
@@ -150,9 +151,10 @@ class Coordinator:
 
     def close(self) -> None:
         """Drops the queue, waits for the closures in hand and ends the threads."""
-        if self._closing.detach() is not None:
+        if self._closing.alive:
             self._board.cancel("the coordinator was closed before it had run")
-            self._board.close()
+        self._closing.detach()
+        self._board.close()  # again, if a signal ended the first call before it
         self._crew.wait()
 
     def __enter__(self) -> Coordinator:
@@ -217,7 +219,7 @@ class Coordinator:
         self._require_open("remove_workers")
         known = self._crew.ids()
         if isinstance(ids_or_n, Iterable):
-            ids = list(ids_or_n)
+            ids = list(dict.fromkeys(ids_or_n))
         else:
             _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
             ids = known[-ids_or_n:]

@@ -16,7 +16,7 @@ from distjax.servers.engine import Engine
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.working import work
 
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 60.0  # for what a worker computes; one that hangs must not keep the process
 
 
 @dataclasses.dataclass
@@ -98,14 +98,15 @@ class Crew:
         ids = list(itertools.islice(self._numbers, count))
         for number in ids:
             worker = Worker(number)
-            self.board.workers[number] = worker
-            self._threads[number] = threading.Thread(
+            thread = threading.Thread(
                 target=work,
                 args=(self.board, self._engine, worker, self._settings),
                 name=f"distjax-worker-{number}",
                 daemon=True,
             )
-            self._threads[number].start()
+            thread.start()  # first: a worker that a signal left without would be waited for
+            self._threads[number] = thread
+            self.board.workers[number] = worker
         return ids
 
     def remove(self, ids: Iterable[int]) -> None:

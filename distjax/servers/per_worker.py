@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distjax.data.input_context import InputContext
@@ -24,20 +24,28 @@ class PerWorkerValues:
 
     def __init__(self, values: Sequence[Any]):
         self.values = tuple(values)
+        self._by_worker = dict(enumerate(self.values))
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({list(self.values)!r})"
 
     def draw(self, worker: int) -> Any:
         """Returns the value of a worker."""
-        if worker >= len(self.values):
+        if worker not in self._by_worker:
             raise DataEnded
-        return self.values[worker]
+        return self._by_worker[worker]
 
     peek = draw
 
     def give_back(self, worker: int, value: PyTree) -> None:
         """Nothing: the value is still there."""
+
+    @classmethod
+    def of_workers(cls, by_worker: Mapping[int, Any]) -> PerWorkerValues:
+        """Returns values of workers that need not be numbered from 0 on."""
+        values = cls(tuple(by_worker.values()))
+        values._by_worker = dict(by_worker)
+        return values
 
 
 class PerWorkerIterator:
@@ -59,15 +67,15 @@ class PerWorkerIterator:
         return self
 
     def __next__(self) -> PerWorkerValues:
-        elements: list[tuple[int, Any]] = []
+        elements: dict[int, Any] = {}
         try:
             for worker in self._streams:
-                elements.append((worker, self.draw(worker)))
+                elements[worker] = self.draw(worker)
         except DataEnded:
-            for worker, element in reversed(elements):
+            for worker, element in reversed(elements.items()):
                 self.give_back(worker, element)
             raise StopIteration from None
-        return PerWorkerValues([element for _, element in elements])
+        return PerWorkerValues.of_workers(elements)
 
     def __repr__(self) -> str:
         return f"PerWorkerIterator(num_workers={len(self._streams)})"

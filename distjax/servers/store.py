@@ -89,6 +89,11 @@ class Server:
         with self._lock:
             return sum(self._sizes[key] for key in self._values)
 
+    def read_totals(self) -> Totals:
+        """Returns a copy of the totals: workers go on adding to them."""
+        with self._lock:
+            return dataclasses.replace(self.totals, staleness=self.totals.staleness.copy())
+
     @property
     def num_kept(self) -> int:
         """The number of closures of which something is remembered."""
@@ -278,7 +283,7 @@ class Server:
 
 def add_totals(servers: Sequence[Server]) -> Totals:
     """Returns what has been asked of several servers."""
-    each = [server.totals for server in servers]
+    each = [server.read_totals() for server in servers]
     return Totals(
         sum((totals.staleness for totals in each), start=collections.Counter[int]()),
         sum(totals.bytes_pulled for totals in each),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import message
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Call, Closure
@@ -19,6 +22,9 @@ from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.streams import DataEnded, Draw
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree
+from distjax.uninterrupted import UninterruptedCalls
+
+_calls = UninterruptedCalls()  # of the main thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,7 @@ class _Cut:
         return Call(plan, [np.array(x) if isinstance(x, np.ndarray) else x for x in arrays])
 
 
-def submit(
+def cut_call(
     board: Board,
     strategy: ServerStrategy,
     fn: Callable[..., Any],
@@ -48,8 +54,8 @@ def submit(
     kwargs: Mapping[str, PyTree] | None,
     *,
     is_reported: bool = True,
-) -> Closure:
-    """Puts a call of a step on a board; errors of its trace are raised here.
+) -> Callable[[int], Closure]:
+    """Returns what makes a closure of its number, for the board; errors of its trace come here.
 
     Args:
       board: the strategy's.
@@ -70,7 +76,7 @@ def submit(
         _cut_early(cut, draws, [worker.number for worker in board.active_workers()])
     call = cut if draws else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
-    return board.put(lambda number: Closure(number, name, call, draws, is_reported=is_reported))
+    return lambda number: Closure(number, name, call, draws, is_reported=is_reported)
 
 
 def _is_drawn(leaf: object) -> bool:
@@ -96,17 +102,35 @@ def run_step(
 ) -> Any:
     """Runs a step as one closure, and returns its result: ``strategy.run``.
 
-    By the workers of the open coordinator; without one, in this thread.
+    By the workers of the open coordinator; without one, here and now. A signal waits until that
+    is over: in the midst of a push the server's values would be lost.
     """
     board = board_of(strategy)
     board.require_going("run")
-    closure = submit(board, strategy, fn, args, kwargs, is_reported=False)
-    here = Worker(0)
-    while board.is_closed and board.claim(closure):
-        ran = start(board, strategy.engine, here, closure)
-        if ran is not None:
-            finish(board, here, closure, ran)
+    make = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
+    if board.is_closed and threading.current_thread() is threading.main_thread():
+        settings = settings_of_this_thread()
+        closure = _calls.complete(lambda: _put_and_run(board, strategy, make, settings))
+    else:
+        closure = _put_and_run(board, strategy, make, contextlib.nullcontext)
     return RemoteValue(closure, board.waiters).get()
+
+
+def _put_and_run(
+    board: Board,
+    strategy: ServerStrategy,
+    make: Callable[[int], Closure],
+    settings: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Closure:
+    """Puts a closure on a board, and runs it where nobody else does."""
+    here = Worker(0)
+    with settings():
+        closure = board.put(make)
+        while board.is_closed and board.claim(closure):
+            ran = start(board, strategy.engine, here, closure)
+            if ran is not None:
+                finish(board, here, closure, ran)
+    return closure
 
 
 def _require_no_remote_value(leaves: Sequence[object]) -> None:

@@ -16,6 +16,7 @@ from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.program.discovery import signature_of
+from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import (
     PartitionedTree,
     argument_names,
@@ -58,7 +59,11 @@ def cut_step(
       Whatever ``fn`` raises.
     """
     given, named = require_call(fn, args, kwargs, "schedule")
-    cuts: Cuts = strategy.extended.plans.get(fn, lambda resolve: Cuts())
+    cuts: Cuts = strategy.extended.plans.get(
+        fn, lambda resolve: Cuts(fresh_functions.record(resolve(), strategy))
+    )
+    if cuts.plans:
+        cuts.on_second_call()
     leaves, treedef = jax.tree.flatten((given, named))
     kinds = tuple(map(_kind_of, leaves))
     key = treedef, jax.dtypes.canonicalize_dtype(np.int64), kinds  # of 32 bits or of 64
@@ -77,11 +82,13 @@ class Cuts:
     """What one function was cut into.
 
     Attributes:
+      on_second_call: the function is no lambda that is made anew for each call.
       plans: by signature.
       by_kinds: plan and dtypes of the arguments, by what is quick to find out, where all leaves
         of the arguments are arrays and numbers.
     """
 
+    on_second_call: Callable[[], None]
     plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
     by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
 

@@ -45,9 +45,10 @@ def work(
 def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Ran | None:
     """Runs a closure as far as Python does; None: the board knows what became of it."""
     try:
-        ended = closure.prepare(worker.number)
-        if ended is None:
-            return engine.run(worker.number, closure.as_task())
+        with jax.enable_x64(closure.x64):
+            ended = closure.prepare(worker.number)
+            if ended is None:
+                return engine.run(worker.number, closure.as_task())
         board.put_back(closure, worker, ended)
     except WorkerDied as death:
         board.retry(closure, worker, death)

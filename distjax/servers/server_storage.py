@@ -6,9 +6,11 @@ import threading
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.errors import UnsupportedError, message
+from distjax.placement.transfer import transfer
 from distjax.servers.store import Server
 from distjax.variables.storage import SteppedArrays, Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
@@ -46,7 +48,7 @@ class ServerStorage(StoredArray):
             return None
         with jax_compat.outside_traces():
             _, (value,) = self._servers[0].read([self.key])
-            return jax.device_put(value, self._device)
+            return transfer(value, SingleDeviceSharding(self._device))
 
     def require_made(self) -> None:
         """Raises a ContextError where there is no value; fetches none."""

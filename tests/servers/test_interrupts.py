@@ -72,14 +72,14 @@ def test_a_pause_that_a_signal_ends_pauses_nobody():
 
 
 def test_a_close_that_a_signal_ends_can_be_called_again(monkeypatch):
-    def raise_interrupt(reason):
+    def raise_interrupt(*_):
         raise KeyboardInterrupt
 
     strategy = make(workers=2)
     for method in ("cancel", "close"):
         coordinator = Coordinator(strategy)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(coordinator._board, method, lambda *_: raise_interrupt(method))
+            patch.setattr(coordinator._board, method, raise_interrupt)
             coordinator.close()
         coordinator._closing.detach()  # not to be closed by its end
         assert ends(coordinator.close)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from distjax.data.block import Allocate, Block, HostElement
+from distjax.data.source import keeps_state, skip
 from distjax.data.splitting import Position, Splitter
 from distjax.errors import describe_value, message
 from distjax.typing import DatasetLike
@@ -91,7 +92,7 @@ class HostStream:
         state: dict[str, Any] = {"delivered": num_pulled, "consumed": position.consumed}
         if position.full_size is not None:
             state["full_size"] = position.full_size
-        if _keeps_state(self._source):
+        if keeps_state(self._source):
             state["source"] = copy.deepcopy(self._source.get_state())
         return _Progress(position, num_pulled, state, [])
 
@@ -137,28 +138,14 @@ class HostStream:
         state = _require_state(state)
         was_untouched = self._is_untouched
         self._open()
-        if _keeps_state(self._source) and "source" in state:
+        if keeps_state(self._source) and "source" in state:
             self._source.set_state(copy.deepcopy(state["source"]))
         elif self._source is self._dataset and not was_untouched:
             raise ValueError(_one_shot_text(self._dataset))
         else:
-            self._skip(state["consumed"])
+            skip(self._source, state["consumed"], "set_state needs a dataset")
         position = Position(state["consumed"], state.get("full_size"))
         self._progress = self._make_progress(position, state["delivered"])
-
-    def _skip(self, count: int) -> None:
-        for i in range(count):
-            try:
-                next(self._source)
-            except StopIteration:
-                raise ValueError(
-                    message(
-                        f"set_state needs a dataset of at least {count} elements",
-                        got=f"one that ended after {i}",
-                        why="it is read again up to the element where the state was taken",
-                        fix="pass the dataset that the state was taken from",
-                    )
-                ) from None
 
     def _outcome(self, index: int) -> HostElement | End:
         """Returns one of the next outcomes; an `End` is the last."""
@@ -211,12 +198,6 @@ class _Reader:
                 raise StopIteration
         self._index += 1
         return self._read[self._index - 1]
-
-
-def _keeps_state(source: object) -> bool:
-    return callable(getattr(source, "get_state", None)) and callable(
-        getattr(source, "set_state", None)
-    )
 
 
 def _require_state(state: object) -> Mapping[str, Any]:

@@ -21,8 +21,10 @@ from distjax.placement.topology import one_device_topology
 from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call
 from distjax.servers.crew import board_of
+from distjax.servers.engine import Engine
 from distjax.servers.placement import ServerLayout, ServerPlacement
-from distjax.servers.server_storage import ServerEngine, ServerLike, ServerStorage
+from distjax.servers.server_storage import ServerStorage
+from distjax.servers.store import Server
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PositionalArgs, PyTree, VariableModes
@@ -63,7 +65,7 @@ class ParameterServerExtended(StrategyExtended):
     def __init__(
         self,
         device: jax.Device,
-        engine: ServerEngine,
+        engine: Engine,
         num_servers: int,
         cut: str,
         axis_name: str,
@@ -79,7 +81,7 @@ class ParameterServerExtended(StrategyExtended):
         self._numbers = itertools.count()
 
     @property
-    def servers(self) -> Sequence[ServerLike]:
+    def servers(self) -> Sequence[Server]:
         """The servers."""
         return self.engine.servers
 

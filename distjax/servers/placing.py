@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from distjax.placement.transfer import transfer
 
 
 def place(arrays: Iterable[jax.Array | np.ndarray], device: jax.Device) -> list[jax.Array]:
@@ -14,6 +17,8 @@ def place(arrays: Iterable[jax.Array | np.ndarray], device: jax.Device) -> list[
     Numpy arrays are left to the program, which brings them where its other arguments are.
     """
     return [
-        x if isinstance(x, np.ndarray) or x.device == device else jax.device_put(x, device)
+        x
+        if isinstance(x, np.ndarray) or x.device == device
+        else transfer(x, SingleDeviceSharding(device))
         for x in arrays
     ]  # type: ignore[return-value]

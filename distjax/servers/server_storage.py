@@ -4,49 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.errors import UnsupportedError, message
-from distjax.typing import ArrayLike
+from distjax.placement.transfer import transfer
+from distjax.servers.store import Server
 from distjax.variables.storage import SteppedArrays, Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
-
-
-class ServerLike(Protocol):
-    """One server, as far as variables ask."""
-
-    def create(self, key: str, value: ArrayLike) -> None:
-        """Makes a variable."""
-        ...
-
-    def read(self, keys: Sequence[str]) -> tuple[int, Sequence[Any]]:
-        """Returns the version and the values."""
-        ...
-
-    def write(self, key: str, value: ArrayLike) -> Any:
-        """Gives a variable another value."""
-        ...
-
-
-class ServerEngine(Protocol):
-    """What runs servers, as far as a strategy asks."""
-
-    @property
-    def servers(self) -> Sequence[ServerLike]:
-        """The servers, by number."""
-        ...
-
-    def start(
-        self,
-        worker_devices: Sequence[jax.Device],
-        server_devices: Sequence[jax.Device],
-        max_staleness: int | None,
-    ) -> None:
-        """Makes the servers; called once."""
-        ...
 
 
 class ServerStorage(StoredArray):
@@ -67,7 +34,7 @@ class ServerStorage(StoredArray):
         name: str,
         lock: threading.RLock,
         key: str,
-        servers: Sequence[ServerLike],
+        servers: Sequence[Server],
         device: jax.Device,
     ):
         super().__init__(name, lock)
@@ -81,7 +48,7 @@ class ServerStorage(StoredArray):
             return None
         with jax_compat.outside_traces():
             _, (value,) = self._servers[0].read([self.key])
-            return jax.device_put(value, self._device)
+            return transfer(value, SingleDeviceSharding(self._device))
 
     def require_made(self) -> None:
         """Raises a ContextError where there is no value; fetches none."""

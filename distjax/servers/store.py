@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from distjax.errors import ServerLostError, message
+from distjax.placement.transfer import transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import place
 from distjax.servers.plan import Program
@@ -120,7 +122,7 @@ class Server:
             if device == self.device:
                 self._lent.update(keys)
             else:  # under the lock, so that it begins before a push reuses the memory
-                values = jax.device_put(values, device)
+                values = transfer_each(values, SingleDeviceSharding(device))
             return self.version, values
 
     def write(self, key: str, value: ArrayLike) -> int:
@@ -270,7 +272,7 @@ class Server:
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy that nobody else holds: pushes reuse its memory."""
-        return jax.device_put(jnp.array(value, copy=True), self.device)
+        return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
 
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]

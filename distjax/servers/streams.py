@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from distjax.data.source import keeps_state, skip
 from distjax.errors import message
 from distjax.typing import PyTree
 
@@ -108,12 +109,12 @@ class Stream:
         with self._lock:
             before, self._source, self._returned = self._source, None, []
             self._open()
-            if position.state is not None and _keeps_state(self._source):
+            if position.state is not None and keeps_state(self._source):
                 self._source.set_state(copy.deepcopy(position.state))
             elif self._source is before and position.num_drawn != self._num_drawn:
                 raise ValueError(_once_only(position.num_drawn))
             elif self._source is not before:
-                self._skip(position.num_drawn)
+                skip(self._source, position.num_drawn, "restore needs a per-worker dataset")
             self._num_drawn = position.num_drawn
 
     def _open(self) -> None:
@@ -130,28 +131,8 @@ class Stream:
         return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, element)
 
     def _note_state(self) -> None:
-        if _keeps_state(self._source):
+        if keeps_state(self._source):
             self._state = copy.deepcopy(self._source.get_state())
-
-    def _skip(self, count: int) -> None:
-        for i in range(count):
-            try:
-                next(self._source)
-            except StopIteration:
-                raise ValueError(
-                    message(
-                        f"restore needs a per-worker dataset of at least {count} elements",
-                        got=f"one that ended after {i}",
-                        why="it is read again up to the element where the snapshot was taken",
-                        fix="give a dataset whose every iteration has the same elements",
-                    )
-                ) from None
-
-
-def _keeps_state(source: object) -> bool:
-    return callable(getattr(source, "get_state", None)) and callable(
-        getattr(source, "set_state", None)
-    )
 
 
 def _once_only(count: int) -> str:

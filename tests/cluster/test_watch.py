@@ -212,7 +212,9 @@ def test_a_step_that_all_have_launched():
         look_all(processes, 601.0)
 
 
-@pytest.mark.parametrize("token", [Token(ready=True), Token(ready=None), None], ids=str)
+@pytest.mark.parametrize(
+    "token", [Token(ready=True), Token(ready=None), None], ids=["completed", "deleted", "none"]
+)
 def test_what_has_completed_or_is_gone_is_not_awaited(token):
     processes = make_processes(2)
     launch(processes[0][0], TRAIN, token=token)

@@ -71,7 +71,7 @@ def _user_kwargs(kwargs: Mapping[str, PyTree]) -> tuple[Any, ...]:
     return (getattr(kwargs, "kwargs", kwargs),) if kwargs else ()
 
 
-def _find_place(tree: PyTree, path: jax.tree_util.KeyPath, leaf: PyTree) -> Place:
+def _find_place(tree: PyTree, path: tuple[object, ...], leaf: PyTree) -> Place:
     """Returns how to come to `leaf`, if the keys of JAX lead there, and run no code of a user's."""
     place = tuple(map(_step, path))
     for get, key in place:

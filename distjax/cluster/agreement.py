@@ -30,14 +30,14 @@ _agreed: set[str] = set()
 _one_at_a_time = threading.RLock()
 
 
-def agree(occasion: str, facts: Sequence[Fact], *, is_known_by_text: bool = False) -> None:
+def agree(occasion: str, facts: Sequence[Fact], *, known_by: Sequence[Fact] = ()) -> None:
     """Returns when every process of the job has said the same; at once where there is no job.
 
     Args:
       occasion: what this process is about to do, as "the first call of step".
       facts: what has to be equal, at most one by each name.
-      is_known_by_text: whether facts that were agreed on before need no meeting, so that one
-        process alone may come here again.
+      known_by: those of them that need no meeting where they were agreed on before, whatever the
+        others are now: one process alone may come here again.
 
     Raises:
       AgreementError: processes differ. The same text on all of them; nothing has changed.
@@ -46,12 +46,12 @@ def agree(occasion: str, facts: Sequence[Fact], *, is_known_by_text: bool = Fals
     joined = job()
     if joined is None:
         return
-    said = json.dumps([*map(dataclasses.astuple, facts)])
-    digest = hashlib.sha256((occasion + said).encode()).hexdigest()
+    known = _digest(occasion, _as_text(known_by)) if known_by else None
     with _one_at_a_time:
-        if is_known_by_text and digest in _agreed:
+        if known in _agreed:
             return
-        digests = exchange(joined, occasion, digest)
+        said = _as_text(facts)
+        digests = exchange(joined, occasion, _digest(occasion, said))
         differ = [i for i, other in enumerate(digests) if other != digests[0]]
         if differ:
             texts = exchange(
@@ -59,8 +59,16 @@ def agree(occasion: str, facts: Sequence[Fact], *, is_known_by_text: bool = Fals
             )
             pair = _parse(_unpack(texts[0])), _parse(_unpack(texts[differ[0]]))
             raise AgreementError(difference_text(joined, differ, *_first_difference(*pair)))
-        if is_known_by_text:
-            _agreed.add(digest)
+        if known is not None:
+            _agreed.add(known)
+
+
+def _as_text(facts: Sequence[Fact]) -> str:
+    return json.dumps([*map(dataclasses.astuple, facts)])
+
+
+def _digest(occasion: str, said: str) -> str:
+    return hashlib.sha256((occasion + said).encode()).hexdigest()
 
 
 def _pack(said: str) -> str:

@@ -14,6 +14,8 @@ from distjax.typing import PyTree
 
 #: A callback's number among those of its process says nothing of the program.
 _NUMBERS = re.compile(r"\{index = \d+ : ui64\}")
+#: Python's text of what has none of its own: its place in this process.
+_ADDRESSES = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Fact:
 def describe_program(lowered: jax.stages.Lowered) -> str:
     """Returns the text of a lowered program: shardings, donation and constants are part of it."""
     return _NUMBERS.sub("{}", lowered.as_text())
+
+
+def describe_structure(treedef: jax.tree_util.PyTreeDef) -> str:
+    """Returns the text of a structure; objects and functions in it are known by their names."""
+    return _ADDRESSES.sub("", str(treedef))
 
 
 def describe_on_host(value: PyTree) -> str:

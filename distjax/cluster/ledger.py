@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 #: Calls that are remembered, a power of two. No process is further ahead of another: launches are
 #: awaited.
 _SIZE = 4096
+#: Launches that may be in flight, a power of two: their tokens are held.
+_NUM_AWAITED = 64
 _NUM_SHOWN = 4
 
 
@@ -49,23 +51,22 @@ class Ledger:
       count: how many there were.
       checksum: of all of them.
       starting: name and checksum of the arguments of a launch that has not returned.
-      launched: number and token of the latest launch: the token is ready when it has completed.
     """
 
     __slots__ = (
         "_calls",
+        "_launched",
         "_num_meetings",
         "_one_at_a_time",
         "checksum",
         "count",
-        "launched",
         "starting",
     )
 
     def __init__(self) -> None:
         self.count = self.checksum = self._num_meetings = 0
         self.starting: tuple[str, int] | None = None
-        self.launched: tuple[int, Token | None] = 0, None
+        self._launched: list[tuple[int, Token | None]] = [(0, None)] * _NUM_AWAITED
         # Number, checksum, name, checksum of the arguments, occasion of a meeting.
         self._calls: list[tuple[int, int, str, int, str]] = [(0, 0, "", 0, "")] * _SIZE
         self._one_at_a_time = threading.Lock()
@@ -83,7 +84,8 @@ class Ledger:
     def end_launch(self, launch: tuple[str, int], token: Token | None) -> None:
         """Notes that the program runs; `token` is ready when it has completed."""
         self.starting = None
-        self.launched = self._add(*launch, ""), token
+        number = self._add(*launch, "")
+        self._launched[number & _NUM_AWAITED - 1] = number, token
 
     def abandon_launch(self) -> None:
         """Notes that the program was refused, and did not run."""
@@ -109,12 +111,19 @@ class Ledger:
             return None
         return Call(number, checksum, meeting or _show(name, arguments), bool(meeting))
 
+    def find_launched(self) -> list[tuple[int, Token]]:
+        """Returns number and token of the latest launches, in order."""
+        launched = [(number, token) for number, token in [*self._launched] if token is not None]
+        return sorted(launched, key=lambda each: each[0])
+
     def find_blocked(self) -> Call | None:
         """Returns the launch that has not returned, as the call that it will be."""
-        if (starting := self.starting) is None:
+        with self._one_at_a_time:  # else it may return meanwhile, and would be told twice
+            starting, count, former = self.starting, self.count, self.checksum
+        if starting is None:
             return None
-        checksum = zlib.crc32(starting[0].encode(), self.checksum ^ starting[1])
-        return Call(self.count + 1, checksum, _show(*starting))
+        checksum = zlib.crc32(starting[0].encode(), former ^ starting[1])
+        return Call(count + 1, checksum, _show(*starting))
 
     def describe(self) -> str:
         """Returns the number of launches, the latest of them and a checksum of all, in one line."""

@@ -99,13 +99,14 @@ class Watch:
         return self._calls.find_blocked() if is_blocked else None
 
     def _find_awaited(self, now: float, blocked: Call | None) -> tuple[int, float] | None:
-        """Returns the number of a launch that has not completed, and since when it is awaited."""
+        """Returns the number of a launch that has not completed, and since when it is awaited.
+
+        It is the first of those in flight: a device runs one after the other, and each has the
+        deadline from the end of the one before.
+        """
         if self._awaited is None or _is_ready(self._awaited[1]):
-            number, token = self._calls.launched
-            if token is None or _is_ready(token):
-                self._awaited = None
-            else:
-                self._awaited = number, token, now
+            running = [(n, t) for n, t in self._calls.find_launched() if not _is_ready(t)]
+            self._awaited = (*running[0], now) if running else None
         if self._awaited is not None:
             return self._awaited[0], self._awaited[2]
         return (blocked.number, self._starting[1]) if blocked is not None else None

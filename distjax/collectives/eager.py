@@ -41,7 +41,8 @@ def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -
     shown = ", ".join(map(str, static))  # a topology, modes, axes: no addresses
     what = f"{fn.__name__}({shown}) of {shapes} in {treedef}"
     occasion = "an operation over the replicas of several processes"
-    agree(occasion, [Fact(occasion, what)], is_known_by_text=True)
+    facts = [Fact(occasion, what)]
+    agree(occasion, facts, known_by=facts)
 
 
 @user_mesh.ignores_user_mesh

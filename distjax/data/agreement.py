@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from distjax.cluster.facts import describe_structure
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
 from distjax.data.elements import HostTree
@@ -66,7 +67,8 @@ def describe_elements(tree: HostTree, *, is_own: bool) -> Said:
     checksum = 0
     for leaf in () if is_own else tree.leaves:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
-    return Said(ELEMENT, f"{shapes} in {tree.treedef}", checksum, len(tree.leaves[0]))
+    text = f"{shapes} in {describe_structure(tree.treedef)}"
+    return Said(ELEMENT, text, checksum, len(tree.leaves[0]))
 
 
 def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) -> Next:

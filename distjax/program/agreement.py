@@ -35,12 +35,13 @@ def agree_on_program(
       AgreementError: processes differ; nothing has changed.
       StuckError, PeerLostError: a process does not come.
     """
-    facts = [
+    program = [
         *(Fact(f"variable {v.name!r}", _describe_variable(build, v)) for v in build.variables),
-        *_describe_arguments(build.name, argument_names, args, kwargs),
         Fact(f"the program of {build.name}", describe_program(lowered)),
     ]
-    agree(f"the first call of {build.name}", facts, is_known_by_text=True)
+    arguments = _describe_arguments(build.name, argument_names, args, kwargs)
+    # Not by arguments: who has lost a program meets another number at its next call.
+    agree(f"the first call of {build.name}", [*arguments, *program], known_by=program)
 
 
 def _describe_variable(build: Build, variable: Variable) -> str:

@@ -186,7 +186,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
 def _tells_the_end(results: Sequence[Any], inputs: PyTree) -> bool:
     """Returns whether the first result shows that the program has completed.
 
-    It is held until the next launch, so it has to be small; and JAX hands on an input at once.
+    It is held for a while (see `Ledger`), so it has to be small; and JAX hands on an input at once.
     """
     if not results or results[0].size > _SMALL or jax_compat.is_key_dtype(results[0].dtype):
         return False

@@ -29,12 +29,13 @@ _pack = struct.Struct("d").pack
 
 def find_places(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> tuple[Place, ...]:
     """Returns where the arguments have numbers and arrays of the host."""
-    leaves = jax.tree_util.tree_leaves_with_path((args, *_user_kwargs(kwargs)))
-    on_host = [(i, path) for i, (path, leaf) in enumerate(leaves) if _is_on_host(leaf)]
+    given = (args, *_user_kwargs(kwargs))
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    on_host = [(i, *found) for i, found in enumerate(leaves) if _is_on_host(found[1])]
     try:
-        return tuple(tuple(map(_step, path)) for _, path in on_host)
-    except LookupError:
-        return tuple(((_leaf, i),) for i, _ in on_host)
+        return tuple(_find_place(given, path, leaf) for _, path, leaf in on_host)
+    except (AttributeError, LookupError, TypeError):
+        return tuple(((_leaf, i),) for i, _, _ in on_host)
 
 
 def checksum(
@@ -68,6 +69,18 @@ def _is_on_host(leaf: PyTree) -> bool:
 def _user_kwargs(kwargs: Mapping[str, PyTree]) -> tuple[Any, ...]:
     """Returns the user's of keyword arguments, which may carry objects with state too."""
     return (getattr(kwargs, "kwargs", kwargs),) if kwargs else ()
+
+
+def _find_place(tree: PyTree, path: tuple[object, ...], leaf: PyTree) -> Place:
+    """Returns how to come to `leaf`, if the keys of JAX lead there, and run no code of a user's."""
+    place = tuple(map(_step, path))
+    for get, key in place:
+        if get is getattr and isinstance(getattr(type(tree), key, None), property):
+            raise LookupError(key)
+        tree = get(tree, key)
+    if tree is not leaf:
+        raise LookupError(path)
+    return place
 
 
 def _step(key: object) -> tuple[Callable[[Any, Any], Any], Any]:

@@ -167,6 +167,19 @@ def test_a_launch_that_does_not_return_counts_after_a_while():
         look_all(processes, 2.5)
 
 
+def test_a_launch_that_returns_while_it_is_looked_at_is_told_once():
+    ledger = Ledger()
+
+    class Name(str):
+        def encode(self):
+            if ledger.starting is not None:
+                ledger.end_launch(launched, None)
+            return super().encode()
+
+    launched = ledger.begin_launch(Name("train"))
+    assert ledger.find_blocked()[:2] == ledger.find(1)[:2]
+
+
 # -- what does not complete ----------------------------------------------------
 
 
@@ -216,6 +229,22 @@ def test_each_step_has_a_deadline_of_its_own():
         launch(processes[0][0], TRAIN, token=token)
         look_all(processes, 500.0 * step)
         token.ready = True
+
+
+def test_steps_that_wait_for_others_of_this_process_have_a_deadline_of_their_own():
+    """Ten in flight of 100 s each; the last one completes 1000 s after its launch."""
+    processes = make_processes(2)
+    tokens = [Token() for _ in range(10)]
+    for token in tokens:
+        launch(processes[0][0], TRAIN, token=token)
+    look_all(processes, 0.0)
+    for number, token in enumerate(tokens[:-1], 1):
+        look_all(processes, 100.0 * number - 1.0)
+        token.ready = True
+        look_all(processes, 100.0 * number)
+    look_all(processes, 1499.0)
+    with pytest.raises(Ended, match="call 10 of process 0 .* needs to complete within"):
+        look_all(processes, 1501.0)
 
 
 def test_a_launch_that_does_not_return_has_the_deadline_too():

@@ -181,20 +181,21 @@ def test_values_per_replica_may_differ(group):
     assert group.call(own_values) == [6.0, 6.0]
 
 
-def trace_once_more():
+def trace_once_more(number):
     """Only process 1 drops what it has compiled; both have agreed on the text before."""
     strategy = dj.MultiWorkerMirroredStrategy()
 
     add = lambda x: x + 1.0
-    call = lambda fn: float(strategy.run(fn, args=(np.float32(1.0),)))
-    first = call(add)
+    call = lambda fn, x: float(strategy.run(fn, args=(np.float32(x),)))
+    first = call(add, 1.0)
     if job().process_id == 1:
         add = types.FunctionType(add.__code__, add.__globals__, add.__name__)
-    return first, call(add)
+    return first, call(add, number)
 
 
-def test_a_program_that_was_agreed_on_needs_no_meeting(group):
-    assert group.call(trace_once_more) == [(2.0, 2.0)] * 2
+@pytest.mark.parametrize("number", [1.0, 2.0])
+def test_a_program_that_was_agreed_on_needs_no_meeting(group, number):
+    assert group.call(trace_once_more, number) == [(2.0, number + 1.0)] * 2
 
 
 def on_one_process():

@@ -19,6 +19,33 @@ class Pair:
 jax.tree_util.register_pytree_node(Pair, lambda p: (p.pair, None), lambda _, pair: Pair(*pair))
 
 
+class Named:
+    """A node whose name of a leaf is no attribute."""
+
+    def __init__(self, leaf):
+        self._leaf = leaf
+
+
+def flatten_named(node):
+    return ((jax.tree_util.GetAttrKey("leaf"), node._leaf),), None
+
+
+jax.tree_util.register_pytree_with_keys(Named, flatten_named, lambda _, leaves: Named(*leaves))
+
+
+class Computed(Named):
+    """A node whose name of a leaf is an attribute that computes."""
+
+    @property
+    def leaf(self):
+        raise DeprecationWarning("as nnx.Variable.value says it")
+
+
+jax.tree_util.register_pytree_with_keys(
+    Computed, flatten_named, lambda _, leaves: Computed(*leaves)
+)
+
+
 def checksum_of(*args, **kwargs):
     return checksum(find_places(args, kwargs), args, kwargs)
 
@@ -37,6 +64,8 @@ OTHERS = {
     "columns": ((np.eye(4)[:, :2],), (np.eye(4)[:, 2:],)),
     "in a tree": (({"a": (jnp.ones(2), 1.0)},), ({"a": (jnp.ones(2), 2.0)},)),
     "in a node without names": ((Pair(jnp.ones(2), 1.0),), (Pair(jnp.ones(2), 2.0),)),
+    "under a name that is no attribute": ((Named(1.0),), (Named(2.0),)),
+    "under a name that is a property": ((Computed(1.0),), (Computed(2.0),)),
     "swapped": ((1.0, 2.0), (2.0, 1.0)),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -124,11 +125,17 @@ class Crew:
         self.board.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
 
 
-@atexit.register
-def _end_all() -> None:
-    """Ends all threads: one that calls JAX while the interpreter shuts down would crash it."""
-    live = list(_crews)
+def _end_all(pid: int) -> None:
+    """Ends all threads: one that calls JAX while the interpreter shuts down would crash it.
+
+    Args:
+      pid: of the process that has them; a forked child has none.
+    """
+    live = list(_crews) if os.getpid() == pid else []
     for crew in live:
         crew.board.close()
     for crew in live:
         crew.wait(_EXIT_SECONDS)
+
+
+atexit.register(_end_all, os.getpid())

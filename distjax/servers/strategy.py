@@ -99,7 +99,7 @@ class ParameterServerStrategy(Strategy):
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
     ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
         """Returns the plan of a step, and its flat arguments; traces it the first time."""
-        return cut_step(self, fn, args, dict(kwargs) if isinstance(kwargs, Mapping) else kwargs)
+        return cut_step(self, fn, args, None if kwargs is None else dict(kwargs))
 
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None

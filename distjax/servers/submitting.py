@@ -13,6 +13,7 @@ import numpy as np
 
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import message
+from distjax.replica.arguments import require_call
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Call, Closure
 from distjax.servers.crew import board_of
@@ -66,8 +67,9 @@ def cut_call(
       is_reported: whether an error is for `join` too.
 
     Raises:
-      ValueError: a RemoteValue among the arguments.
+      ValueError: a RemoteValue among the arguments, or no tuple of them.
     """
+    args, kwargs = require_call(fn, args, _as_dict(kwargs), "schedule")
     leaves = jax.tree.leaves((args, kwargs))
     _require_no_remote_value(leaves)
     draws = tuple(dict.fromkeys(filter(_is_drawn, leaves)))
@@ -77,6 +79,10 @@ def cut_call(
     call = cut if draws else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
     return lambda number: Closure(number, name, call, draws, is_reported=is_reported)
+
+
+def _as_dict(kwargs: object) -> object:
+    return dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
 
 
 def _is_drawn(leaf: object) -> bool:

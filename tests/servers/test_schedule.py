@@ -48,9 +48,12 @@ def test_a_new_function_for_each_call_is_warned_of():
     assert float(total.value) == 17
 
 
-def test_kwargs_that_are_no_mapping():
+def test_arguments_that_are_no_tuple_or_mapping():
     strategy, _ = make()
     with dj.Coordinator(strategy) as coordinator:
+        data = iter(coordinator.create_per_worker_dataset(lambda context: [1.0]))
+        with pytest.raises(ValueError, match="^schedule: positional args must be a list or tuple"):
+            coordinator.schedule(lambda x: x, args=data)
         with pytest.raises(ValueError, match="^schedule: kwargs must be a dict"):
             coordinator.schedule(lambda x: x, kwargs=[1])
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distjax.checkpoint.delayed import DelayedRestore
 from distjax.checkpoint.description import describe
-from distjax.checkpoint.leaves import pause_writers
+from distjax.checkpoint.leaves import ArrayLeaf, Leaf, pause_writers
 from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import as_tree
+from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.errors import CheckpointError, describe_value, message
 from distjax.integers import is_int
@@ -106,6 +107,7 @@ class Checkpointer:
         metrics = self._require_metrics(metrics)
         self._require_after_latest(step)
         leaves = wanted.leaves.values()
+        _require_of_all_processes(leaves, self._storage.job)
         # In the default context variables of every strategy can be read.
         with frames.with_stack(()), pause_writers(leaves):
             description = describe(step, leaves, metrics, self._storage.job)
@@ -274,6 +276,12 @@ class Checkpointer:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+
+
+def _require_of_all_processes(leaves: Iterable[Leaf], joined: Job | None) -> None:
+    for leaf in leaves if joined is not None and joined.num_processes > 1 else ():
+        if isinstance(leaf, ArrayLeaf):
+            leaf.require_of_all_processes()
 
 
 def _require_step(step: object) -> int:

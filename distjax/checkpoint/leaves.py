@@ -171,6 +171,19 @@ class ArrayLeaf(Leaf):
             )
         return _as_writable(self.value)
 
+    def require_of_all_processes(self) -> None:
+        """Raises a CheckpointError for an array that lives on this process's devices alone."""
+        if isinstance(self.value, jax.Array) and self.value.is_fully_addressable:
+            raise CheckpointError(
+                message(
+                    f"save of {self.key!r} needs an array of all processes",
+                    got=f"{describe_value(self.value)} on devices of this process alone",
+                    why="every process has one of its own, and the checkpoint of a job has one",
+                    fix="strategy.extended.broadcast_to(x) where it is the same on all of them; "
+                    "a checkpoint of this process alone: Checkpointer(directory, local=True)",
+                )
+            )
+
     def sharding(self) -> Sharding | None:
         target = self._place()
         if target is None or self.spec.is_key:

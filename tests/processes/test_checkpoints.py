@@ -185,6 +185,31 @@ def test_a_position_is_that_of_its_process(group, tmp_path):
         )
 
 
+def save_arrays_of_one_process(directory):
+    strategy = dj.MultiWorkerMirroredStrategy()
+    local = {"x": jnp.zeros(3), "key": jax.random.key(3)}
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        texts = []
+        for name, value in local.items():
+            with pytest.raises(dj.errors.CheckpointError) as caught:
+                checkpointer.save(1, {name: value})
+            texts.append(str(caught.value))
+        shared = jax.tree.map(strategy.extended.broadcast_to, local)
+        checkpointer.save(1, shared)
+        restored = checkpointer.restore(shared)
+    draws = [jax.random.key_data(x) for x in (restored["key"], local["key"])]
+    return texts, [np.asarray(x.addressable_data(0)).tolist() for x in draws]
+
+
+def test_arrays_of_one_process_are_no_part_of_a_job(group, tmp_path):
+    for texts, (restored, saved) in group.call(save_arrays_of_one_process, str(tmp_path / "c")):
+        assert [text.splitlines()[0] for text in texts] == [
+            f"save of {name!r} needs an array of all processes." for name in ("x", "key")
+        ]
+        assert "Fix: strategy.extended.broadcast_to(x)" in texts[0]
+        assert restored == saved
+
+
 def open_apart(directory):
     own = pathlib.Path(directory, str(job().process_id))
     with pytest.raises(dj.errors.CheckpointError) as caught:

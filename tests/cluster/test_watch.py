@@ -9,7 +9,7 @@ import pytest
 
 from distjax.cluster import exits, watch
 from distjax.cluster.ledger import Ledger
-from distjax.cluster.marks import as_text, find_difference, mark_of, parse_mark
+from distjax.cluster.marks import as_text, find_difference, hear, mark_of, parse_mark
 from distjax.cluster.phases import Phase, phase, phases
 from tests.cluster.test_ending import Store, make_job
 
@@ -69,9 +69,11 @@ def launch(ledger, *launches, token=None):
 
 
 def look_all(processes, now=0.0):
-    """Each process looks, twice, so that all have seen the marks of all."""
+    """Each process looks, twice, so that all have seen the marks of all; who ends raises."""
     for _, each in processes * 2:
         each.look(now)
+    for _, each in processes:
+        assert len(hear(each._job)) == len(processes) - 1
 
 
 def difference(processes):

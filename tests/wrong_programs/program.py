@@ -153,3 +153,12 @@ def check(strategy: Any, case: Case) -> tuple[Any, ...]:
     except CheckError as error:
         return error.findings
     return ()
+
+
+def require_silence(strategy, step, *args):
+    """Asserts that neither a run of `step` nor `dj.check` has a word to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReductionWarning)
+        warnings.simplefilter("error", LocalityWarning)
+        strategy.run(step, args=args)
+    assert dj.check(step, *args, strategy=strategy) is None

@@ -55,10 +55,11 @@ fuzz: $(INSTALLED)  ## random programs: what is proved equal is, and beside jax.
 	FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS) \
 	  tests/differential/test_proofs.py tests/pmap/test_random.py
 
-drills: $(INSTALLED)  ## KILLS of trainings from SEED on, misuse and curves over processes, parameter servers
+drills: $(INSTALLED)  ## KILLS of trainings from SEED on, misuse, curves, interrupts, parameter servers
 	$(BIN)/python -m tests.drills --seed $(SEED) --kills $(KILLS)
 	$(BIN)/python -m tests.drills.misuse
 	$(BIN)/python -m tests.drills.curves
+	$(BIN)/python -m tests.drills.interrupts --seed $(SEED)
 	$(BIN)/python -m tests.drills.servers --seed $(SEED)
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices

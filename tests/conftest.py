@@ -75,16 +75,6 @@ NOT_AT_SERVERS = {
         "test_written_in_an_update test_read".split(),
         "ON_READ variables with another aggregation than SUM are refused",
     ),
-    **dict.fromkeys(
-        "test_colocated_update_example test_r247_update_pattern_in_four_steps "
-        "test_an_exception_changes_nothing test_traced_once_per_signature "
-        "test_repeated_calls_trace_nothing test_update_writes "
-        "test_r239_group_false_gives_an_element_per_copy "
-        "test_variables_are_carried_and_traced_once test_r181_sum_is_assigned_across_replicas "
-        "test_r191_the_value_is_another_variable "
-        "test_r217_assign_across_replicas_divides_a_sum".split(),
-        "writes of cross-replica code under dj.jit are refused",
-    ),
     "test_guarded_creation": "variables are made before a step",
     "test_refused_in_a_replica": "each worker may write, whatever the aggregation",
     "test_a_per_replica_value_is_not_assigned_across": "a worker has bare values",

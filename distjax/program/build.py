@@ -60,6 +60,7 @@ class Build:
       spans_processes: whether it runs on devices of several processes.
       offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
         it may be made inside of `jit`.
+      is_remote: whether an array of `writes` is kept elsewhere: see `StoredArray`.
       facts: what the last trace knew of each array result.
     """
 
@@ -73,6 +74,7 @@ class Build:
     spans_devices: bool
     spans_processes: bool
     offered: dict[int, Discovered | None]
+    is_remote: bool
     facts: list[Fact | None] = dataclasses.field(default_factory=list)
 
     @property
@@ -179,6 +181,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         or discovered.spans_processes
         or (former is not None and former.spans_processes),
         offered=offered,
+        is_remote=any(v.stored.is_remote for v in writes),
     )
     return build
 

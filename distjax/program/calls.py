@@ -12,12 +12,14 @@ The order of things makes a call safe, whatever raises and whoever else runs:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.cluster.ledger import ledger
@@ -29,6 +31,7 @@ from distjax.program.host_arguments import checksum
 from distjax.program.output_spec import OutputSpec, spec_of
 from distjax.program.signatures import Signature
 from distjax.variables.donation import copy_aliased
+from distjax.variables.storage import StoredArray
 
 #: Makes the user's results final; called once more where a signal raises in it.
 Finish = Callable[[Any], Any]
@@ -56,6 +59,8 @@ def start(
         raise NotCompiled
     if not build.writes:
         return _start_reader(build, signature, args, kwargs, finish)
+    if build.is_remote:
+        return _start_remote_writer(build, signature, args, kwargs, finish)
     if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
         require_outside_traces(build)
     stepped, cell, jitted = build.stepped, build.stepped.cell, signature.jitted
@@ -146,6 +151,42 @@ def _start_reader(
     if returned[3] is not None:
         throttle(returned[3])
     return result, spec
+
+
+def _start_remote_writer(
+    build: Build,
+    signature: Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Finish | None,
+) -> tuple[Any, OutputSpec]:
+    """Starts a program that writes variables kept elsewhere, while nobody else writes there.
+
+    Their values are fetched, and the new ones sent when the program has run: if it fails, or is
+    interrupted, nothing was sent.
+    """
+    require_outside_traces(build)
+    stored = [variable.stored for variable in build.writes]
+    with contextlib.ExitStack() as stack:
+        for extended in dict.fromkeys(v.strategy.extended for v in build.writes):
+            stack.enter_context(extended.pause_writers())
+        stack.enter_context(build.lock)
+        # What a program steps is its own to donate; here it gets copies.
+        before = [s.require() if s.is_remote else jnp.copy(s.require()) for s in stored]
+        returned = signature.jitted(before, build.collect_read(), kwargs, *args)
+        jax.block_until_ready(returned[0])
+        try:
+            _send(stored, returned[0])
+        except BaseException:
+            _send(stored, returned[0])  # a signal raised in it: all of them, or none
+            raise
+        result = spec_of(returned).unpack(returned[2])
+    return finish(result) if finish is not None else result, spec_of(returned)
+
+
+def _send(stored: Sequence[StoredArray], arrays: Sequence[jax.Array]) -> None:
+    for each, array in zip(stored, arrays, strict=True):
+        each.swap(array)
 
 
 def _begin(

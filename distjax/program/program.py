@@ -212,7 +212,7 @@ class Program:
         """
         with phase(f"compiling {self._step.name}"):
             build = self._compile(args, kwargs)
-        if not build.writes:
+        if not build.writes or build.is_remote:
             return trace_and_start(build, args, kwargs, finish)
         try:
             return call_uninterrupted(lambda: start(build, args, kwargs, finish))

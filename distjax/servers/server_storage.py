@@ -9,10 +9,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
-from distjax.errors import UnsupportedError, message
 from distjax.placement.transfer import transfer
 from distjax.servers.store import Server
-from distjax.variables.storage import SteppedArrays, Stored, StoredArray
+from distjax.variables.storage import Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
 
 
@@ -26,6 +25,8 @@ class ServerStorage(StoredArray):
       servers: those that have it; the first one is asked.
       device: where fetched values come to lie.
     """
+
+    is_remote = True
 
     __slots__ = ("_device", "_is_made", "_servers", "key")
 
@@ -64,24 +65,6 @@ class ServerStorage(StoredArray):
             for server in self._servers:
                 (server.write if self._is_made else server.create)(self.key, array)
         self._is_made = isinstance(array, jax.Array)
-
-    def move_to(self, stepped: SteppedArrays, index: int) -> None:
-        """Raises: a program of several variables would write them all here.
-
-        Raises:
-          UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            message(
-                f"variable {self.name!r} needs to be written by a replica function, or by assign",
-                got="a write in a compiled function of cross-replica code (dj.jit, or an optimizer "
-                "outside of a replica function)",
-                why="it lives at a parameter server, and only the merges of a replica function "
-                "are sent there",
-                fix="strategy.run(step, args) or coordinator.schedule(step, args), with the write "
-                "in step; outside of functions v.assign(x)",
-            )
-        )
 
 
 def key_of(variable: StoredVariable) -> str:

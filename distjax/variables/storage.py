@@ -78,7 +78,11 @@ class StoredArray:
       complete: gives the variable the initial value of a trace that did not finish, or None.
       is_being_made: whether the trace that creates the variable is under way.
       is_lost: whether a program took the array and returned no new one.
+      is_remote: whether the array is kept outside of this process's variables, as at a server: no
+        program steps it, its value is fetched and sent.
     """
+
+    is_remote = False
 
     __slots__ = (
         "__weakref__",

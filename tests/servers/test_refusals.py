@@ -143,12 +143,6 @@ def test_components_per_worker(ps):
         assert_refused(ValueError, text, dj.Variable, 1.0, name="m", **modes)
 
 
-def test_writes_of_compiled_cross_replica_code(ps, v):
-    text = "variable 'v' needs to be written by a replica function, or by assign"
-    assert_refused(dj.errors.UnsupportedError, text, dj.jit(lambda: v.assign(jnp.zeros(3))))
-    np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])
-
-
 def test_steps_that_are_not_one_replica_s(ps, v):
     kind = dj.errors.StrategyMismatchError
     rows = dj.VirtualStrategy(2).per_replica(jnp.ones((2, 3)))

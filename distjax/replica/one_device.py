@@ -23,7 +23,7 @@ from distjax.replica.analysis import Analysis
 from distjax.typing import ArrayLike
 
 #: Primitives whose inner jaxpr is evaluated in their place.
-_INLINED = frozenset("jit pjit closed_call core_call custom_vmap_call".split())
+_INLINED = frozenset("jit pjit closed_call core_call eval_jaxpr composite custom_vmap_call".split())
 #: Primitives whose rule for `vmap` is for operands that all have its axis.
 _ALL_MAPPED = frozenset("ragged_dot ragged_dot_general".split())
 

@@ -107,6 +107,14 @@ BODIES = {
     "grad_of_custom_jvp": jax.grad(lambda x: jnp.sum(jnp.sin(reversed_jvp(x)))),
     "grad_of_custom_vjp": jax.grad(lambda x: jnp.sum(jnp.sin(reversed_vjp(x)))),
     "in_vmap": lambda x: jax.vmap(lambda y: lax.psum(y, "replica", axis_index_groups=GROUPS))(x),
+    "in_composite": lax.composite(partly_sent, "tests.partly_sent"),
+    "grad_of_remat_of_scan": jax.grad(
+        jax.checkpoint(
+            lambda x: jnp.sum(
+                lax.scan(lambda c, _: (jnp.sin(partly_sent(c)), None), x, length=2)[0]
+            )
+        )
+    ),
     "in_grad": jax.grad(
         lambda x: jnp.sum(x * lax.psum(jnp.sin(x), "replica", axis_index_groups=GROUPS))
     ),

@@ -60,7 +60,7 @@ class Stage:
     pushes: tuple[Push, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """A step, cut: a machine of numbered slots at the worker.
 
@@ -83,3 +83,13 @@ class Plan:
     rebuild: Callable[[Sequence[jax.Array]], Any]
     owners: Mapping[str, int]
     is_read_only: bool
+
+
+def writes(stage: Stage) -> bool:
+    """Returns whether a push of a stage writes."""
+    return any(push.writes for push in stage.pushes)
+
+
+def count_writes(plan: Plan) -> int:
+    """Returns the number of stages that write."""
+    return sum(map(writes, plan.stages))

@@ -9,57 +9,27 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from distjax.errors import ServerLostError, message
 from distjax.placement.transfer import transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import place
 from distjax.servers.plan import Program
 from distjax.servers.programs import Programs
+from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
 from distjax.typing import ArrayLike
 
 
 class ServerDied(Exception):
     """Raised by the fault function of an engine: the server loses all it has."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerSnapshot:
-    """What one server had at a time.
-
-    Attributes:
-      version: its version.
-      values: copies of the values, by key.
-    """
-
-    version: int
-    values: Mapping[str, jax.Array]
-
-
-@dataclasses.dataclass
-class Totals:
-    """What has been asked of a server, in all.
-
-    Attributes:
-      staleness: how many pushes that wrote were so stale.
-      bytes_pulled: of values read by workers, and answers of pushes.
-      bytes_pushed: of what workers sent.
-    """
-
-    staleness: collections.Counter[int] = dataclasses.field(
-        default_factory=collections.Counter[int]
-    )
-    bytes_pulled: int = 0
-    bytes_pushed: int = 0
 
 
 class Server:
@@ -84,6 +54,11 @@ class Server:
         self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
         self._lent: set[str] = set()  # keys whose arrays themselves were given to workers
         self._programs = Programs()
+
+    @property
+    def pid(self) -> int:
+        """The process that it is in."""
+        return os.getpid()
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +223,7 @@ class Server:
             before()
         except ServerDied as death:
             self._lose()
-            raise self._lost_error("a server that is lost") from death
+            raise lost_error(self.number) from death
 
     def _lose(self) -> None:
         self.is_lost = True
@@ -256,24 +231,13 @@ class Server:
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         if self.is_lost:
-            raise self._lost_error("a server that is lost")
+            raise lost_error(self.number)
         try:
             return [self._values[key] for key in keys]
         except KeyError:
-            raise self._lost_error(
-                "no variable of that key: it was made after the snapshot"
+            raise lost_error(
+                self.number, "no variable of that key: it was made after the snapshot"
             ) from None
-
-    def _lost_error(self, got: str) -> ServerLostError:
-        return ServerLostError(
-            message(
-                f"server {self.number} needs to have what a closure pulls and pushes",
-                got=got,
-                why="its values, and all that was applied since the last snapshot, went with it",
-                fix="num_closures = coordinator.restore(), and go on from there; "
-                "coordinator.snapshot() takes snapshots",
-            )
-        )
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy that nobody else holds: pushes reuse its memory."""
@@ -281,13 +245,3 @@ class Server:
 
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]
-
-
-def add_totals(servers: Sequence[Server]) -> Totals:
-    """Returns what has been asked of several servers."""
-    each = [server.read_totals() for server in servers]
-    return Totals(
-        sum((totals.staleness for totals in each), start=collections.Counter[int]()),
-        sum(totals.bytes_pulled for totals in each),
-        sum(totals.bytes_pushed for totals in each),
-    )

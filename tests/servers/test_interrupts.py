@@ -11,7 +11,7 @@ import distjax as dj
 from distjax.servers import crew
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
-from distjax.servers.store import add_totals
+from distjax.servers.server_contract import add_totals
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from distjax.jax_compat import ShapedArray
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -16,10 +18,12 @@ class Program:
     Attributes:
       name: what it is called in error texts.
       fn: (*arrays) -> tuple of arrays.
+      avals: of the arrays; not needed where it is run in this process.
     """
 
     name: str
     fn: Callable[..., tuple[jax.Array, ...]]
+    avals: tuple[ShapedArray, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from distjax import jax_compat
 from distjax.placement.transfer import transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import place
@@ -104,6 +106,21 @@ class Server:
             else:  # under the lock, so that it begins before a push reuses the memory
                 values = transfer_each(values, SingleDeviceSharding(device))
             return self.version, values
+
+    def view(
+        self, keys: Sequence[str], *, is_pull: bool
+    ) -> tuple[int, list[jax.Array | np.ndarray]]:
+        """Returns the version, and the values, to be sent before anything else is done here.
+
+        Args:
+          keys: whose.
+          is_pull: whether a worker reads them.
+        """
+        with self._lock:
+            values = self._require(keys)
+            if is_pull:
+                self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
+            return self.version, [_look_at(value) for value in values]
 
     def write(self, key: str, value: ArrayLike) -> int:
         """Replaces a value, outside of closures; returns the version that this makes."""
@@ -245,3 +262,14 @@ class Server:
 
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]
+
+
+def _look_at(value: jax.Array) -> jax.Array | np.ndarray:
+    """Returns the memory of a value itself, where numpy can see it.
+
+    `np.asarray` would be kept by the value, and its memory never be donated again.
+    """
+    is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
+    if not is_plain or value.device.platform != "cpu":
+        return jnp.array(value, copy=True)
+    return np.from_dlpack(jax.block_until_ready(value))

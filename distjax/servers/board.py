@@ -245,6 +245,7 @@ class Board:
     def retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
         """Has a closure tried again whose worker was lost; too often, and it fails."""
         with self._lock:
+            worker.closure = None if worker.closure is closure else worker.closure
             if death.has_begun:
                 worker.num_restarts += 1
                 reason = str(death) or "no reason"

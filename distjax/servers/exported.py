@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ class ShippedPlan:
 
 
 def export_plan(
-    plan: Plan, num_servers: int, worker_platforms: Sequence[str], server_platforms: Sequence[str]
+    plan: Plan, num_servers: int, worker_platforms: Iterable[str], server_platforms: Iterable[str]
 ) -> ShippedPlan:
     """Returns a plan to be shipped.
 
@@ -103,7 +103,7 @@ def _without_program(push: Push) -> Push:
     return dataclasses.replace(push, program=Program(push.program.name, _run_elsewhere))
 
 
-def _export(name: str, program: Program, platforms: Sequence[str]) -> Program:
+def _export(name: str, program: Program, platforms: Iterable[str]) -> Program:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in program.avals]
     make: Any = export.export(jax.jit(program.fn), platforms=sorted(set(platforms)))
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
@@ -33,6 +33,7 @@ class Report(NamedTuple):
     nbytes: int
     num_kept: int
     totals: Totals
+    num_plans: int
 
 
 class ServerActor:
@@ -55,7 +56,9 @@ class ServerActor:
 
     def report(self) -> Report:
         server = self._server
-        return Report(server.version, server.nbytes, server.num_kept, server.read_totals())
+        return Report(
+            server.version, server.nbytes, server.num_kept, server.read_totals(), len(self._plans)
+        )
 
     def learn(self, plan: int, programs: Mapping[int, Program]) -> None:
         """Takes the programs of a plan, by stage."""
@@ -67,15 +70,18 @@ class ServerActor:
             self._plans.pop(plan, None)
 
     def create(self, key: str, value: OnWire) -> None:
-        self._server.create(key, *from_wire([value], self._device))
+        with jax.enable_x64(True):  # as everywhere where values only pass through
+            self._server.create(key, *from_wire([value], self._device))
 
     def write(self, key: str, value: OnWire) -> int:
-        return self._server.write(key, *from_wire([value], self._device))
+        with jax.enable_x64(True):
+            return self._server.write(key, *from_wire([value], self._device))
 
     def read(self, keys: Sequence[str], *, is_pull: bool) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values that are there then."""
-        version, values = self._server.view(keys, is_pull=is_pull)
-        return version, to_wire(values)
+        with jax.enable_x64(True):
+            version, values = self._server.view(keys, is_pull=is_pull)
+            return version, to_wire(values)
 
     def push(
         self,
@@ -103,10 +109,10 @@ class ServerActor:
             self._server.mark_done(closure)
 
     def snapshot(self) -> tuple[int, dict[str, OnWire]]:
-        snapshot = self._server.snapshot()
-        return snapshot.version, dict(
-            zip(snapshot.values, to_wire(snapshot.values.values()), strict=True)
-        )
+        with jax.enable_x64(True):
+            snapshot = self._server.snapshot()
+            sent = to_wire(snapshot.values.values())
+        return snapshot.version, dict(zip(snapshot.values, sent, strict=True))
 
     def restore(self, version: int, values: Mapping[str, OnWire], num_closures: int) -> None:
         arrays = from_wire(values.values(), self._device)
@@ -336,7 +342,7 @@ def _unwrapped() -> Any:
     """Raises what a call raised in another process as it was raised there."""
     try:
         yield
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         raise error.cause from None
 
 

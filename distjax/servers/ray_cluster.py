@@ -1,14 +1,15 @@
 """Ray, started or connected to: what it listens at, who may talk to it, what it leaves behind."""
 
-# What is private is that a cluster of our own listens at 127.0.0.1 only, that it asks for a token,
-# and that it reports to nobody. Ray reads that from the environment, when it is imported and when
-# it starts; the environment is as it was afterwards. The token and Ray's logs are in a folder that
+# A cluster of our own listens at 127.0.0.1 only, asks for a token, and reports to nobody. Ray reads
+# that from the environment, when it is imported and when it starts: what it read before is read
+# again, and the environment is as it was afterwards. The token and Ray's logs are in a folder that
 # goes with the process.
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import pathlib
 import secrets
@@ -28,16 +29,16 @@ _starting = threading.Lock()
 
 
 def require_ray() -> None:
-    """Imports Ray, so that a cluster of its listens at 127.0.0.1 only.
+    """Imports Ray.
 
     Raises:
       ImportError: it is not installed.
     """
-    if "ray" in sys.modules:
+    if sys.modules.get("ray") is not None:
         return
     try:
-        with _environment({_LOOPBACK: "0", "RAY_USAGE_STATS_ENABLED": "0"}):
-            import ray  # noqa: F401
+        with _environment({}):
+            importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(
             message(
@@ -57,16 +58,13 @@ def connect(address: str | None) -> bool:
     Args:
       address: of one that exists; None: the one that Ray is connected to, or RAY_ADDRESS
         names, or a new one on this machine.
-
-    Raises:
-      RuntimeError: Ray was imported so that a new cluster would listen at all interfaces.
     """
     import ray
 
     with _starting:
         if ray.is_initialized():
             return _started
-        with _signals():
+        with _signals(), _environment({}):
             if address is not None or "RAY_ADDRESS" in os.environ:
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
                 return False
@@ -80,20 +78,8 @@ _started = False  # by this process
 def _start_here() -> None:
     global _started
     import ray
-    from ray import _raylet
     from ray._private import ray_constants
 
-    if ray_constants.ENABLE_RAY_CLUSTER:
-        raise RuntimeError(
-            message(
-                "RayEngine needs to import ray itself, to start a cluster of its own",
-                got="ray, imported before",
-                why="it would listen at all interfaces of this machine: that is decided when it "
-                "is imported",
-                fix="make the engine before `import ray`; or start or join a cluster of yours: "
-                "ray.init(...), or RayEngine(address)",
-            )
-        )
     folder = tempfile.mkdtemp(prefix="distjax-ray-")
     token = pathlib.Path(folder, "token")
     token.touch(mode=0o600)
@@ -106,9 +92,11 @@ def _start_here() -> None:
     }
     atexit.register(_end, folder)
     with _environment(settings):
-        # Both are read once; by now that was the environment in which ray was imported.
-        _raylet.Config.initialize("")
-        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+        # Three things that were read in the environment in which ray was imported.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
         ray.init(
             address="local",
             include_dashboard=False,

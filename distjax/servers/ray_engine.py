@@ -20,6 +20,7 @@ from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.exported import ShippedPlan, export_plan
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.plan import Plan, count_writes
+from distjax.servers.ray_hello import greet
 from distjax.servers.ray_options import actor_options, require_options
 from distjax.servers.ray_sent import Sent
 from distjax.servers.ray_server import RayServer
@@ -49,7 +50,6 @@ class RayEngine(Engine):
 
     Raises:
       ImportError: Ray is not installed.
-      RuntimeError: Ray was imported before, so that a new cluster would listen at all interfaces.
       TypeError, ValueError: other arguments.
 
     Example:
@@ -70,11 +70,12 @@ class RayEngine(Engine):
         self.max_failures = max_failures
         is_ours = ray_cluster.connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
-        self._worker_options = options(worker_resources)
         self._server_options = options(server_resources)
         self._servers: list[RayServer] = []
         self._epoch = 0  # one more each time that a server is made
-        self.workers = RayWorkers(self._make_worker, max_failures)
+        self.workers = RayWorkers(
+            functools.partial(_make_worker, options(worker_resources)), max_failures
+        )
         self._gate: Gate | None = None
         self._plans: weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]
         self._plans = weakref.WeakKeyDictionary()
@@ -105,11 +106,14 @@ class RayEngine(Engine):
                 )
             )
         self._gate = None if max_staleness is None else Gate(max_staleness)
-        servers = [RayServer(i, self._make_server) for i in range(len(server_devices))]
+        # No circles: processes end when the last one lets go of the engine, not some time later.
+        make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))
+        servers = [RayServer(i, make_server) for i in range(len(server_devices))]
         for worker in range(len(worker_devices)):
             self.workers.begin(worker)
         for server in servers:
             server.greet()
+        greet("worker 0", self.workers.begin(0).actor)
         self.workers.find(0)
         self._servers = servers
 
@@ -197,18 +201,22 @@ class RayEngine(Engine):
         with self._learning:
             self._epoch += 1
             plans = {n: shipped.for_servers[number] for n, shipped in self._plans.values()}
-            return ray.remote(**self._server_options)(ServerActor).remote(number, plans)
-
-    def _make_worker(self) -> ActorHandle[WorkerActor]:
-        import ray
-
-        from distjax.servers.ray_actors import WorkerActor
-
-        options = {**self._worker_options, "concurrency_groups": {"control": 1}}
-        return ray.remote(**options)(WorkerActor).remote()
+            options: Any = self._server_options
+            remote: Any = ray.remote(**options)
+            return remote(ServerActor).remote(number, plans)
 
     def _forget_dropped(self) -> None:
         """Tells everybody which plans there are no more of."""
         dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
         for actor in (*(s.actor for s in self._servers), *self.workers.actors()) if dropped else ():
             actor.forget.remote(dropped)
+
+
+def _make_worker(options: Mapping[str, Any]) -> ActorHandle[WorkerActor]:
+    import ray
+
+    from distjax.servers.ray_actors import WorkerActor
+
+    given: Any = {**options, "concurrency_groups": {"control": 1}}
+    remote: Any = ray.remote(**given)
+    return remote(WorkerActor).remote()

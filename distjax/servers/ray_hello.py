@@ -57,7 +57,7 @@ def greet(name: str, actor: ActorHandle[Any], seconds: float | None = None) -> H
 
     seconds = START_SECONDS if seconds is None else seconds
     try:
-        hello = ray.get(actor.hello.remote(), timeout=seconds)
+        said: Any = ray.get(actor.hello.remote(), timeout=seconds)
     except GetTimeoutError:
         raise ClusterError(
             message(
@@ -70,6 +70,7 @@ def greet(name: str, actor: ActorHandle[Any], seconds: float | None = None) -> H
         ) from None
     except RayActorError as error:
         raise ClusterError(cannot_start(name, error)) from error
+    hello: Hello = said
     require_same_versions(name, hello)
     return hello
 
@@ -78,7 +79,7 @@ def cannot_start(name: str, error: Exception) -> str:
     """Returns the text for a process that ends while it starts."""
     return message(
         f"{name} needs a process that starts",
-        got=first_lines(error),
+        got=ends_of(error),
         why="it imports distjax and JAX, before it is sent anything",
         fix="install both on every machine of the cluster, or name them in "
         "RayEngine(runtime_env=...); Ray's logs have all of it",
@@ -100,10 +101,10 @@ def require_same_versions(name: str, hello: Hello) -> None:
     )
 
 
-def first_lines(error: Exception) -> str:
-    """Returns an error of Ray's in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:300] or type(error).__name__
+def ends_of(error: Exception) -> str:
+    """Returns the ends of an error of Ray's, in one line: what died, and why."""
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or type(error).__name__
 
 
 def _listed(versions: dict[str, str]) -> str:

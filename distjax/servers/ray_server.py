@@ -101,7 +101,8 @@ class RayServer:
         """Returns a copy of all there is."""
         version, values = self.call("snapshot")
         # What has come lies in Ray's store, where there may be little room for long.
-        arrays = [jnp.array(x, copy=True) for x in from_wire(values.values())]
+        with jax.enable_x64(True):
+            arrays = [jnp.array(x, copy=True) for x in from_wire(values.values())]
         return ServerSnapshot(version, dict(zip(values, arrays, strict=True)))
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
@@ -147,7 +148,7 @@ class RayServer:
         except Exception:
             if not self.is_lost:
                 raise
-        return self._report or Report(0, 0, 0, Totals())
+        return self._report or Report(0, 0, 0, Totals(), 0)
 
     def _is_gone(self) -> bool:
         self._look()

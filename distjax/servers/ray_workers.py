@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distjax.errors import ClusterError
 from distjax.servers.engine import WorkerDied
-from distjax.servers.ray_hello import Hello, cannot_start, first_lines, require_same_versions
+from distjax.servers.ray_hello import Hello, cannot_start, ends_of, require_same_versions
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -75,8 +75,9 @@ class RayWorkers:
             if process.hello is not None or process.error is not None:
                 return True
             try:
-                process.hello = ray.get(process.greeting, timeout=_LOOK_SECONDS)
-                require_same_versions(f"worker {worker}", process.hello)
+                hello: Hello = ray.get(process.greeting, timeout=_LOOK_SECONDS)
+                require_same_versions(f"worker {worker}", hello)
+                process.hello = hello
             except GetTimeoutError:
                 if not is_wanted():
                     return False
@@ -124,7 +125,7 @@ class RayWorkers:
                 if self._processes.get(worker) is process:
                     ray.kill(process.actor)  # where it is only out of reach
                     self._processes[worker] = RayProcess(self._make(), 0)
-        return WorkerDied(first_lines(error), has_begun=process.in_hand[:1] == [attempt])
+        return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
 
     def _fail_to_start(self, worker: int, process: RayProcess, error: Exception) -> None:
         count = process.num_failures + 1

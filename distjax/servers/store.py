@@ -120,7 +120,7 @@ class Server:
             values = self._require(keys)
             if is_pull:
                 self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
-            return self.version, [_look_at(value) for value in values]
+            return self.version, [self._look_at(value) for value in values]
 
     def write(self, key: str, value: ArrayLike) -> int:
         """Replaces a value, outside of closures; returns the version that this makes."""
@@ -214,6 +214,7 @@ class Server:
         values = dict(zip(snapshot.values, self._copy(snapshot.values.values()), strict=True))
         with self._lock:
             self._values.update(values)
+            self._sizes.update((key, value.nbytes) for key, value in values.items())
             self.version = snapshot.version
             self._applied = Applied(num_closures)
             self.is_lost = False
@@ -263,13 +264,12 @@ class Server:
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]
 
+    def _look_at(self, value: jax.Array) -> jax.Array | np.ndarray:
+        """Returns the memory of a value itself, where numpy can see it.
 
-def _look_at(value: jax.Array) -> jax.Array | np.ndarray:
-    """Returns the memory of a value itself, where numpy can see it.
-
-    `np.asarray` would be kept by the value, and its memory never be donated again.
-    """
-    is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
-    if not is_plain or value.device.platform != "cpu":
-        return jnp.array(value, copy=True)
-    return np.from_dlpack(jax.block_until_ready(value))
+        `np.asarray` would be kept by the value, and its memory never be donated again.
+        """
+        is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
+        if not is_plain or self.device.platform != "cpu":
+            return jnp.array(value, copy=True)
+        return np.from_dlpack(jax.block_until_ready(value))

@@ -46,7 +46,7 @@ demo: $(INSTALLED)  ## train on the digits, mirrored over 8 virtual CPU devices
 	$(BIN)/python examples/digits/train.py
 
 test: $(INSTALLED)  ## all tests
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_FLAGS)
 
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
 	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)
@@ -61,6 +61,7 @@ drills: $(INSTALLED)  ## KILLS of trainings from SEED on, misuse, curves, interr
 	$(BIN)/python -m tests.drills.curves
 	$(BIN)/python -m tests.drills.interrupts --seed $(SEED)
 	$(BIN)/python -m tests.drills.servers --seed $(SEED)
+	$(BIN)/python -m tests.drills.ray_servers --seed $(SEED)
 
 doctest: $(INSTALLED)  ## the examples in the docstrings, on 8 virtual CPU devices
 	JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 \

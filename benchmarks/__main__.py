@@ -15,6 +15,7 @@ from benchmarks import (
     mapped_calls,
     over_processes,
     parity,
+    ray_servers,
     servers,
     steps_in_flight,
     steps_on_iterator,
@@ -36,6 +37,7 @@ BENCHMARKS = {
         mapped_calls,
         over_processes,
         servers,
+        ray_servers,
     )
 }
 

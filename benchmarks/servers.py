@@ -22,7 +22,7 @@ _WARM_UP_STEPS = 20
 _SCHEDULED = 500
 
 
-def _make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
+def make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
     """A step 784-h-h-10 with Adam, its state in variables of a strategy."""
     sizes = (_INPUTS, hidden, hidden, _CLASSES)
     rng = np.random.default_rng(0)
@@ -49,20 +49,27 @@ def _make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
     return step
 
 
-def _batch(size: int) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random examples with labels."""
     rng = np.random.default_rng(1)
     images = rng.normal(size=(size, _INPUTS)).astype(np.float32)
     return images, rng.integers(0, _CLASSES, size).astype(np.int32)
 
 
+def warm_up(run: Callable[[int], float], call: Callable[[], object], num_workers: int) -> None:
+    """Has every worker, and one device, compile the step."""
+    run(_WARM_UP_STEPS * num_workers)
+    loop_seconds(call, _WARM_UP_STEPS)
+
+
 def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
     """One row: microseconds a step, and a call of `schedule` that need not wait."""
     hidden, examples, num_steps = size
-    batch = _batch(examples)
+    batch = batch_of(examples)
     alone = dj.OneDeviceStrategy()
-    own_step = _make_step(alone, hidden)
+    own_step = make_step(alone, hidden)
     served = dj.ParameterServerStrategy(workers=num_workers)
-    step = _make_step(served, hidden)
+    step = make_step(served, hidden)
     with dj.Coordinator(served) as coordinator:
 
         def run(count: int) -> float:
@@ -72,9 +79,8 @@ def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dic
             coordinator.join()
             return (time.perf_counter() - start) / count
 
-        run(_WARM_UP_STEPS * num_workers)
         call = lambda: alone.run(own_step, args=batch)
-        loop_seconds(call, _WARM_UP_STEPS)
+        warm_up(run, call, num_workers)
         pairs = interleave(lambda: run(num_steps), lambda: loop_seconds(call, num_steps), num_pairs)
         staleness = coordinator.stats()["staleness"]
     return {

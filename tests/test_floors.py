@@ -49,6 +49,7 @@ OPTIONAL = {
     "torch",
     "grain",
     "chex",
+    "ray",
     "tensorboardX",
     "tqdm",
 }

@@ -3,20 +3,24 @@
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.engine import Engine, Ran, Task, WorkerDied
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
+from distjax.servers.ray_engine import RayEngine
 from distjax.servers.remote_value import RemoteValue
+from distjax.servers.server_contract import ParameterServer, ServerSnapshot
 from distjax.servers.snapshot import Snapshot
-from distjax.servers.store import Server, ServerDied, ServerSnapshot
+from distjax.servers.store import Server, ServerDied
 from distjax.servers.strategy import ParameterServerStrategy
 from distjax.servers.threads import ThreadEngine
 
 __all__ = [
     "Coordinator",
     "Engine",
+    "ParameterServer",
     "ParameterServerStrategy",
     "PerWorkerDataset",
     "PerWorkerIterator",
     "PerWorkerValues",
     "Ran",
+    "RayEngine",
     "RemoteValue",
     "Server",
     "ServerDied",

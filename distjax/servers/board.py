@@ -21,7 +21,7 @@ from typing import Any
 
 from distjax.errors import ClosureError, ContextError, EndOfDataError, message
 from distjax.servers.closure import Closure, State
-from distjax.servers.engine import Ran
+from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.streams import Draw
 from distjax.servers.waiting import Waiters
 
@@ -48,7 +48,7 @@ class Worker:
     has_ended: bool = False
     ended: weakref.WeakSet[Draw] = dataclasses.field(default_factory=weakref.WeakSet)
 
-    def describe(self, pid: int) -> dict[str, Any]:
+    def describe(self, pid: int | None) -> dict[str, Any]:
         """Returns what `stats` says of it."""
         return {
             "id": self.number,
@@ -220,10 +220,10 @@ class Board:
                 if closure is not None:
                     self._begin(closure)
                 worker.closure = closure
-            if closure is not None or not wait or self._is_to_end(worker):
+            if closure is not None or not wait or self.is_to_end(worker):
                 self.waiters.ring()
                 return closure
-            self.waiters.wait_until(lambda: self._next_for(worker) or self._is_to_end(worker))
+            self.waiters.wait_until(lambda: self._next_for(worker) or self.is_to_end(worker))
 
     def claim(self, closure: Closure) -> bool:
         """Takes a closure out of the queue, to run it in this thread; False: it is not there."""
@@ -242,11 +242,14 @@ class Board:
         self.end_starved()
         self.waiters.ring()
 
-    def retry(self, closure: Closure, worker: Worker, death: BaseException) -> None:
+    def retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
         """Has a closure tried again whose worker was lost; too often, and it fails."""
         with self._lock:
-            worker.num_restarts += 1
-            closure.attempts.append(f"worker {worker.number} was lost ({death or 'no reason'})")
+            worker.closure = None if worker.closure is closure else worker.closure
+            if death.has_begun:
+                worker.num_restarts += 1
+                reason = str(death) or "no reason"
+                closure.attempts.append(f"worker {worker.number} was lost ({reason})")
             reason = closure.stop
             if reason is None and len(closure.attempts) >= self._max_failures:
                 reason = _given_up(closure)
@@ -288,7 +291,7 @@ class Board:
 
     def _next_for(self, worker: Worker) -> Closure | None:
         """Returns the first closure for which the worker has data."""
-        if self._is_to_end(worker):
+        if self.is_to_end(worker):
             return None
         if self._pausing:  # what was tried before may have been applied in part: it goes on
             return next(iter(tuple(self._retried)), None)
@@ -358,7 +361,8 @@ class Board:
     def _is_quiet(self) -> bool:
         return not self.running and not self._retried
 
-    def _is_to_end(self, worker: Worker) -> bool:
+    def is_to_end(self, worker: Worker) -> bool:
+        """Returns whether a worker is to take no more."""
         return self.is_closed or worker.is_removed
 
 

@@ -82,7 +82,7 @@ class Code:
 
     def as_program(self, name: str) -> Program:
         """Returns it as a program of a plan."""
-        return Program(name, self)
+        return Program(name, self, tuple(map(aval_of_atom, self.inputs)))
 
 
 def aval_of_atom(atom: Var | Literal) -> ShapedArray:

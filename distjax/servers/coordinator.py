@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -18,8 +17,8 @@ from distjax.integers import is_int
 from distjax.servers.crew import Crew
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
 from distjax.servers.remote_value import RemoteValue, to_numpy
+from distjax.servers.server_contract import add_totals
 from distjax.servers.snapshot import Snapshot
-from distjax.servers.store import add_totals
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.submitting import cut_call
 from distjax.typing import PyTree
@@ -192,6 +191,7 @@ class Coordinator:
         """
         self._require_open("create_per_worker_dataset")
         require_source(fn_or_dataset, at)
+        self._strategy.engine.require_data(at)
         return PerWorkerDataset(
             fn_or_dataset,
             self._crew.ids,
@@ -311,10 +311,10 @@ class Coordinator:
         between a pull and its push; bytes_pulled, bytes_pushed; pushes_per_second; workers;
         servers.
         """
-        board, servers = self._board, self._strategy.engine.servers
+        board, engine = self._board, self._strategy.engine
         counts = board.counts
         names = ("scheduled", "done", "failed", "cancelled", "retried")
-        totals = add_totals(servers)
+        servers, totals = engine.servers, add_totals(engine.servers)
         staleness = totals.staleness - self._before.staleness
         return {
             "closures": {name: counts[name] for name in names} | {"running": len(board.running)},
@@ -324,9 +324,9 @@ class Coordinator:
             "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
             "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
             "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
-            "workers": [worker.describe(os.getpid()) for worker in board.active_workers()],
+            "workers": [w.describe(engine.pid_of(w.number)) for w in board.active_workers()],
             "servers": [
-                {"id": s.number, "pid": os.getpid(), "version": s.version, "bytes": s.nbytes}
+                {"id": s.number, "pid": s.pid, "version": s.version, "bytes": s.nbytes}
                 for s in servers
             ],
         }

@@ -125,7 +125,7 @@ class Crew:
         self.board.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
 
 
-def _end_all(pid: int) -> None:
+def end_all(pid: int) -> None:
     """Ends all threads: one that calls JAX while the interpreter shuts down would crash it.
 
     Args:
@@ -138,4 +138,4 @@ def _end_all(pid: int) -> None:
         crew.wait(_EXIT_SECONDS)
 
 
-atexit.register(_end_all, os.getpid())
+atexit.register(end_all, os.getpid())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -10,11 +11,21 @@ import jax
 import numpy as np
 
 from distjax.servers.plan import Plan
-from distjax.servers.store import Server
+from distjax.servers.server_contract import ParameterServer
 
 
 class WorkerDied(Exception):
-    """The worker is lost: what it had in hand is tried again, by any worker."""
+    """The worker is lost: what it had in hand is tried again, by any worker.
+
+    Args:
+      reason: what is known of it.
+      has_begun: whether the closure may have begun; False: it waited for another one, which
+        the worker had in hand.
+    """
+
+    def __init__(self, reason: object = "", *, has_begun: bool = True):
+        super().__init__(str(reason))
+        self.has_begun = has_begun
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,12 +58,27 @@ class Ran(NamedTuple):
 
     results: tuple[jax.Array, ...]
     versions: tuple[int, ...]
-    tokens: tuple[jax.Array, ...]
+    tokens: tuple[jax.Array, ...] = ()
+
+    def wait(self) -> Ran:
+        """Waits until all has run."""
+        jax.block_until_ready((self.results, self.tokens))
+        return self
+
+
+class Running(Protocol):
+    """An attempt that a worker has begun: a `Ran`, or what becomes one."""
+
+    def wait(self) -> Ran:
+        """Waits until all has run; raises as `Engine.run`."""
+        ...
 
 
 @runtime_checkable
 class Engine(Protocol):
     """Runs closures on workers, and holds the servers: the contract of all engines.
+
+    What has a body is what an engine does that has nothing to do there.
 
     Attributes:
       max_failures: so many workers may be lost in one closure before it is given up.
@@ -61,7 +87,7 @@ class Engine(Protocol):
     max_failures: int
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[ParameterServer]:
         """The servers, by number."""
         ...
 
@@ -80,7 +106,7 @@ class Engine(Protocol):
         """
         ...
 
-    def run(self, worker: int, task: Task) -> Ran:
+    def run(self, worker: int, task: Task) -> Running:
         """Pulls, computes and pushes; called on a thread of the worker's.
 
         Raises:
@@ -88,3 +114,20 @@ class Engine(Protocol):
           ServerLostError: a server is.
         """
         ...
+
+    def admit(self, plan: Plan) -> None:
+        """Raises where workers or servers could not run a plan: before anything is queued."""
+
+    def require_data(self, at: str) -> None:
+        """Raises where per-worker data cannot be drawn `at` a place."""
+
+    def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
+        """Returns whether a worker is there to run closures; waits for it while it is wanted."""
+        return True
+
+    def end_worker(self, worker: int) -> None:
+        """Lets go of a worker that has nothing in hand."""
+
+    def pid_of(self, worker: int) -> int | None:
+        """Returns the process that a worker is in; None: in none yet."""
+        return os.getpid()

@@ -23,8 +23,8 @@ from distjax.replica.arguments import require_call
 from distjax.servers.crew import board_of
 from distjax.servers.engine import Engine
 from distjax.servers.placement import ServerLayout, ServerPlacement
+from distjax.servers.server_contract import ParameterServer
 from distjax.servers.server_storage import ServerStorage
-from distjax.servers.store import Server
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PositionalArgs, PyTree, VariableModes
@@ -81,7 +81,7 @@ class ParameterServerExtended(StrategyExtended):
         self._numbers = itertools.count()
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[ParameterServer]:
         """The servers."""
         return self.engine.servers
 

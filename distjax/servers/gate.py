@@ -14,6 +14,8 @@ import contextlib
 import threading
 from collections.abc import Generator, Iterable
 
+from distjax.servers.plan import Stage, writes
+
 
 class Deadlines:
     """Until when the closures that have pulled must push: the rule, without any waiting.
@@ -105,3 +107,23 @@ class Gate:
         with self._changed:
             self._deadlines.forget(closure)
             self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def admitted(gate: Gate | None, closure: int, num_pushes: int) -> Generator[None]:
+    """Waits until a closure may pull; nobody waits for it any more after the block."""
+    if gate is None or not num_pushes:
+        yield
+        return
+    gate.pull(closure, num_pushes)
+    try:
+        yield
+    finally:
+        gate.forget(closure)
+
+
+def turn(gate: Gate | None, closure: int, stage: Stage) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the pushes of a stage are in time for the bound."""
+    if gate is None or not writes(stage):
+        return contextlib.nullcontext()
+    return gate.push(closure)

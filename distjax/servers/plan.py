@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from distjax.jax_compat import ShapedArray
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -16,10 +18,12 @@ class Program:
     Attributes:
       name: what it is called in error texts.
       fn: (*arrays) -> tuple of arrays.
+      avals: of the arrays; not needed where it is run in this process.
     """
 
     name: str
     fn: Callable[..., tuple[jax.Array, ...]]
+    avals: tuple[ShapedArray, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Stage:
     pushes: tuple[Push, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """A step, cut: a machine of numbered slots at the worker.
 
@@ -83,3 +87,13 @@ class Plan:
     rebuild: Callable[[Sequence[jax.Array]], Any]
     owners: Mapping[str, int]
     is_read_only: bool
+
+
+def writes(stage: Stage) -> bool:
+    """Returns whether a push of a stage writes."""
+    return any(push.writes for push in stage.pushes)
+
+
+def count_writes(plan: Plan) -> int:
+    """Returns the number of stages that write."""
+    return sum(map(writes, plan.stages))

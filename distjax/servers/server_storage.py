@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.placement.transfer import transfer
-from distjax.servers.store import Server
+from distjax.servers.server_contract import ParameterServer
 from distjax.variables.storage import Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
 
@@ -35,7 +35,7 @@ class ServerStorage(StoredArray):
         name: str,
         lock: threading.RLock,
         key: str,
-        servers: Sequence[Server],
+        servers: Sequence[ParameterServer],
         device: jax.Device,
     ):
         super().__init__(name, lock)

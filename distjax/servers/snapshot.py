@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from distjax.servers.per_worker import PerWorkerIterator
-from distjax.servers.store import ServerSnapshot
+from distjax.servers.server_contract import ServerSnapshot
 from distjax.servers.streams import Position
 
 

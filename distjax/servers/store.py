@@ -9,57 +9,29 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from distjax.errors import ServerLostError, message
+from distjax import jax_compat
 from distjax.placement.transfer import transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import place
 from distjax.servers.plan import Program
 from distjax.servers.programs import Programs
+from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
 from distjax.typing import ArrayLike
 
 
 class ServerDied(Exception):
     """Raised by the fault function of an engine: the server loses all it has."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerSnapshot:
-    """What one server had at a time.
-
-    Attributes:
-      version: its version.
-      values: copies of the values, by key.
-    """
-
-    version: int
-    values: Mapping[str, jax.Array]
-
-
-@dataclasses.dataclass
-class Totals:
-    """What has been asked of a server, in all.
-
-    Attributes:
-      staleness: how many pushes that wrote were so stale.
-      bytes_pulled: of values read by workers, and answers of pushes.
-      bytes_pushed: of what workers sent.
-    """
-
-    staleness: collections.Counter[int] = dataclasses.field(
-        default_factory=collections.Counter[int]
-    )
-    bytes_pulled: int = 0
-    bytes_pushed: int = 0
 
 
 class Server:
@@ -84,6 +56,11 @@ class Server:
         self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
         self._lent: set[str] = set()  # keys whose arrays themselves were given to workers
         self._programs = Programs()
+
+    @property
+    def pid(self) -> int:
+        """The process that it is in."""
+        return os.getpid()
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +106,21 @@ class Server:
             else:  # under the lock, so that it begins before a push reuses the memory
                 values = transfer_each(values, SingleDeviceSharding(device))
             return self.version, values
+
+    def view(
+        self, keys: Sequence[str], *, is_pull: bool
+    ) -> tuple[int, list[jax.Array | np.ndarray]]:
+        """Returns the version, and the values, to be sent before anything else is done here.
+
+        Args:
+          keys: whose.
+          is_pull: whether a worker reads them.
+        """
+        with self._lock:
+            values = self._require(keys)
+            if is_pull:
+                self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
+            return self.version, [self._look_at(value) for value in values]
 
     def write(self, key: str, value: ArrayLike) -> int:
         """Replaces a value, outside of closures; returns the version that this makes."""
@@ -222,6 +214,7 @@ class Server:
         values = dict(zip(snapshot.values, self._copy(snapshot.values.values()), strict=True))
         with self._lock:
             self._values.update(values)
+            self._sizes.update((key, value.nbytes) for key, value in values.items())
             self.version = snapshot.version
             self._applied = Applied(num_closures)
             self.is_lost = False
@@ -248,7 +241,7 @@ class Server:
             before()
         except ServerDied as death:
             self._lose()
-            raise self._lost_error("a server that is lost") from death
+            raise lost_error(self.number) from death
 
     def _lose(self) -> None:
         self.is_lost = True
@@ -256,24 +249,13 @@ class Server:
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         if self.is_lost:
-            raise self._lost_error("a server that is lost")
+            raise lost_error(self.number)
         try:
             return [self._values[key] for key in keys]
         except KeyError:
-            raise self._lost_error(
-                "no variable of that key: it was made after the snapshot"
+            raise lost_error(
+                self.number, "no variable of that key: it was made after the snapshot"
             ) from None
-
-    def _lost_error(self, got: str) -> ServerLostError:
-        return ServerLostError(
-            message(
-                f"server {self.number} needs to have what a closure pulls and pushes",
-                got=got,
-                why="its values, and all that was applied since the last snapshot, went with it",
-                fix="num_closures = coordinator.restore(), and go on from there; "
-                "coordinator.snapshot() takes snapshots",
-            )
-        )
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy that nobody else holds: pushes reuse its memory."""
@@ -282,12 +264,12 @@ class Server:
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]
 
+    def _look_at(self, value: jax.Array) -> jax.Array | np.ndarray:
+        """Returns the memory of a value itself, where numpy can see it.
 
-def add_totals(servers: Sequence[Server]) -> Totals:
-    """Returns what has been asked of several servers."""
-    each = [server.read_totals() for server in servers]
-    return Totals(
-        sum((totals.staleness for totals in each), start=collections.Counter[int]()),
-        sum(totals.bytes_pulled for totals in each),
-        sum(totals.bytes_pushed for totals in each),
-    )
+        `np.asarray` would be kept by the value, and its memory never be donated again.
+        """
+        is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
+        if not is_plain or self.device.platform != "cpu":
+            return jnp.array(value, copy=True)
+        return np.from_dlpack(jax.block_until_ready(value))

@@ -16,7 +16,7 @@ from distjax.servers.description import CutDescription, describe_plan
 from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.plan import Plan
-from distjax.servers.store import Server
+from distjax.servers.server_contract import ParameterServer
 from distjax.servers.submitting import run_step
 from distjax.servers.threads import ThreadEngine
 from distjax.servers.trace import cut_step
@@ -91,7 +91,7 @@ class ParameterServerStrategy(Strategy):
         return len(self.worker_devices)
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[ParameterServer]:
         """The servers."""
         return self.engine.servers
 

@@ -43,6 +43,7 @@ class _Cut:
             own = lambda leaf: drawn[leaf] if _is_drawn(leaf) else leaf
             args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_drawn)
         plan, arrays = self.strategy.cut_step(self.fn, args, kwargs)
+        self.strategy.engine.admit(plan)
         # The caller may fill the same memory again before a worker has read it.
         return Call(plan, [np.array(x) if isinstance(x, np.ndarray) else x for x in arrays])
 

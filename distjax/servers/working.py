@@ -9,7 +9,7 @@ import jax
 
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Closure
-from distjax.servers.engine import Engine, Ran, WorkerDied
+from distjax.servers.engine import Engine, Running, WorkerDied
 
 
 def work(
@@ -23,11 +23,13 @@ def work(
     A closure is finished when the next one has been started: what its programs compute and
     the pull of the next overlap, and no more than two are ever under way.
     """
-    before: tuple[Closure, Ran] | None = None
+    before: tuple[Closure, Running] | None = None
+    is_wanted = lambda: before is None and not board.is_to_end(worker)
     try:
         with settings():
             while True:
-                closure = board.take(worker, wait=before is None)
+                is_there = engine.prepare(worker.number, is_wanted)
+                closure = board.take(worker, wait=before is None) if is_there else None
                 if closure is None and before is None:
                     return
                 ran = None if closure is None else start(board, engine, worker, closure)
@@ -36,13 +38,14 @@ def work(
                 before = (closure, ran) if closure is not None and ran is not None else None
                 del closure, ran  # or a result would live until the next closure comes
     finally:
+        engine.end_worker(worker.number)
         worker.has_ended = True
         if board.is_closed:  # nobody is left to take what waits
             board.cancel("its coordinator was closed, or dropped, before it had run")
         board.waiters.ring()
 
 
-def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Ran | None:
+def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Running | None:
     """Runs a closure as far as Python does; None: the board knows what became of it."""
     try:
         with jax.enable_x64(closure.x64):
@@ -57,10 +60,12 @@ def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Ran
     return None
 
 
-def finish(board: Board, worker: Worker, closure: Closure, ran: Ran) -> None:
+def finish(board: Board, worker: Worker, closure: Closure, running: Running) -> None:
     """Waits until a closure has been computed and applied."""
     try:
-        jax.block_until_ready((ran.results, ran.tokens))
+        ran = running.wait()
+    except WorkerDied as death:
+        board.retry(closure, worker, death)
     except BaseException as error:
         board.end(closure, error)
     else:

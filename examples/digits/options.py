@@ -8,6 +8,7 @@ import jax
 import distjax as dj
 
 STRATEGIES = ("one_device", "mirrored", "virtual", "multi_worker", "parameter_server", "default")
+ENGINES = ("threads", "ray")
 OUT = Path(__file__).parent / "out"
 
 
@@ -19,6 +20,7 @@ def parse(description: str) -> argparse.Namespace:
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default="mirrored", help="default: mirrored")
     add("--replicas", type=int, default=8, help="of a mirrored or virtual strategy, or workers (8)")
+    add("--engine", choices=ENGINES, default="threads", help="of a parameter server (threads)")
     add("--epochs", type=int, default=10, help="passes over the training set (10)")
     add("--steps", type=int, help="stop after so many steps, at the same learning rates")
     add("--global-batch", type=int, default=64, help="examples per step, all replicas (64)")
@@ -39,7 +41,7 @@ def parse(description: str) -> argparse.Namespace:
     return options
 
 
-def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
+def make_strategy(name: str, num_replicas: int, engine: str = "threads") -> dj.Strategy:
     """The strategy of that name; to be called before anything touches a device.
 
     Args:
@@ -47,6 +49,7 @@ def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
         num_replicas: Replicas of a mirrored strategy, which has each on a device of its own, or
             of a virtual one, which has them all on one. Of a multi-worker one: as many as the
             processes have devices. With a parameter server: workers.
+        engine: Of a parameter server: threads of this process, or processes of Ray's.
 
     Raises:
         SystemExit: If a mirrored strategy is to have more replicas than there are devices.
@@ -61,7 +64,8 @@ def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
     if name == "virtual":
         return dj.VirtualStrategy(num_replicas)
     if name == "parameter_server":
-        return dj.ParameterServerStrategy(workers=num_replicas)
+        runs = dj.servers.RayEngine() if engine == "ray" else engine
+        return dj.ParameterServerStrategy(workers=num_replicas, engine=runs)
     if name == "default":
         return dj.get_strategy()
     devices = jax.devices()

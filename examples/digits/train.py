@@ -107,7 +107,7 @@ class Trainer:
 def main() -> None:
     """Trains, tests, reports."""
     chosen = options.parse(__doc__)
-    strategy = options.make_strategy(chosen.strategy, chosen.replicas)
+    strategy = options.make_strategy(chosen.strategy, chosen.replicas, chosen.engine)
     splits = data.load(chosen.data)
     num_steps = chosen.epochs * data.steps_per_epoch(splits[0], chosen.global_batch)
     with strategy.scope():

@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
@@ -66,43 +66,58 @@ def apply_each_once(seed: int, count: int) -> tuple[str, bool]:
     return f"{closures} closures, {num_faults} faults, {num_wrong} wrong runs", not num_wrong
 
 
-def learn_digits(seed: int, num_epochs: int) -> tuple[str, bool]:
-    """The digits example by 1, 2 and 4 workers, one of which is killed in the middle."""
+def train_digits(strategy, seed, num_epochs, halfway=lambda coordinator: None):
+    """Returns the accuracy of the digits example, its stats and the number of steps."""
     sys.path.insert(0, str(EXAMPLE))
     data, model, train = map(importlib.import_module, ("data", "model", "train"))
     training, test = data.load()
     num_steps = num_epochs * data.steps_per_epoch(training, 64)
-    texts, do_all_learn = [], True
+    with strategy.scope():
+        network = model.ConvNet(axis_name=strategy.axis_name)
+        initial = model.initialize(network, training.images, seed)
+        trainer = train.Trainer(network, model.make_optimizer(num_steps), initial)
+    with dj.Coordinator(strategy) as coordinator:
+        batches = itertools.islice(data.train_batches(training, 64, seed), num_steps)
+        for number, batch in enumerate(batches):
+            coordinator.schedule(trainer.train_step, args=(batch.images, batch.labels))
+            if number == num_steps // 2:
+                halfway(coordinator)
+        coordinator.join()
+        stats = coordinator.stats()
+        for batch in data.test_batches(test, 64):
+            coordinator.schedule(trainer.test_step, args=(batch.images, batch.labels))
+    return trainer.test_accuracy.result(), stats, num_steps
+
+
+def judge_digits(num_workers, accuracy, stats, num_steps):
+    """Returns a text, and whether it was learnt, by all workers, one of which was lost."""
+    mean = sum(k * n for k, n in stats["staleness"].items()) / num_steps
+    is_shared = num_workers == 1 or (mean > 0 and all(w["closures"] for w in stats["workers"]))
+    is_killed = sum(w["restarts"] for w in stats["workers"]) == 1
+    text = f"{num_workers} workers {accuracy:.2%}, mean staleness {mean:.2f}"
+    return text, accuracy >= 0.98 and is_shared and is_killed
+
+
+def learn_digits(seed: int, num_epochs: int) -> tuple[str, bool]:
+    """The digits example by 1, 2 and 4 workers, one of which is killed in the middle."""
+    results = []
     for workers in (1, 2, 4):
         killed: list[int] = []
 
         def kill(point: str, worker: int, closure: int, killed: list[int] = killed) -> None:
-            if point == "after_push" and closure >= num_steps // 2 and not killed:
+            if point == "after_push" and closure >= 10 * num_epochs and not killed:
                 killed.append(closure)
                 raise dj.servers.WorkerDied
 
         engine = dj.servers.ThreadEngine(fault=kill)
         strategy = dj.ParameterServerStrategy(workers=workers, engine=engine)
-        with strategy.scope():
-            network = model.ConvNet(axis_name=strategy.axis_name)
-            initial = model.initialize(network, training.images, seed)
-            trainer = train.Trainer(network, model.make_optimizer(num_steps), initial)
-        with dj.Coordinator(strategy) as coordinator:
-            for batch in itertools.islice(data.train_batches(training, 64, seed), num_steps):
-                coordinator.schedule(trainer.train_step, args=(batch.images, batch.labels))
-            coordinator.join()
-            stats = coordinator.stats()
-            for batch in data.test_batches(test, 64):
-                coordinator.schedule(trainer.test_step, args=(batch.images, batch.labels))
-        accuracy = trainer.test_accuracy.result()
-        mean = sum(k * n for k, n in stats["staleness"].items()) / num_steps
-        is_shared = workers == 1 or (mean > 0 and all(w["closures"] for w in stats["workers"]))
-        do_all_learn &= accuracy >= 0.98 and bool(killed) and is_shared
-        texts.append(f"{workers} workers {accuracy:.2%}, mean staleness {mean:.2f}")
-    return "; ".join(texts), do_all_learn
+        results.append(judge_digits(workers, *train_digits(strategy, seed, num_epochs)))
+    return "; ".join(text for text, _ in results), all(is_well for _, is_well in results)
 
 
-LAWS: dict[Callable[[int, int], tuple[str, bool]], int] = {
+#: (seed, count) -> a text, and whether it holds.
+Law = Callable[[int, int], tuple[str, bool]]
+LAWS: dict[Law, int] = {
     keep_the_bound: SCHEDULES,
     equal_their_replay: REPLAYS,
     apply_each_once: FAULTS,
@@ -110,9 +125,9 @@ LAWS: dict[Callable[[int, int], tuple[str, bool]], int] = {
 }
 
 
-def main() -> None:
+def main(laws: Mapping[Law, int] = LAWS, program: str = "servers") -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.drills.servers")
+    parser = argparse.ArgumentParser(prog=f"python -m tests.drills.{program}")
     parser.add_argument("--seed", type=int, default=0, help="of the first run (0)")
     parser.add_argument("--part", type=float, default=1.0, help="of the full counts (1.0)")
     options = parser.parse_args()
@@ -120,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="distjax-drills-") as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        for law, count in LAWS.items():
+        for law, count in laws.items():
             began = time.monotonic()
             text, holds = law(options.seed, max(1, int(count * options.part)))
             seconds = time.monotonic() - began

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from distjax.servers import ParameterServerStrategy
+from distjax.servers import Engine, ParameterServerStrategy
 from distjax.servers.trace import cut_step
 
 
@@ -46,7 +46,7 @@ class SerialStrategy(ParameterServerStrategy):
         return plan.rebuild(self.engine.run(plan, flat))
 
 
-class SerialEngine:
+class SerialEngine(Engine):
     """Runs each closure at once, on the next worker; counts what travels."""
 
     max_failures, servers = 1, ()

@@ -11,7 +11,7 @@ import distjax as dj
 from distjax.servers import crew
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
-from distjax.servers.store import add_totals
+from distjax.servers.server_contract import add_totals
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 
@@ -154,7 +154,7 @@ def test_workers_have_time_to_end_when_the_process_does(monkeypatch):
             waited.append(timeout)
 
     monkeypatch.setattr(crew, "_crews", [Live()])
-    crew._end_all(-1)  # in a forked child, which has none of the threads
+    crew.end_all(-1)  # in a forked child, which has none of the threads
     assert not waited
-    crew._end_all(os.getpid())
+    crew.end_all(os.getpid())
     assert waited[0] >= 60  # a program that runs when the interpreter is gone aborts the process

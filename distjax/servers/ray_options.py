@@ -1,0 +1,96 @@
+"""Options of a RayEngine, and what Ray is told of each process."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import distjax
+from distjax.errors import describe_value, message
+from distjax.integers import is_int
+
+_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
+
+
+def require_options(
+    address: object,
+    worker_resources: object,
+    server_resources: object,
+    runtime_env: object,
+    max_failures: object,
+) -> None:
+    """Raises a TypeError or ValueError if these are no options of a RayEngine."""
+    if not isinstance(address, str | None):
+        raise TypeError(
+            message(
+                "RayEngine: address needs a string or None",
+                got=describe_value(address),
+                why="it names a cluster of Ray's",
+                fix='dj.servers.RayEngine("auto"), or None for one on this machine',
+            )
+        )
+    if not is_int(max_failures) or max_failures < 1:
+        raise ValueError(
+            message(
+                "RayEngine: max_failures needs an int of 1 or more",
+                got=describe_value(max_failures),
+                why="so many workers may be lost in one closure before it is given up",
+                fix="dj.servers.RayEngine(max_failures=3)",
+            )
+        )
+    _require_resources("worker_resources", worker_resources)
+    _require_resources("server_resources", server_resources)
+    if not isinstance(runtime_env, Mapping | None):
+        raise TypeError(
+            message(
+                "RayEngine: runtime_env needs a dict or None",
+                got=describe_value(runtime_env),
+                why="Ray makes the processes of workers and servers with it",
+                fix='dj.servers.RayEngine(runtime_env={"env_vars": {"XLA_FLAGS": "..."}})',
+            )
+        )
+
+
+def _require_resources(name: str, resources: object) -> None:
+    if resources is None:
+        return
+    if isinstance(resources, Mapping) and set(resources) <= set(_RESOURCES):
+        return
+    raise ValueError(
+        message(
+            f"RayEngine: {name} needs a dict with keys among {', '.join(_RESOURCES)}",
+            got=describe_value(resources),
+            why="Ray reserves it for each process; how these are restarted is the engine's",
+            fix=f'dj.servers.RayEngine({name}={{"num_gpus": 1}})',
+        )
+    )
+
+
+def actor_options(
+    resources: Mapping[str, Any] | None, *, runtime_env: Mapping[str, Any] | None, is_ours: bool
+) -> dict[str, Any]:
+    """Returns what Ray is told of a process.
+
+    Args:
+      resources: that Ray is to reserve.
+      runtime_env: the user's; what it says wins.
+      is_ours: whether the cluster is one that this process has started: its processes take part
+        in the same installation, and nothing is reserved unless it is asked for.
+    """
+    options: dict[str, Any] = {"num_cpus": 0 if is_ours else 1, **(resources or {})}
+    has_accelerator = bool({"num_gpus", "resources", "accelerator_type"}.intersection(options))
+    variables = {
+        # JAX_PLATFORMS of this process is inherited otherwise, whatever the machine there has.
+        "JAX_PLATFORMS": "" if has_accelerator else "cpu",
+        "OMP_NUM_THREADS": str(max(1, int(options["num_cpus"]))),
+    }
+    if is_ours:
+        here = str(pathlib.Path(distjax.__file__).parents[1])
+        path = os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join([here, path] if path else [here])
+    environment = dict(runtime_env or {})
+    environment["env_vars"] = variables | dict(environment.get("env_vars", {}))
+    # Ray never restarts or repeats anything: who died is made anew by who knows what it had.
+    return options | {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}

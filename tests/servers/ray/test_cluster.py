@@ -1,0 +1,116 @@
+"""What is started, what it listens at, what it leaves; and what is refused."""
+
+import ipaddress
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import psutil
+import pytest
+from jax import export
+
+import distjax as dj
+from distjax.errors import ClusterError, UnsupportedError
+from distjax.servers import ray_hello
+from distjax.servers.exported import StableFunction
+from distjax.servers.ray_workers import RayWorkers
+from tests.servers.ray.conftest import make_engine
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+def test_everything_is_at_loopback(served):
+    """Sockets that listen, and those that are connected, of all processes of the cluster."""
+    assert served.run(lambda: jnp.float32(1)) == 1
+    addresses = set()
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        for connection in process.net_connections("inet"):
+            addresses.update(a.ip for a in (connection.laddr, connection.raddr) if a)
+    assert addresses
+    for address in map(ipaddress.ip_address, addresses):
+        address = getattr(address, "ipv4_mapped", None) or address
+        assert address.is_loopback, addresses
+
+
+def test_nothing_is_changed_by_starting(cluster):
+    home, before, after = cluster
+    assert list(home.iterdir()) == []
+    assert after == before
+
+
+def test_a_token_is_asked_for(cluster):
+    children = psutil.Process().children(recursive=True)
+    (raylet,) = (process for process in children if process.name() == "raylet")
+    environment = raylet.environ()
+    assert environment["RAY_AUTH_MODE"] == "token"
+    token = pathlib.Path(environment["RAY_AUTH_TOKEN_PATH"])
+    assert len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0
+
+
+def test_other_versions_are_refused(served, monkeypatch):
+    monkeypatch.setattr(ray_hello, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
+    text = r"^server 0 needs the versions of the coordinator: jax 0.0.1, distjax 0"
+    with pytest.raises(ClusterError, match=text):
+        served.servers[0].greet()
+    workers = RayWorkers(lambda: served.servers[0].actor, max_failures=3)
+    for _ in range(2):  # a process that is of no use is tried anew
+        with pytest.raises(ClusterError, match="^worker 7 needs the versions of the coordinator"):
+            find_without_killing(workers, monkeypatch)
+
+
+def find_without_killing(workers, monkeypatch):
+    monkeypatch.setattr("ray.kill", lambda actor: None)
+    workers.find(7)
+
+
+def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
+    import ray
+
+    class Broken:
+        def __init__(self):
+            raise ModuleNotFoundError("No module named 'distjax'")
+
+        def hello(self):
+            pass
+
+    make = ray.remote(num_cpus=0)(Broken).remote
+    text = r"(?s)^worker 0 needs a process that starts.*No module named 'distjax'"
+    with pytest.raises(ClusterError, match=text):
+        RayWorkers(make, max_failures=2).find(0)
+    with pytest.raises(ClusterError, match="^a server needs a process that starts"):
+        ray_hello.greet("a server", make())
+    monkeypatch.setattr(ray_hello, "START_SECONDS", 0.5)
+    engine = make_engine(server_resources={"resources": {"nowhere": 1}})
+    with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
+        dj.ParameterServerStrategy(workers=1, engine=engine)
+
+
+def test_ray_is_an_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"(?s)^RayEngine needs the package ray.*distjax\[ray\]"):
+        dj.servers.RayEngine()
+
+
+@pytest.mark.parametrize(
+    "error, text, options",
+    [
+        (TypeError, "address needs a string or None", {"address": 6379}),
+        (ValueError, "max_failures needs an int of 1 or more", {"max_failures": 0}),
+        (TypeError, "runtime_env needs a dict", {"runtime_env": ["numpy"]}),
+        (ValueError, "worker_resources needs a dict", {"worker_resources": {"gpus": 1}}),
+        (ValueError, "server_resources needs a dict", {"server_resources": {"max_restarts": 1}}),
+    ],
+)
+def test_wrong_options_are_refused(error, text, options):
+    with pytest.raises(error, match=f"^RayEngine: {text}"):
+        dj.servers.RayEngine(**options)
+
+
+def test_a_callback_is_refused_where_a_program_is_read_too():
+    name = "xla_ffi_python_cpu_callback"
+    call = lambda x: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((), x.dtype))(x)
+    allowed = [export.DisabledSafetyCheck.custom_call(name)]
+    exported = export.export(jax.jit(call), disabled_checks=allowed)(jnp.float32(1))
+    with pytest.raises(UnsupportedError, match="(?s)^a program that is shipped.*python_cpu_callb"):
+        StableFunction(bytes(exported.serialize()))(jnp.float32(1))

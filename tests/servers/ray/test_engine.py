@@ -1,0 +1,254 @@
+"""Steps on processes of Ray's: the same results, exactly once, whoever is killed."""
+
+import gc
+import os
+import signal
+from concurrent.futures import CancelledError
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+import distjax as dj
+from distjax.errors import UnsupportedError
+from distjax.servers.applied import RefusedPush
+from distjax.servers.ray_sent import Sent
+from tests.servers.ray.conftest import make_engine
+from tests.servers.ray.kills import Counters, run_with_dead_servers, run_with_dead_workers
+from tests.servers.test_training import Training, batches, values_of
+
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all of them
+
+
+class Mixed:
+    """A step with arrays of all kinds: keys, bfloat16, numbers of 64 bits, none."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        with strategy.scope():
+            self.key = dj.Variable(jax.random.key(3), name="key")
+            self.half = dj.Variable(jnp.arange(4, dtype=jnp.bfloat16), name="half")
+            self.count = dj.Variable(np.int8(1), name="count")
+
+    def step(self, key, x):
+        def merge(strategy, key, x):
+            noise = jax.random.normal(self.key.value, (4,), jnp.bfloat16)
+            self.half.assign_add(noise + x)
+            self.key.assign(jax.random.fold_in(key, self.count.value))
+            self.count.assign_add(jnp.int8(1))
+            return noise, jax.random.split(self.key.value)
+
+        drawn = jax.random.normal(self.key.value, (4,), jnp.bfloat16)
+        return dj.get_replica_context().merge_call(merge, args=(key, x + drawn))
+
+    def run(self):
+        results = [
+            self.strategy.run(self.step, args=(jax.random.key(i), np.ones(4, jnp.bfloat16)))
+            for i in range(3)
+        ]
+        return jax.tree.map(as_bits, (results, self.half.value, self.key.value, self.count.value))
+
+
+def as_bits(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(x)), str(jax.random.key_impl(x))
+    return np.asarray(x).astype(np.float32), str(x.dtype)
+
+
+def test_serial_closures_equal_one_device(served, bounded):
+    """To the bit where the servers do all of a merge."""
+    for strategy, tolerance in ((bounded, 0), (served, 1e-6)):
+        there, alone = Training(strategy), Training(dj.OneDeviceStrategy())
+        for batch in batches(5):
+            loss = strategy.run(there.step, batch)
+            assert abs(loss - alone.strategy.run(alone.step, batch)) <= tolerance
+        for x, y in zip(values_of(there), values_of(alone), strict=True):
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+        assert there.loss.result() == pytest.approx(float(alone.loss.result()), rel=1e-6)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        Mixed(bounded).run(),
+        Mixed(dj.OneDeviceStrategy()).run(),
+    )
+
+
+def test_numbers_of_64_bits_stay_so(served):
+    with jax.enable_x64(True):
+        with served.scope():
+            v = dj.Variable(np.float64(1.0), name="v")
+        third = served.run(lambda x: v.assign_add(x / 3), args=(np.float64(1.0),))
+        assert (third.dtype, float(third)) == (np.float64, 1 + 1 / 3)
+    assert v.value.dtype == np.float64 and float(v.value) == 1 + 1 / 3
+
+
+def test_closures_are_applied_once_whatever_processes_are_killed(served):
+    counters = Counters(served)
+    with dj.Coordinator(served) as coordinator:
+        run_with_dead_workers(counters, coordinator, seed=0, num_kills=4)
+        assert counters.values() == counters.expected
+        stats = coordinator.stats()
+        assert stats["closures"]["failed"] == 0
+        assert sum(worker["restarts"] for worker in stats["workers"]) == 4
+        assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=2) == [True, True]
+        assert counters.values() == counters.expected
+    assert [server.num_kept for server in served.servers] == [0, 0]
+
+
+def test_a_bound_holds_with_killed_workers(bounded):
+    counters = Counters(bounded)
+    with dj.Coordinator(bounded) as coordinator:
+        run_with_dead_workers(counters, coordinator, seed=1, num_kills=2)
+        for value in [coordinator.schedule(counters.both, (jnp.int32(0),)) for _ in range(10)]:
+            value.get()
+        assert counters.values() == counters.expected
+        assert max(coordinator.stats()["staleness"]) <= 1
+
+
+def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served):
+    from distjax.servers.ray_actors import Failed
+
+    counters = Counters(served)
+    with dj.Coordinator(served) as coordinator:
+        value = coordinator.schedule(counters.both, (jnp.int32(5),))
+        value.get()
+        assert [server.version for server in served.servers] != [0, 0]  # they know that it is over
+        closure = value._closure
+        tried_again = served.engine.workers.find(0)
+        task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
+        task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
+        outcome = Sent(served.engine, 0, tried_again, task).ask("run")
+        assert isinstance(outcome, Failed) and isinstance(outcome.error, RefusedPush)
+    assert counters.values() == [5, 10, 0]
+
+
+def test_a_closure_that_is_cancelled_ends_before_its_next_push(served):
+    """Its server holds the pull until the worker knows."""
+    import ray  # not before the engine does: other tests have no use for it
+
+    counters = Counters(served)
+    with dj.Coordinator(served) as coordinator:
+        coordinator.schedule(counters.both, (jnp.int32(1),)).get()
+        pids = [server.pid for server in served.servers]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            value = coordinator.schedule(counters.both, (jnp.int32(1),))
+            board = coordinator._board
+            board.waiters.wait_until(lambda: board.running)
+            coordinator.cancel()
+            for actor in served.engine.workers.actors():  # as the engine does, and waits
+                ray.get(actor.stop.remote(value._closure.number))
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        coordinator.join()
+        with pytest.raises(CancelledError, match="cancel"):
+            value.fetch()
+    assert counters.values() == [1, 2, 0]
+
+
+def test_checkpoints_go_to_a_mirrored_strategy_and_back(served, checkpointer):
+    there, mirrored = Training(served), Training(dj.MirroredStrategy(jax.devices()[:2]))
+    with dj.Coordinator(served) as coordinator:
+        for batch in batches(4):
+            coordinator.schedule(there.step, batch)
+        checkpointer.save(1, there.state)
+        coordinator.join()
+        assert dj.explain(there.step, *next(batches(1)), strategy=served).cut.num_round_trips == 1
+    checkpointer.restore(mirrored.state, 1)
+    for batch in batches(3, seed=1):
+        mirrored.strategy.run(mirrored.step, batch)
+    checkpointer.save(2, mirrored.state)
+    checkpointer.restore(there.state, 2)
+    for x, y in zip(values_of(there), values_of(mirrored), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_workers_come_and_go_and_draw_elements(served):
+    training = Training(served)
+
+    def step(batch):
+        return training.step(*batch)
+
+    with dj.Coordinator(served) as coordinator:
+        with pytest.raises(ValueError, match='^create_per_worker_dataset needs at="coordinator"'):
+            coordinator.create_per_worker_dataset(lambda context: batches(4))
+        by_worker = lambda context: batches(4, context.input_pipeline_id)
+        iterator = iter(coordinator.create_per_worker_dataset(by_worker, at="coordinator"))
+        values = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
+        assert all(np.isfinite(value.fetch()) for value in values)
+        (new,) = coordinator.add_workers()
+        coordinator._board.waiters.wait_until(lambda: served.engine.workers.find(new).hello)
+        processes = {w["id"]: w["pid"] for w in coordinator.stats()["workers"]}
+        processes |= {f"server {s['id']}": s["pid"] for s in coordinator.stats()["servers"]}
+        children = {p.pid for p in psutil.Process().children(recursive=True)}
+        assert len(set(processes.values())) == 5 and set(processes.values()) <= children
+        coordinator.remove_workers([new])
+        assert ended([processes[new]])
+        snapshot = coordinator.snapshot()
+        coordinator.schedule(training.step, next(batches(1))).get()
+        assert coordinator.restore() == snapshot.closures == 3
+        assert coordinator.stats()["versions"] == list(snapshot.versions)
+
+
+def ended(pids):
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(processes, timeout=30)[1]
+
+
+@pytest.mark.parametrize("call", [jax.debug.print, jax.pure_callback, jax.experimental.io_callback])
+def test_callbacks_are_refused_when_they_are_scheduled(served, call):
+    args = ("{}",) if call is jax.debug.print else (np.sin, jax.ShapeDtypeStruct((), np.float32))
+    counters = Counters(served)
+
+    def step(x):
+        called = call(*args, x * 1.0)
+        counters.near.assign_add(x)
+        return called
+
+    with dj.Coordinator(served) as coordinator:
+        with pytest.raises(UnsupportedError, match="step needs programs that run in other proc"):
+            coordinator.schedule(step, (jnp.int32(1),))
+        assert coordinator.stats()["closures"]["scheduled"] == 0
+    assert counters.values() == [0, 0, 0]
+
+
+def test_nothing_is_kept_of_what_is_over(served, collect_garbage):
+    counters = Counters(served)
+
+    def num_plans():
+        return served.servers[0].call("report").num_plans
+
+    def num_alive():
+        collect_garbage()
+        return sum(type(x).__name__ in ("Sent", "ObjectRef", "Closure") for x in gc.get_objects())
+
+    with dj.Coordinator(served) as coordinator:
+        coordinator.schedule(counters.both, (jnp.int32(1),)).get()
+        coordinator.join()
+        plans, alive = num_plans(), num_alive()
+        for i in range(3):
+            coordinator.schedule(lambda x, i=i: counters.near.assign_add(x * i), (jnp.int32(1),))
+        coordinator.join()
+        assert num_plans() == plans + 3
+        for _ in range(60):
+            coordinator.schedule(counters.both, (jnp.int32(1),))
+        coordinator.join()
+        assert num_alive() <= alive + 2  # a worker waits for the next one with the last in hand
+        served.engine.admit(served.cut_step(counters.both, (jnp.int32(1),), None)[0])
+        assert num_plans() == plans
+        assert [server.num_kept for server in served.servers] == [0, 0]
+
+
+def test_processes_end_with_their_strategy(cluster, collect_garbage):
+    strategy = dj.ParameterServerStrategy(workers=1, engine=make_engine())
+    assert strategy.run(lambda: jnp.float32(2)) == 2
+    pids = [strategy.engine.pid_of(0), strategy.servers[0].pid]
+    with pytest.raises(ValueError, match="a RayEngine that another strategy has"):
+        dj.ParameterServerStrategy(workers=1, engine=strategy.engine)
+    assert all(map(psutil.pid_exists, pids))
+    del strategy
+    collect_garbage()
+    assert ended(pids)

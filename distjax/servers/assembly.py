@@ -18,16 +18,28 @@ from distjax.placement.topology import Topology
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.run import ReplicaTrace
-from distjax.servers.code import Code, aval_of_atom, off_devices, trace_code
+from distjax.servers.answers import join_answers
+from distjax.servers.code import (
+    NOTHING_RUN,
+    Code,
+    NamedCode,
+    aval_of_atom,
+    off_devices,
+    trace_code,
+)
 from distjax.servers.extended import ParameterServerExtended
-from distjax.servers.least_bytes import NOTHING_MOVED, Moved, move_to_worker
+from distjax.servers.least_bytes import (
+    equations_at_worker,
+    move_to_worker,
+    opened,
+    slices_of_operands,
+)
 from distjax.servers.owners import ServerShare, cut_by_owner
-from distjax.servers.placement import server_of
 from distjax.servers.plan import Plan, Push, Stage
-from distjax.servers.server_storage import key_of
+from distjax.servers.server_storage import parts_of
 from distjax.servers.shipping import require_small
-from distjax.servers.staging import TracedStage, find_snapshot, open_calls, split_stages
-from distjax.servers.update import trace_update
+from distjax.servers.staging import TracedStage, find_snapshot, open_calls, read_parts, split_stages
+from distjax.servers.update import Update, trace_update
 from distjax.variables.variable import Variable
 
 
@@ -44,13 +56,15 @@ class CutStage:
 
     Attributes:
       traced: its equations.
+      joined: what the worker makes of several servers' answers, before all else.
       moved: what of its merges runs at the worker.
       shares: what runs at servers.
       later: names of values that later stages or the results need.
     """
 
     traced: TracedStage
-    moved: Moved
+    joined: NamedCode
+    moved: NamedCode
     shares: list[ServerShare]
     later: set[Any]
 
@@ -71,15 +85,17 @@ def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExte
     results = _normalise(jaxpr.outvars[: len(traced.result.leaves)], constants)
     stages = split_stages(jaxpr, results)
     used = _names(results).union(*map(_uses, stages))
-    pulled = {v: x for v, x in find_snapshot(jaxpr).items() if v in used}
+    snapshot = {v: x for v, x in find_snapshot(jaxpr).items() if v in used}
     merged = (v for s in stages for m in s.merges for v in (*m.read, *m.written) if v is not None)
-    variables = tuple(dict.fromkeys((*pulled.values(), *merged)))
+    variables = tuple(dict.fromkeys((*snapshot.values(), *merged)))
     for variable in variables:
         _require_own(variable, name, extended.strategy)
+    reads, pulled = read_parts(snapshot)
+    stages[0].eqns[:0] = reads
 
     slots: dict[Any, int] = collections.defaultdict(itertools.count().__next__)
     arguments = tuple(slots[v] for v in jaxpr.invars)
-    pulls = tuple((slots[v], key_of(x)) for v, x in pulled.items())
+    pulls = tuple((slots[v], part.key) for v, part in pulled.items())
     cut = _cut_stages(name, stages, results, constants, extended)
     programs = _Programs(name, jaxpr, constants, extended.topology)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
@@ -91,7 +107,7 @@ def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExte
         stages=made,
         results=tuple(slots[v] for v in results),
         rebuild=traced.result.combine,
-        owners={key_of(v): server_of(v) or 0 for v in variables},
+        owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         is_read_only=not any(push.writes for stage in made for push in stage.pushes),
     )
 
@@ -126,17 +142,29 @@ def _cut_stages(
     extended: ParameterServerExtended,
 ) -> list[CutStage]:
     """Returns the stages with their merges cut by server."""
-    cut, later = [], _names(results)
+    cut: list[CutStage] = []
+    later, num_servers = _names(results), len(extended.servers)
     for stage in reversed(stages):
-        moved, shares = NOTHING_MOVED, []
+        joined, moved, shares = NOTHING_RUN, NOTHING_RUN, []
         if stage.merges:
             update = trace_update(stage.merges, constants, later, extended.topology)
-            if extended.cut == "least_bytes":
-                moved, update = move_to_worker(update, len(extended.servers))
-            shares = cut_by_owner(update, name, len(extended.servers))
-        cut.append(CutStage(stage, moved, shares, later))
+            update, joined = join_answers(update)
+            moved, update = _move(update, extended.cut, num_servers)
+            shares = cut_by_owner(update, name, num_servers)
+        if joined.results:
+            after = cut.pop() if cut else CutStage(TracedStage(), joined, NOTHING_RUN, [], later)
+            cut.append(dataclasses.replace(after, joined=joined))
+        cut.append(CutStage(stage, NOTHING_RUN, moved, shares, later.union(joined.operands)))
         later = later | _uses(stage)
     return cut[::-1]
+
+
+def _move(update: Update, cut: str, num_servers: int) -> tuple[NamedCode, Update]:
+    """Returns what of an update runs at the worker, and the rest."""
+    if cut == "least_bytes":
+        update = opened(update)
+        return move_to_worker(update, equations_at_worker(update, num_servers))
+    return move_to_worker(update, slices_of_operands(update))
 
 
 class _Programs:
@@ -154,7 +182,8 @@ class _Programs:
     def stage(self, number: int, cut: CutStage, slots: dict[Any, int]) -> Stage:
         """Returns one stage; names that are new get slots."""
         needed = cut.later.union(*(share.operands for share in cut.shares))
-        made = [*(v for e in cut.traced.eqns for v in e.outvars), *cut.moved.results]
+        made = [*cut.joined.results, *(v for e in cut.traced.eqns for v in e.outvars)]
+        made += cut.moved.results
         if number == 0:
             made += [name for name in self._constants if isinstance(name, ConstantResult)]
         wanted = [v for v in made if v in needed]
@@ -169,24 +198,24 @@ class _Programs:
 
     def _worker_code(self, cut: CutStage, wanted: Sequence[Any]) -> tuple[Code, list[Any]]:
         """Returns what a worker computes in one stage, and from what."""
-        eqns, moved = cut.traced.eqns, cut.moved
+        eqns, joined, moved = cut.traced.eqns, cut.joined, cut.moved
         made = {v for e in eqns for v in e.outvars}
         used = dict.fromkeys(v for e in eqns for v in e.invars if not isinstance(v, Literal))
         fixed = [v for v in used if v in self._constants]
         ins = [v for v in used if v not in made and v not in self._constants]
         outs = [v for v in dict.fromkeys((*wanted, *moved.operands)) if v in made]
         part = jax_compat.new_jaxpr(self._jaxpr, (), [*fixed, *ins], outs, eqns)
-        given = list(dict.fromkeys((*ins, *(v for v in moved.operands if v not in made))))
+        asked = (v for v in (*ins, *moved.operands) if v not in made and v not in joined.results)
+        given = list(dict.fromkeys((*joined.operands, *asked)))
 
         def run(*arrays: jax.Array) -> list[Any]:
             env = {**self._constants, **dict(zip(given, arrays, strict=True))}
+            _run(joined, env)
             inputs = [GlobalValue(env[v], False) for v in (*fixed, *ins)]
             values = self._emitter.emit(part, (), inputs)
             topology = self._emitter.topology
             env.update((v, as_user_value(x, topology)) for v, x in zip(outs, values, strict=True))
-            env.update(
-                zip(moved.results, moved.code(*(env[v] for v in moved.operands)), strict=True)
-            )
+            _run(moved, env)
             return [env[v] for v in wanted]
 
         code = trace_code(run, [aval_of_atom(v) for v in given])
@@ -198,11 +227,16 @@ class _Programs:
         return Push(
             server=share.server,
             operands=tuple(slots[v] for v in share.operands),
-            takes=tuple(map(key_of, share.takes)),
-            writes=tuple(map(key_of, share.writes)),
+            takes=tuple(part.key for part in share.takes),
+            writes=tuple(part.key for part in share.writes),
             answers=tuple(slots[v] for v in share.answers),
             program=share.code.as_program(f"{self._name} server {share.server}.{number}"),
         )
+
+
+def _run(named: NamedCode, env: dict[Any, Any]) -> None:
+    results = named.code(*(env[v] for v in named.operands))
+    env.update(zip(named.results, results, strict=True))
 
 
 def _require_own(variable: Variable, name: str, strategy: StrategyLike) -> None:

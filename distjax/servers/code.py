@@ -85,6 +85,21 @@ class Code:
         return Program(name, self, tuple(map(aval_of_atom, self.inputs)))
 
 
+@dataclass(frozen=True)
+class NamedCode:
+    """A code that runs at the worker, its arrays named as traces name them.
+
+    Attributes:
+      code: (*operands) -> (*results).
+      operands: names of what it takes.
+      results: names of what it computes.
+    """
+
+    code: Code
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
 def aval_of_atom(atom: Var | Literal) -> ShapedArray:
     """Returns shape, dtype and weak type of what a jaxpr names, and nothing of where it lies."""
     aval: Any = atom.aval
@@ -102,7 +117,7 @@ def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
     return Code(whole, [off_devices(c) for c in consts])
 
 
-def _eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+def eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of the jaxpr `like` under whatever trace is current."""
     pairs = zip(eqn.invars, args, strict=True)
     values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
@@ -127,9 +142,18 @@ def eval_opened(
             key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
             outs = eval_opened(*jax_compat.open_jaxpr(eqn.params[key]), ins, opens)
         else:
-            outs = _eval_equation(jaxpr, eqn, ins)
+            outs = eval_equation(jaxpr, eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def open_code(code: Code) -> Code:
+    """Returns the code without calls in it."""
+    keys = {"jaxpr", "call_jaxpr"}
+    opens = lambda eqn: eqn.primitive.name in CALLS and not keys.isdisjoint(eqn.params)
+    avals = [aval_of_atom(v) for v in code.inputs]
+    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens)
+    return trace_code(run, avals)
 
 
 def _places(eqn: JaxprEqn) -> bool:
@@ -169,3 +193,6 @@ def off_devices(array: object) -> Any:
 
 def _is_key(array: jax.Array) -> bool:
     return jax_compat.is_key_dtype(array.dtype)
+
+
+NOTHING_RUN = NamedCode(trace_code(lambda: [], ()), (), ())

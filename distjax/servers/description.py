@@ -10,7 +10,7 @@ from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, Literal, Var
 from distjax.servers.code import Code, aval_of_atom
 from distjax.servers.plan import Plan, Program, Push, Stage
-from distjax.servers.server_storage import key_of
+from distjax.servers.server_storage import Part, parts_of
 from distjax.servers.sizes import num_bytes
 from distjax.tables import Table, format_bytes
 from distjax.variables.variable import Variable
@@ -35,10 +35,10 @@ class CutPart:
 
 @dataclasses.dataclass(frozen=True)
 class CutVariable:
-    """A variable that a step uses.
+    """A variable that a step uses, or a shard of one.
 
     Attributes:
-      name: its name.
+      name: its name; of a shard `name/part_i`.
       lives: where.
       num_bytes: of its value.
       use: in words: "pulled" is the worker's snapshot, "read now" and "written" are at its server.
@@ -110,8 +110,8 @@ def describe_plan(plan: Plan, variables: Sequence[Variable]) -> CutDescription:
       plan: of a step.
       variables: all variables of its strategy.
     """
-    by_key = {key_of(v): v for v in variables}
-    used = [_describe_variable(by_key[key], plan, key) for key in plan.owners if key in by_key]
+    by_key = {part.key: part for v in variables for part in parts_of(v)}
+    used = [_describe_part(by_key[key], plan) for key in plan.owners if key in by_key]
     sizes = _slot_sizes(plan)
     parts = [part for stage in plan.stages for part in _describe_stage(stage, sizes)]
     return CutDescription(
@@ -171,7 +171,8 @@ def _code_of(program: Program) -> Code:
     return program.fn
 
 
-def _describe_variable(variable: Variable, plan: Plan, key: str) -> CutVariable:
+def _describe_part(part: Part, plan: Plan) -> CutVariable:
+    key = part.key
     pushes: list[Push] = [push for stage in plan.stages for push in stage.pushes]
     uses = {
         "pulled": any(pulled == key for _, pulled in plan.pulls),
@@ -179,8 +180,7 @@ def _describe_variable(variable: Variable, plan: Plan, key: str) -> CutVariable:
         "written": any(key in push.writes for push in pushes),
     }
     use = ", ".join(name for name, is_so in uses.items() if is_so)
-    size = num_bytes(variable)
-    return CutVariable(variable.name, str(variable.layout), size, use)
+    return CutVariable(part.name, part.lives, num_bytes(part), use)
 
 
 def _reads(push: Push, key: str) -> bool:

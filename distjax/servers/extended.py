@@ -22,13 +22,14 @@ from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call
 from distjax.servers.crew import board_of
 from distjax.servers.engine import Engine
-from distjax.servers.placement import ServerLayout, ServerPlacement
+from distjax.servers.placement import ServerPlacement
 from distjax.servers.server_contract import ParameterServer
-from distjax.servers.server_storage import ServerStorage
+from distjax.servers.server_storage import ServerStorage, make_parts
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended
 from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.construct import make_variable
+from distjax.variables.partitioners import Partitioner
 from distjax.variables.policy import AT_SERVER
 from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import StoredVariable
@@ -51,6 +52,7 @@ class ParameterServerExtended(StrategyExtended):
       device: where the user's process has what it fetches.
       engine: runs workers and servers.
       num_servers: how many servers there are.
+      partitioner: says into how many shards variables are split.
       cut: "least_bytes" or "arguments".
       axis_name: the name of the replica axis in a step.
       run_closure: runs a function with its arguments as one closure, and waits for its result.
@@ -67,12 +69,14 @@ class ParameterServerExtended(StrategyExtended):
         device: jax.Device,
         engine: Engine,
         num_servers: int,
+        partitioner: Partitioner | None,
         cut: str,
         axis_name: str,
         run_closure: Callable[[Callable[..., Any], PositionalArgs, dict[str, Any]], Any],
     ):
         topology = one_device_topology(device, 1, axis_name)
-        self.at_servers = ServerPlacement(num_servers, device)
+        self.at_servers = ServerPlacement(num_servers, device, partitioner)
+        self._device = device
         super().__init__(topology, self.at_servers, wraps=False)
         self.engine, self.cut = engine, cut
         self.run_closure = run_closure
@@ -127,11 +131,8 @@ class ParameterServerExtended(StrategyExtended):
 
     def make_storage(self, variable: StoredVariable) -> StoredArray:
         """Returns what reads and writes the variable's value where it lives."""
-        layout = variable.layout
-        assert isinstance(layout, ServerLayout), "as its placement says"
-        servers = self.servers if layout.server is None else [self.servers[layout.server]]
-        key = f"{variable.name}#{next(self._numbers)}"
-        return ServerStorage(variable.name, self.variable_lock, key, servers, layout.device)
+        parts = make_parts(variable, next(self._numbers))
+        return ServerStorage(variable.name, self.variable_lock, parts, self.servers, self._device)
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:

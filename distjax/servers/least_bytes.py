@@ -9,7 +9,7 @@ server is what they all wait for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from distjax.jax_compat import Literal, Var
-from distjax.replica.analysis import CALLS
-from distjax.servers.code import Code, aval_of_atom, eval_opened, trace_code
+from distjax.servers.code import NamedCode, aval_of_atom, open_code
 from distjax.servers.owners import results_by_server
 from distjax.servers.sizes import num_bytes
 from distjax.servers.update import Update
@@ -28,36 +27,16 @@ WORKER, SERVERS = "worker", "servers"
 ENDLESS = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """What of an update runs at the worker, before anything is sent.
-
-    Attributes:
-      code: (*operands) -> (*results).
-      operands: names of the replica trace.
-      results: names of what it computes: of values that are sent, and of answers.
-    """
-
-    code: Code
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-
-
-NOTHING_MOVED = Moved(trace_code(lambda: [], ()), (), ())
-
-
-def move_to_worker(update: Update, num_servers: int) -> tuple[Moved, Update]:
-    """Returns what of an update runs at the worker, and the rest.
+def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, Update]:
+    """Returns what of an update runs at the worker before anything is sent, and the rest.
 
     Args:
       update: the update.
-      num_servers: how many servers there are.
+      early: the numbers of the equations that the worker runs.
     """
-    update = opened(update)
     code, num_written = update.code, len(update.written)
-    current, operands = _split_at(code.inputs, len(update.variables))
+    current, operands = _split_at(code.inputs, len(update.parts))
     written, answers = _split_at(code.jaxpr.outvars, num_written)
-    early = equations_at_worker(update, num_servers)
     late = [e for i, e in enumerate(code.jaxpr.eqns) if i not in early]
     names: dict[Any, Any] = dict(zip(operands, update.operands, strict=True))
     at_worker = {v for i in early for v in code.jaxpr.eqns[i].outvars}.union(names)
@@ -73,19 +52,14 @@ def move_to_worker(update: Update, num_servers: int) -> tuple[Moved, Update]:
     rest = code.between([*current, *crossing], ends, late)
     sent = tuple(names.get(v, v) for v in crossing)
     return (
-        Moved(moved, update.operands, (*computed, *(name for name, _ in own))),
-        Update(rest, update.variables, sent, update.written, tuple(name for name, _ in asked)),
+        NamedCode(moved, update.operands, (*computed, *(name for name, _ in own))),
+        Update(rest, update.parts, sent, update.written, tuple(name for name, _ in asked)),
     )
 
 
 def opened(update: Update) -> Update:
     """Returns the update without calls in it: what they hold is cut too."""
-    code = update.code
-    keys = {"jaxpr", "call_jaxpr"}
-    opens = lambda eqn: eqn.primitive.name in CALLS and not keys.isdisjoint(eqn.params)
-    avals = [aval_of_atom(v) for v in code.inputs]
-    run = lambda *arrays: eval_opened(code.jaxpr, (), (*code.consts, *arrays), opens)
-    return dataclasses.replace(update, code=trace_code(run, avals))
+    return dataclasses.replace(update, code=open_code(update.code))
 
 
 def equations_at_worker(update: Update, num_servers: int) -> set[int]:
@@ -98,6 +72,13 @@ def equations_at_worker(update: Update, num_servers: int) -> set[int]:
     return graph.worker_side()
 
 
+def slices_of_operands(update: Update) -> set[int]:
+    """Returns the numbers of the equations that only cut out a part of what a worker sends."""
+    _, operands = _split_at(update.code.inputs, len(update.parts))
+    eqns = enumerate(update.code.jaxpr.eqns)
+    return {i for i, e in eqns if e.primitive.name == "slice" and e.invars[0] in operands}
+
+
 class _Graph:
     """The graph of an update: a cut pays for each edge from the worker's side to the servers'.
 
@@ -107,7 +88,7 @@ class _Graph:
 
     def __init__(self, update: Update):
         self._update, self._jaxpr = update, update.code.jaxpr
-        current, operands = _split_at(update.code.inputs, len(update.variables))
+        current, operands = _split_at(update.code.inputs, len(update.parts))
         self._maker: dict[Var, Any] = dict.fromkeys(current, SERVERS)
         self._maker.update(dict.fromkeys(operands, WORKER))
         for number, eqn in enumerate(self._jaxpr.eqns):

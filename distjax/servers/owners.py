@@ -9,9 +9,8 @@ from typing import Any
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Var
 from distjax.servers.code import Code, in_own_buffers
-from distjax.servers.placement import server_of
+from distjax.servers.server_storage import Part
 from distjax.servers.update import Update
-from distjax.variables.variable import Variable
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class ServerShare:
     Attributes:
       server: its number.
       code: (*takes, *operands) -> (*new values of `writes`, *answers).
-      takes: variables whose values it reads or replaces.
+      takes: parts of variables whose values it reads or replaces.
       writes: those that it replaces.
       operands: what it needs of the worker.
       answers: what the worker needs of it.
@@ -29,8 +28,8 @@ class ServerShare:
 
     server: int
     code: Code
-    takes: tuple[Variable, ...]
-    writes: tuple[Variable, ...]
+    takes: tuple[Part, ...]
+    writes: tuple[Part, ...]
     operands: tuple[Var, ...]
     answers: tuple[Var, ...]
 
@@ -45,9 +44,8 @@ def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
       num_servers: how many servers there are.
     """
     numbers: dict[int, list[int]] = {k: [] for k in range(num_servers)}
-    for number, variable in enumerate(update.written):
-        own = server_of(variable)
-        for server in numbers if own is None else (own,):
+    for number, part in enumerate(update.written):
+        for server in numbers if part.server is None else (part.server,):
             numbers[server].append(number)
     for number in range(len(update.written), len(update.written) + len(update.answers)):
         numbers[_answers_at(update, number, num_servers)].append(number)
@@ -57,13 +55,13 @@ def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
 def _answers_at(update: Update, number: int, num_servers: int) -> int:
     if num_servers == 1:
         return 0
-    read = _variables_used(update, [number])
-    return min((k for v in read or update.variables if (k := server_of(v)) is not None), default=0)
+    read = _parts_used(update, [number])
+    return min((p.server for p in read or update.parts if p.server is not None), default=0)
 
 
-def _variables_used(update: Update, numbers: Sequence[int]) -> list[Variable]:
+def _parts_used(update: Update, numbers: Sequence[int]) -> list[Part]:
     used = update.code.cut_to(numbers).used
-    return [v for v, is_used in zip(update.variables, used, strict=False) if is_used]
+    return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
 
 
 def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShare]:
@@ -85,38 +83,42 @@ def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShar
     return shares
 
 
-def _foreign(variables: Sequence[Variable], server: int) -> list[Variable]:
-    """Returns the variables that another server has, and `server` has not."""
-    return [v for v in variables if server_of(v) not in (None, server)]
+def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
+    """Returns what another server has, and `server` has not."""
+    return [part for part in parts if part.server not in (None, server)]
 
 
 def _share(update: Update, server: int, numbers: Sequence[int]) -> ServerShare:
     code = update.code.cut_to(numbers)
     results: list[Any] = [*update.written, *update.answers]
     writes = tuple(results[i] for i in numbers if i < len(update.written))
-    names: list[Any] = [*update.variables, *update.operands]
+    names: list[Any] = [*update.parts, *update.operands]
     taken = [i for i, used in enumerate(code.used) if used or names[i] in writes]
     return ServerShare(
         server=server,
         code=in_own_buffers(code.taking(taken)),
-        takes=tuple(names[i] for i in taken if i < len(update.variables)),
+        takes=tuple(names[i] for i in taken if i < len(update.parts)),
         writes=writes,
-        operands=tuple(names[i] for i in taken if i >= len(update.variables)),
+        operands=tuple(names[i] for i in taken if i >= len(update.parts)),
         answers=tuple(results[i] for i in numbers if i >= len(update.written)),
     )
 
 
 def _foreign_text(update: Update, name: str, server: int, numbers: Sequence[int]) -> str:
-    first = next(i for i in numbers if _foreign(_variables_used(update, [i]), server))
-    foreign = _foreign(_variables_used(update, [first]), server)
+    first = next(i for i in numbers if _foreign(_parts_used(update, [i]), server))
+    foreign = _foreign(_parts_used(update, [first]), server)
     is_write = first < len(update.written)
     what = f"variable {update.written[first].name!r}" if is_write else "a result of its merge"
-    lives = ", ".join(f"{v.name!r} at server {server_of(v)}" for v in foreign)
-    other = foreign[0].name
+    lives = ", ".join(f"{part.name!r} {part.lives}" for part in foreign[:3])
+    lives += f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+    other, whole = foreign[0].variable, ""
+    if any(part.is_shard for part in foreign):
+        whole = "; or leave it whole: partitioner=lambda shape, dtype: [1, ...] for its shape"
     return message(
         f"{name} needs merges whose variables live at one server",
         got=f"{what}, computed at server {server}, from variables {lives}",
-        why="servers do not talk to each other: each updates what it has, from what a worker sends",
+        why="servers do not talk to each other: each updates what it has, from what a worker "
+        "sends; a shard of a partitioned variable from its own rows",
         fix=f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
-        f"them live together: with strategy.extended.colocate_vars_with({other}): ...",
+        f"them live together: with strategy.extended.colocate_vars_with({other}): ..." + whole,
     )

@@ -1,9 +1,10 @@
-"""Which server a variable lives at: the one with the fewest bytes, unless it is told otherwise."""
+"""Which server a variable lives at: that with the fewest bytes; and where its shards do."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,25 +12,38 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.errors import message
 from distjax.servers.sizes import num_bytes
 from distjax.typing import DTypeLike
 from distjax.variables.layouts.local_form import WHOLE
-from distjax.variables.stored_variable import StoredVariable
+from distjax.variables.partitioners import Partitioner, count_shards
 from distjax.variables.variable_placement import LaidOut
+
+OWNER = "ParameterServerStrategy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Some rows of a variable: the number of their server, and how many they are."""
+
+    server: int
+    num_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerLayout:
-    """One value at a server.
+    """One value at a server, or in shards at several.
 
     Attributes:
       server: its number; None: a copy at every server, each with its own pushes counted, as
         optimizers keep for their steps.
       device: where values that are fetched from it come to lie.
+      shards: of a partitioned variable: its rows, in order; the first are at `server`.
     """
 
     server: int | None
     device: jax.Device
+    shards: tuple[Shard, ...] = ()
     num_copies = 1
     local_form = WHOLE
     hands_out_copies = True
@@ -37,6 +51,8 @@ class ServerLayout:
     @property
     def kind(self) -> str:
         """Which server, so that a variable and its slots have equal localities."""
+        if self.shards:
+            return f"in shards at servers {', '.join(str(s.server) for s in self.shards)}"
         return "at every server" if self.server is None else f"at server {self.server}"
 
     def __str__(self) -> str:
@@ -63,6 +79,11 @@ class ServerLayout:
         """Returns this layout."""
         return self
 
+    def beside(self, shape: tuple[int, ...]) -> ServerLayout:
+        """Returns the layout of what is colocated: row by row, where it has as many rows."""
+        num_rows = sum(shard.num_rows for shard in self.shards)
+        return self if shape[:1] == (num_rows,) else dataclasses.replace(self, shards=())
+
 
 @dataclasses.dataclass(frozen=True)
 class NoVariable:
@@ -74,11 +95,12 @@ class NoVariable:
 
 
 class ServerPlacement:
-    """Puts each new variable at the server that holds the fewest bytes.
+    """Puts each new variable at the server that holds the fewest bytes; its shards in turn.
 
     Args:
       num_servers: how many there are.
       device: where values that are fetched from them come to lie.
+      partitioner: says into how many shards a variable is split; None: none is.
 
     Attributes:
       synchronizes: no: a worker has one replica, and a server one value.
@@ -87,10 +109,10 @@ class ServerPlacement:
 
     synchronizes = False
 
-    def __init__(self, num_servers: int, device: jax.Device):
+    def __init__(self, num_servers: int, device: jax.Device, partitioner: Partitioner | None):
         self.loads = [0] * num_servers
         self.at_every_server = NoVariable(ServerLayout(None, device))
-        self._device = device
+        self._device, self._partitioner = device, partitioner
         self._lock = threading.Lock()
 
     def layout(
@@ -98,20 +120,52 @@ class ServerPlacement:
     ) -> ServerLayout:
         """Returns the layout of a new variable, and counts its bytes."""
         own = getattr(colocate_with, "layout", None)
-        size = num_bytes(jax_compat.ShapedArray(shape, dtype))
+        is_free = not isinstance(own, ServerLayout)
+        rows = self._rows(tuple(shape), dtype) if is_free else []
+        size = jax_compat.ShapedArray(shape, dtype)
         with self._lock:
-            if not isinstance(own, ServerLayout):
-                own = ServerLayout(self.loads.index(min(self.loads)), self._device)
-            for server in range(len(self.loads)) if own.server is None else (own.server,):
-                self.loads[server] += size
-        return own
+            layout = self._place(rows) if is_free else own.beside(tuple(shape))
+            for server, portion in self._portions(layout, num_bytes(size)):
+                self.loads[server] += portion
+        return layout
+
+    def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
+        """Returns the rows of each shard, more in the first ones; of a whole variable one number.
+
+        Raises:
+          ValueError: the partitioner splits another axis than the first.
+        """
+        if self._partitioner is None or not shape or jax_compat.is_key_dtype(dtype):
+            return [1]
+        counts = count_shards(OWNER, self._partitioner, shape, dtype)
+        if any(count > 1 for count in counts[1:]):
+            raise ValueError(_axis_text(counts, shape))
+        n = min(counts[0], shape[0])
+        return [shape[0] // n + (i < shape[0] % n) for i in range(n)] if n > 1 else [1]
+
+    def _place(self, rows: Sequence[int]) -> ServerLayout:
+        """Returns the layout of shards at the servers in turn, the one with the least first."""
+        turns = sorted(range(len(self.loads)), key=self.loads.__getitem__)
+        shards = tuple(Shard(turns[i % len(turns)], n) for i, n in enumerate(rows))
+        return ServerLayout(turns[0], self._device, shards if len(shards) > 1 else ())
+
+    def _portions(self, layout: ServerLayout, size: int) -> list[tuple[int, int]]:
+        """Returns (server, bytes) for what a variable of `size` bytes has at servers."""
+        if layout.server is None:
+            return [(server, size) for server in range(len(self.loads))]
+        num_rows = sum(shard.num_rows for shard in layout.shards)
+        portions = [(s.server, size * s.num_rows // num_rows) for s in layout.shards]
+        return portions or [(layout.server, size)]
 
     def reduction_layout(self, variable: LaidOut) -> Any:
         """Returns the variable's own layout."""
         return variable.layout
 
 
-def server_of(variable: StoredVariable) -> int | None:
-    """Returns the number of the server that a variable lives at; None: it is at every one."""
-    assert isinstance(variable.layout, ServerLayout), f"{variable.name!r} is at no server"
-    return variable.layout.server
+def _axis_text(counts: Sequence[int], shape: tuple[int, ...]) -> str:
+    return message(
+        f"{OWNER}: partitioner needs to split the first axis only",
+        got=f"{list(counts)} shards for shape {shape}",
+        why="a server has some rows of a variable, from one to another",
+        fix="partitioner=dj.parts.FixedShards(2), or a function that returns [2, 1, ...]",
+    )

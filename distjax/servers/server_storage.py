@@ -1,55 +1,110 @@
-"""The array of a variable at a server: every read fetches it, every write sends it."""
+"""The array of a variable at servers: every read fetches it, every write sends it."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.placement.transfer import transfer
+from distjax.servers.placement import ServerLayout
 from distjax.servers.server_contract import ParameterServer
 from distjax.variables.storage import Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a variable is at one server: all of it, or a shard of its rows.
+
+    Attributes:
+      variable: the name of the variable.
+      name: its name, or `name/part_i`.
+      key: what the servers know it by.
+      server: the number of its server; None: it is at every one.
+      shape: of the part.
+      dtype: of the variable.
+      start: the first row of a shard.
+    """
+
+    variable: str
+    name: str
+    key: str
+    server: int | None
+    shape: tuple[int, ...]
+    dtype: Any
+    start: int = 0
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is not all of the variable."""
+        return self.name != self.variable
+
+    @property
+    def lives(self) -> str:
+        """Where it is, in words."""
+        return "at every server" if self.server is None else f"at server {self.server}"
+
+
+def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
+    """Returns the parts of a new variable; `number` makes their keys unlike all others."""
+    layout, name, shape = variable.layout, variable.name, variable.shape
+    assert isinstance(layout, ServerLayout), "as its placement says"
+    if not layout.shards:
+        return (Part(name, name, f"{name}#{number}", layout.server, shape, variable.dtype),)
+    parts, start = [], 0
+    for i, shard in enumerate(layout.shards):
+        own, rows = f"{name}/part_{i}", (shard.num_rows, *shape[1:])
+        parts.append(Part(name, own, f"{own}#{number}", shard.server, rows, variable.dtype, start))
+        start += shard.num_rows
+    return tuple(parts)
+
+
 class ServerStorage(StoredArray):
-    """Where the array of a variable is: at a server, under a key.
+    """Where the array of a variable is: at servers, each part of it under a key.
 
     Args:
       name: the name of the variable, for errors.
       lock: of the strategy's variables.
-      key: what the servers know the variable by.
-      servers: those that have it; the first one is asked.
+      parts: of the variable.
+      servers: all of the strategy's.
       device: where fetched values come to lie.
     """
 
     is_remote = True
 
-    __slots__ = ("_device", "_is_made", "_servers", "key")
+    __slots__ = ("_device", "_is_made", "_servers", "parts")
 
     def __init__(
         self,
         name: str,
         lock: threading.RLock,
-        key: str,
+        parts: tuple[Part, ...],
         servers: Sequence[ParameterServer],
         device: jax.Device,
     ):
         super().__init__(name, lock)
-        self.key = key
+        self.parts = parts
         self._servers, self._device = servers, device
         self._is_made = False
 
     def read(self) -> Stored | None:
-        """Returns the value that the server has now; None before it has one."""
+        """Returns the value that the servers have now; None before they have one."""
         if not self._is_made:
             return None
         with jax_compat.outside_traces():
-            _, (value,) = self._servers[0].read([self.key])
-            return transfer(value, SingleDeviceSharding(self._device))
+            values = [self._read(part) for part in self.parts]
+            return values[0] if len(values) == 1 else jnp.concatenate(values)
+
+    def _read(self, part: Part) -> jax.Array:
+        _, (value,) = self._servers[part.server or 0].read([part.key])
+        return transfer(value, SingleDeviceSharding(self._device))
 
     def require_made(self) -> None:
         """Raises a ContextError where there is no value; fetches none."""
@@ -62,12 +117,25 @@ class ServerStorage(StoredArray):
     def _put(self, array: Stored | None) -> None:
         self._swaps += 1
         if isinstance(array, jax.Array):
-            for server in self._servers:
-                (server.write if self._is_made else server.create)(self.key, array)
+            with jax_compat.outside_traces():
+                for part in self.parts:
+                    self._send(part, array)
         self._is_made = isinstance(array, jax.Array)
 
+    def _send(self, part: Part, array: jax.Array) -> None:
+        if part.shape != array.shape:
+            array = array[part.start : part.start + part.shape[0]]
+        for server in self._servers if part.server is None else [self._servers[part.server]]:
+            (server.write if self._is_made else server.create)(part.key, array)
 
-def key_of(variable: StoredVariable) -> str:
-    """Returns what the servers know a variable by."""
+
+def parts_of(variable: StoredVariable) -> tuple[Part, ...]:
+    """Returns what servers have of a variable."""
     assert isinstance(variable.stored, ServerStorage), f"{variable.name!r} is at no server"
-    return variable.stored.key
+    return variable.stored.parts
+
+
+def sizes_of(variable: StoredVariable) -> tuple[int, ...]:
+    """Returns how many rows the shards of a variable have; none if it is whole."""
+    parts = parts_of(variable)
+    return tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()

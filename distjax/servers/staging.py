@@ -7,9 +7,11 @@ in a later one. Merges of one stage depend on none of each other's results: they
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import jax
 
 from distjax import jax_compat
 from distjax.errors import MergeError, message
@@ -18,7 +20,8 @@ from distjax.placement.topology import Topology
 from distjax.replica.analysis import CALLS, MERGE_NAME
 from distjax.replica.merge import BatchedMerge, CotangentMerge, Merge, TangentMerge
 from distjax.replica.user_merge import UserMerge, WeakMerge
-from distjax.servers.code import eval_opened
+from distjax.servers.code import eval_opened, trace_code
+from distjax.servers.server_storage import Part, parts_of
 from distjax.variables.state import variable_p
 from distjax.variables.variable import Variable
 
@@ -130,6 +133,21 @@ def find_snapshot(jaxpr: Jaxpr) -> dict[Var, Variable]:
     """Returns the values of variables that a replica trace starts from, by what names them."""
     reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
     return {e.outvars[0]: e.params["variable"]() for e in reads}
+
+
+def read_parts(snapshot: Mapping[Var, Variable]) -> tuple[list[JaxprEqn], dict[Var, Part]]:
+    """Returns equations that make values of variables of their parts, and what names the parts."""
+    eqns: list[JaxprEqn] = []
+    pulled: dict[Var, Part] = {}
+    for name, variable in snapshot.items():
+        parts, names = parts_of(variable), [name]
+        if len(parts) > 1:
+            avals = [jax_compat.ShapedArray(part.shape, part.dtype) for part in parts]
+            joined = trace_code(lambda *rows: [jax.lax.concatenate(rows, 0)], avals)
+            eqns += [eqn.replace(outvars=[name]) for eqn in joined.jaxpr.eqns]
+            names = joined.inputs
+        pulled.update(zip(names, parts, strict=True))
+    return eqns, pulled
 
 
 def split_stages(jaxpr: Jaxpr, results: Sequence[Any]) -> list[TracedStage]:

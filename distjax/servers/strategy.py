@@ -22,6 +22,7 @@ from distjax.servers.threads import ThreadEngine
 from distjax.servers.trace import cut_step
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
+from distjax.variables.partitioners import Partitioner, require_partitioner
 
 CUTS = ("least_bytes", "arguments")
 
@@ -38,6 +39,9 @@ class ParameterServerStrategy(Strategy):
       workers: how many, on the local devices in turn; or a sequence of devices for each; None:
         one on each local device.
       servers: how many.
+      partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function of shape and
+        dtype: into how many shards a variable is split along its first axis. They live at
+        different servers, and are one variable to everybody else.
       max_staleness: how many writes of others may come between a worker's reading and its
         writing; None: any number.
       engine: runs workers and servers: "threads", or an engine, as `dj.servers.ThreadEngine()`.
@@ -47,6 +51,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
       ValueError: numbers below 1, devices that are none, an unknown `cut`.
+      TypeError: a partitioner that is no function.
 
     Source: tf.distribute.experimental.ParameterServerStrategy (TF 2).
     """
@@ -56,12 +61,14 @@ class ParameterServerStrategy(Strategy):
         workers: int | Sequence[Sequence[jax.Device]] | None = None,
         servers: int = 1,
         *,
+        partitioner: Partitioner | None = None,
         max_staleness: int | None = None,
         engine: Engine | str = "threads",
         cut: str = "least_bytes",
         axis_name: str = REPLICA_AXIS,
     ):
         _require_count(servers, "servers")
+        require_partitioner("ParameterServerStrategy", partitioner)
         _require_staleness(max_staleness)
         _require_cut(cut)
         self.worker_devices = _as_workers(workers)
@@ -76,7 +83,9 @@ class ParameterServerStrategy(Strategy):
         device = devices[0]
         run_closure = functools.partial(run_step, self)
         super().__init__(
-            ParameterServerExtended(device, self.engine, servers, cut, axis_name, run_closure)
+            ParameterServerExtended(
+                device, self.engine, servers, partitioner, cut, axis_name, run_closure
+            )
         )
 
     @property

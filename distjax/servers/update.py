@@ -12,6 +12,8 @@ from distjax.jax_compat import Literal, ShapedArray, Var
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.servers.code import Code, aval_of_atom, trace_code
+from distjax.servers.rows import in_shards
+from distjax.servers.server_storage import Part, parts_of, sizes_of
 from distjax.servers.staging import ServerMerge
 from distjax.variables.variable import Variable
 
@@ -21,17 +23,17 @@ class Update:
     """The merges of one stage, as one function.
 
     Attributes:
-      code: (*values of `variables` now, *operands) -> (*new values of `written`, *answers).
-      variables: those that a merge reads or writes.
+      code: (*values of `parts` now, *operands) -> (*new values of `written`, *answers).
+      parts: of the variables that a merge reads or writes.
       operands: what the worker sends, as the replica trace names it.
-      written: the variables among them that get new values.
+      written: the parts of variables that get new values.
       answers: what the worker needs of the results, as the replica trace names it.
     """
 
     code: Code
-    variables: tuple[Variable, ...]
+    parts: tuple[Part, ...]
     operands: tuple[Var, ...]
-    written: tuple[Variable, ...]
+    written: tuple[Part, ...]
     answers: tuple[Var, ...]
 
 
@@ -65,7 +67,16 @@ def trace_update(
 
     avals = [ShapedArray(v.shape, v.dtype) for v in variables]
     avals += [aval_of_atom(v) for v in operands]
-    return Update(trace_code(update, avals), variables, operands, written, answers)
+    code, parts = trace_code(update, avals), _parts_of_all(variables)
+    if len(parts) > len(variables):
+        taken = [*map(sizes_of, variables), *(() for _ in operands)]
+        given = [*map(sizes_of, written), *(() for _ in answers)]
+        code = in_shards(code, taken, given)
+    return Update(code, parts, operands, _parts_of_all(written), answers)
+
+
+def _parts_of_all(variables: Sequence[Variable]) -> tuple[Part, ...]:
+    return tuple(part for v in variables for part in parts_of(v))
 
 
 def _run_merge(

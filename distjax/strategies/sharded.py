@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from distjax import jax_compat
 from distjax.collectives.communication import CommunicationOptions
@@ -20,9 +18,8 @@ from distjax.typing import DTypeLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.partitioned import PartitionedLayout
+from distjax.variables.partitioners import Partitioner, count_shards, require_partitioner
 from distjax.variables.variable_placement import LaidOut
-
-Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
 #: What is split, from ZeRO stage 1 to 3. Each includes those before it.
 PARTITIONS = ("optimizer", "gradients", "parameters")
@@ -71,25 +68,10 @@ class ShardedPlacement:
             return None
         axes = range(len(shape))
         if self.partitioner is not None:
-            shards = _as_shards(self.partitioner(shape, dtype), shape)
+            shards = count_shards("ShardedStrategy", self.partitioner, shape, dtype)
             axes = [i for i, n in enumerate(shards) if n > 1]
         fitting = (i for i in axes if shape[i] > 0 and shape[i] % count == 0)
         return next(fitting, None)
-
-
-def _as_shards(given: object, shape: tuple[int, ...]) -> list[int]:
-    shards = list(given) if isinstance(given, Iterable) else []
-    is_count = lambda n: isinstance(n, (int, np.integer)) and n >= 0
-    if len(shards) == len(shape) and all(map(is_count, shards)):
-        return shards
-    raise ValueError(
-        message(
-            "ShardedStrategy: partitioner needs to return a number of shards for each axis",
-            got=f"{describe_value(given)} for shape {shape}",
-            why="the first axis with more than one shard is the one that is split",
-            fix="partitioner=lambda shape, dtype: [2] + [1] * (len(shape) - 1)",
-        )
-    )
 
 
 class ShardedStrategy(Strategy):
@@ -143,15 +125,7 @@ class ShardedStrategy(Strategy):
                     fix="dj.ShardedStrategy(partition='parameters')",
                 )
             )
-        if partitioner is not None and not callable(partitioner):
-            raise TypeError(
-                message(
-                    "ShardedStrategy: partitioner needs a function of shape and dtype, or None",
-                    got=describe_value(partitioner),
-                    why="it is asked for each variable into how many parts each axis is split",
-                    fix="dj.ShardedStrategy(partitioner=dj.parts.FixedShards(2))",
-                )
-            )
+        require_partitioner("ShardedStrategy", partitioner)
         topology = mesh_topology(devices_of_job(devices, "ShardedStrategy"), axis_name)
         placement = ShardedPlacement(topology, partition, partitioner)
         super().__init__(StrategyExtended(topology, placement, communication=communication))

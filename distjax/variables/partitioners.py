@@ -4,12 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 from distjax.typing import DTypeLike
+
+#: (shape, dtype) -> the number of shards along each axis.
+Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
+
+
+def require_partitioner(owner: str, partitioner: object) -> None:
+    """Raises a TypeError for a partitioner that is no function, and not None."""
+    if partitioner is None or callable(partitioner):
+        return
+    raise TypeError(
+        message(
+            f"{owner}: partitioner needs a function of shape and dtype, or None",
+            got=describe_value(partitioner),
+            why="it is asked for each variable into how many parts each axis is split",
+            fix=f"dj.{owner}(partitioner=dj.parts.FixedShards(2))",
+        )
+    )
+
+
+def count_shards(
+    owner: str, partitioner: Partitioner, shape: tuple[int, ...], dtype: DTypeLike
+) -> list[int]:
+    """Returns what a partitioner says: a number of shards for each axis.
+
+    Raises:
+      ValueError: it says anything else.
+    """
+    given: Any = partitioner(shape, dtype)
+    shards = list(given) if isinstance(given, Iterable) else []
+    is_count = lambda n: isinstance(n, (int, np.integer)) and n >= 0
+    if len(shards) == len(shape) and all(map(is_count, shards)):
+        return shards
+    raise ValueError(
+        message(
+            f"{owner}: partitioner needs to return a number of shards for each axis",
+            got=f"{describe_value(given)} for shape {shape}",
+            why="the first axis with more than one shard is the one that is split",
+            fix="partitioner=lambda shape, dtype: [2] + [1] * (len(shape) - 1)",
+        )
+    )
 
 
 def _require_count(owner: str, name: str, value: object) -> None:

@@ -110,7 +110,7 @@ def test_what_is_assigned_is_not_the_workers_array():
 def cost_of(update, early, num_servers):
     """Returns the bytes that travel where the worker runs the equations `early`."""
     code = update.code
-    eqns, num_variables = code.jaxpr.eqns, len(update.variables)
+    eqns, num_variables = code.jaxpr.eqns, len(update.parts)
     at_worker = set(code.inputs[num_variables:])
     at_worker.update(v for i in early for v in eqns[i].outvars)
     sent = 0
@@ -126,7 +126,7 @@ def cost_of(update, early, num_servers):
 def all_splits(update):
     """Yields every set of equations that a worker could run."""
     eqns = update.code.jaxpr.eqns
-    current = set(update.code.inputs[: len(update.variables)])
+    current = set(update.code.inputs[: len(update.parts)])
     maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     needs = [{maker.get(v) for v in e.invars if not isinstance(v, Literal)} for e in eqns]
     free = [i for i, e in enumerate(eqns) if not current.intersection(_variables(e))]

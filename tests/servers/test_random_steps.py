@@ -1,8 +1,8 @@
 """The law of the cut: closures one at a time are the steps of one device.
 
 Steps are drawn: reads, writes, merges with and without results, in any order, over variables at
-one to three servers. Their numbers are whole and small, so that every way to compute them gives
-the same bits: what differs is wrong.
+one to three servers, whole or in shards. Their numbers are whole and small, so that every way to
+compute them gives the same bits: what differs is wrong.
 """
 
 import os
@@ -94,11 +94,13 @@ def run(strategy, program, optimizes):
 @given(
     program=st.lists(actions, min_size=1, max_size=6),
     servers=st.integers(1, 3),
+    shards=st.integers(1, 3),
     cut=st.sampled_from(["arguments", "least_bytes"]),
     optimizes=st.booleans(),
 )
-def test_one_closure_at_a_time_is_one_device(program, servers, cut, optimizes):
-    strategy = dj.ParameterServerStrategy(2, servers, cut=cut)
+def test_one_closure_at_a_time_is_one_device(program, servers, shards, cut, optimizes):
+    partitioner = dj.parts.FixedShards(shards)
+    strategy = dj.ParameterServerStrategy(2, servers, partitioner=partitioner, cut=cut)
     found = run(strategy, program, optimizes)
     expected = run(dj.OneDeviceStrategy(), program, optimizes)
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -91,7 +91,14 @@ def test_an_update_that_reads_a_variable_of_another_server(ps, v):
     def mixed():
         return dj.get_replica_context().merge_call(lambda s: v.value + other.value)
 
-    assert_refused(dj.errors.MergeError, "a result of its merge", ps.run, mixed)
+    np.testing.assert_array_equal(ps.run(mixed), [3.0, 3.0, 3.0])  # joined by the worker
+
+    def printed(s):
+        jax.debug.print("{}", v.value + other.value)
+        return v.value
+
+    merge = lambda: dj.get_replica_context().merge_call(printed)
+    assert_refused(dj.errors.MergeError, "a result of its merge", ps.run, merge)
 
 
 def test_a_count_at_every_server_needs_what_every_server_has(ps, v):

@@ -1,0 +1,202 @@
+"""What equations do to rows: which make each row of their result of the same row of an operand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.servers.code import aval_of_atom, eval_equation
+
+#: Each element of the result is made of the elements of the operands at its place.
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj "
+    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 "
+    "floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg "
+    "nextafter not or population_count pow real reduce_precision rem round rsqrt select_n "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient "
+    "sub tan tanh xor".split()
+)
+REDUCTIONS = frozenset(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
+    "reduce_xor".split()
+)
+SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split())
+
+
+class Place(NamedTuple):
+    """Where a shard stands: its first row, and how many it has."""
+
+    start: int
+    num_rows: int
+
+
+Operands: TypeAlias = Sequence[Any]
+
+
+def shape_of(atom: Var | Literal) -> tuple[int, ...]:
+    """Returns the shape of what a jaxpr names."""
+    return aval_of_atom(atom).shape
+
+
+def rows_taken(eqn: JaxprEqn) -> list[bool] | None:
+    """Returns which operands an equation needs in rows to make its result in rows.
+
+    The others it needs whole. None: rows of the result are made of more than that.
+    """
+    rule = _TAKEN.get(eqn.primitive.name)
+    shape = () if rule is None else shape_of(eqn.outvars[0])
+    return rule(eqn, shape) if rule is not None and shape else None
+
+
+def keeps_elements(eqn: JaxprEqn) -> bool:
+    """Returns whether the result has the elements of the operand, in their order."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze"):
+        return False
+    (operand, *others), (out,) = eqn.invars, eqn.outvars
+    return not others and math.prod(shape_of(operand)) == math.prod(shape_of(out))
+
+
+def _elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool]:
+    return [shape_of(v)[:1] == shape[:1] for v in eqn.invars]  # others are scalars, or one row
+
+
+def _first(eqn: JaxprEqn, is_so: bool) -> list[bool] | None:
+    return [True] + [False] * (len(eqn.invars) - 1) if is_so else None
+
+
+def _broadcast(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool]:
+    of_rows = eqn.params["broadcast_dimensions"][:1] == (0,)
+    is_long = of_rows and shape_of(eqn.invars[0])[0] == shape[0]
+    return [bool(is_long), *(False for _ in eqn.invars[1:])]
+
+
+def _reshaped(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
+    return _first(eqn, shape_of(eqn.invars[0])[:1] == shape[:1] and shape[0] > 0)
+
+
+def _transposed(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
+    return _first(eqn, eqn.params["permutation"][0] == 0)
+
+
+def _reduced(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
+    return _first(eqn, 0 not in eqn.params["axes"])
+
+
+def _squeezed(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
+    return _first(eqn, 0 not in eqn.params["dimensions"])
+
+
+def _scattered(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
+    dims = eqn.params["dimension_numbers"]
+    is_by_row = 0 in dims.inserted_window_dims and 0 in dims.scatter_dims_to_operand_dims
+    is_plain = not dims.operand_batching_dims and eqn.params["mode"] != GatherScatterMode.CLIP
+    return _first(eqn, is_by_row and is_plain)
+
+
+_TAKEN: dict[str, Callable[[JaxprEqn, tuple[int, ...]], list[bool] | None]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(SCATTERS, _scattered),
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "squeeze": _squeezed,
+    "transpose": _transposed,
+}
+
+
+def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, place: Place, operands: Operands) -> Any:
+    """Returns the rows at `place` of the result of an equation of `jaxpr`.
+
+    Args:
+      jaxpr: what holds it.
+      eqn: one of which `rows_taken` says something.
+      place: of the rows.
+      operands: these rows of those that it takes in rows; the others are whole.
+    """
+    name, shape = eqn.primitive.name, (place.num_rows, *shape_of(eqn.outvars[0])[1:])
+    if name == "broadcast_in_dim":
+        return jax.lax.broadcast_in_dim(operands[0], shape, eqn.params["broadcast_dimensions"])
+    if name == "reshape":
+        return jax.lax.reshape(operands[0], shape)
+    if name in SCATTERS:  # rows that are elsewhere are dropped
+        array, indices, updates = operands
+        column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(0)
+        local = indices - _in_column(indices, column, place.start)
+        dropping = {**eqn.params, "mode": GatherScatterMode.FILL_OR_DROP}
+        operands, eqn = (array, local, updates), eqn.replace(params=dropping)
+    return eval_equation(jaxpr, eqn, operands)[0]
+
+
+def _in_column(indices: jax.Array, column: int, number: int) -> jax.Array:
+    """Returns what subtracts `number` from one column of indices."""
+    columns = [number if i == column else 0 for i in range(indices.shape[-1])]
+    return jnp.array(columns, indices.dtype)
+
+
+# -- lookups ------------------------------------------------------------------
+
+
+def look_up(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> Any:
+    """Returns the result of an equation that looks some rows up; None: it does not.
+
+    Each shard is asked for all of them; of its answers those count that it has.
+
+    Args:
+      jaxpr: what holds the equation.
+      eqn: any equation.
+      shards: of its first operand.
+      others: its other operands.
+    """
+    rule = {"gather": _gathered, "dynamic_slice": _sliced_at, "slice": _sliced}
+    found = rule.get(eqn.primitive.name)
+    return None if found is None else found(jaxpr, eqn, shards, others)
+
+
+def _starts(shards: Operands) -> list[int]:
+    return [sum(shard.shape[0] for shard in shards[:i]) for i in range(len(shards))]
+
+
+def _gathered(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> Any:
+    dims, (indices,) = eqn.params["dimension_numbers"], others
+    is_by_row = 0 in dims.collapsed_slice_dims and 0 in dims.start_index_map
+    if not is_by_row or dims.operand_batching_dims:
+        return None
+    column, shape = dims.start_index_map.index(0), shape_of(eqn.outvars[0])
+    batch = [i for i in range(len(shape)) if i not in dims.offset_dims]
+    result = None
+    for start, shard in zip(_starts(shards), shards, strict=True):
+        local = indices - _in_column(indices, column, start)
+        (rows,) = eval_equation(jaxpr, eqn, [shard, local])
+        if result is not None:
+            is_here = jax.lax.broadcast_in_dim(indices[..., column] >= start, shape, batch)
+            rows = jnp.where(is_here, rows, result)
+        result = rows
+    return result
+
+
+def _sliced_at(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> Any:
+    if eqn.params["slice_sizes"][0] != 1:
+        return None
+    result = None
+    for start, shard in zip(_starts(shards), shards, strict=True):
+        (row,) = eval_equation(jaxpr, eqn, [shard, others[0] - start, *others[1:]])
+        result = row if result is None else jnp.where(others[0] >= start, row, result)
+    return result
+
+
+def _sliced(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> Any:
+    (first, *starts), (last, *ends) = eqn.params["start_indices"], eqn.params["limit_indices"]
+    if eqn.params["strides"] is not None:
+        return None
+    found = []
+    for start, shard in zip(_starts(shards), shards, strict=True):
+        low, high = max(first - start, 0), min(last - start, shard.shape[0])
+        if low < high:
+            found.append(jax.lax.slice(shard, (low, *starts), (high, *ends)))
+    return jnp.concatenate(found) if found else None

@@ -1,0 +1,277 @@
+"""Partitioned variables in an update: each shard is made of its own rows, where that is so.
+
+The user's merge works on whole values. Here it becomes a function of shards: whatever makes a row
+of the same row of its operands is done shard by shard, and rows that are looked up are looked up
+in each shard. All else is done on the whole, put together from the shards: which is right too, but
+needs shards of several servers, as `owners.py` and `answers.py` find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from distjax import jax_compat
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.servers.code import Code, aval_of_atom, eval_equation, open_code, trace_code
+from distjax.servers.row_rules import (
+    Place,
+    keeps_elements,
+    look_up,
+    rows_taken,
+    run_on_rows,
+    shape_of,
+)
+
+#: How many rows the shards of a value have, in order; empty: it is whole.
+Sizes: TypeAlias = tuple[int, ...]
+
+
+def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Code:
+    """Returns a code whose arrays and results are shards.
+
+    Args:
+      code: of whole values.
+      taken: for each array that it takes.
+      given: for each of its results.
+    """
+    code = _prepared(code)
+    values = _Values(code.jaxpr)
+    consts = len(code.consts)
+    values.find_natural([()] * consts + list(taken))
+    values.find_wanted(given)
+    avals = [aval for v, sizes in zip(code.inputs, taken, strict=True) for aval in _avals(v, sizes)]
+
+    def run(*arrays: jax.Array) -> list[Any]:
+        rest = iter(arrays)
+        inputs = [tuple(next(rest) for _ in sizes or (0,)) for sizes in taken]
+        return values.run([(c,) for c in code.consts] + inputs, given)
+
+    return trace_code(run, avals)
+
+
+def _prepared(code: Code) -> Code:
+    """Returns the code without calls, and without dimensions of size 1 that come and go."""
+    code = open_code(code)
+    avals = [aval_of_atom(v) for v in code.inputs]
+
+    def run(*arrays: jax.Array) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(code.jaxpr.invars, (*code.consts, *arrays), strict=True))
+        roots: dict[int, Any] = {}  # what reshaped values were before, by name
+        read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+        for eqn in code.jaxpr.eqns:
+            ins = [read(atom) for atom in eqn.invars]
+            if keeps_elements(eqn):
+                (out,) = eqn.outvars
+                roots[id(out)] = roots.get(id(eqn.invars[0]), ins[0])
+                outs = [jax.lax.reshape(roots[id(out)], shape_of(out))]
+            else:
+                outs = eval_equation(code.jaxpr, eqn, ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, code.outputs))
+
+    return trace_code(run, avals)
+
+
+def _avals(atom: Var, sizes: Sizes) -> list[Any]:
+    whole = aval_of_atom(atom)
+    shapes = [(n, *whole.shape[1:]) for n in sizes] or [whole.shape]
+    return [jax_compat.ShapedArray(shape, whole.dtype) for shape in shapes]
+
+
+def _places(sizes: Sizes) -> list[Place]:
+    return [Place(sum(sizes[:i]), n) for i, n in enumerate(sizes)]
+
+
+class _Values:
+    """The values of a jaxpr, whole and in shards.
+
+    Attributes:
+      natural: sizes of the values that are made in shards, of shards.
+      wanted: sizes in which other values are needed too.
+    """
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._jaxpr = jaxpr
+        self.natural: dict[Var, Sizes] = {}
+        self.wanted: dict[Var, dict[Sizes, None]] = {}
+        self._branches: dict[int, list[tuple[_Values, Sequence[Any]]]] = {}
+        self._forms: dict[int, list[Sizes]] = {}  # of the results of branches
+
+    # -- how each value is needed ---------------------------------------------
+
+    def find_natural(self, taken: Sequence[Sizes]) -> None:
+        """Finds what is made in shards, the operands being as `taken` says."""
+        self.natural.update((v, s) for v, s in zip(self._jaxpr.invars, taken, strict=True) if s)
+        for number, eqn in enumerate(self._jaxpr.eqns):
+            if eqn.primitive.name == "cond":
+                self._enter_branches(number, eqn)
+                continue
+            takes = rows_taken(eqn) or ()
+            rows = (v for v, by_rows in zip(eqn.invars, takes, strict=False) if by_rows)
+            sizes = next(filter(None, map(self._natural, rows)), ())
+            if sizes:
+                self.natural[eqn.outvars[0]] = sizes
+
+    def _natural(self, atom: Any) -> Sizes:
+        return () if isinstance(atom, Literal) else self.natural.get(atom, ())
+
+    def _enter_branches(self, number: int, eqn: JaxprEqn) -> None:
+        found = []
+        for branch in eqn.params["branches"]:
+            code = _prepared(Code(*jax_compat.open_jaxpr(branch)))
+            values = _Values(code.jaxpr)
+            values.find_natural([()] * len(code.consts) + [*map(self._natural, eqn.invars[1:])])
+            found.append((values, code.consts))
+        self._branches[number] = found
+        for i, out in enumerate(eqn.outvars):
+            each = (values._natural(values._jaxpr.outvars[i]) for values, _ in found)
+            sizes = next(filter(None, each), ())
+            if sizes:
+                self.natural[out] = sizes
+
+    def find_wanted(self, given: Sequence[Sizes]) -> None:
+        """Finds what is needed in shards for results as `given` says."""
+        self._want(zip(self._jaxpr.outvars, given, strict=True))
+        for number, eqn in reversed([*enumerate(self._jaxpr.eqns)]):
+            if number in self._branches:
+                self._want_in_branches(number, eqn)
+                continue
+            takes = rows_taken(eqn)
+            for sizes in self._made(eqn.outvars[0]) if takes is not None else ():
+                rows = [v for v, by_rows in zip(eqn.invars, takes or (), strict=True) if by_rows]
+                self._want((v, sizes) for v in rows)
+
+    def _want(self, pairs: Iterable[tuple[Any, Sizes]]) -> None:
+        for atom, sizes in pairs:
+            if sizes and not isinstance(atom, Literal) and self._natural(atom) != sizes:
+                self.wanted.setdefault(atom, {})[sizes] = None
+
+    def _made(self, out: Var) -> list[Sizes]:
+        """Returns the sizes in which a value is made by rows."""
+        return [self.natural[out]] if out in self.natural else list(self.wanted.get(out, ()))
+
+    def _want_in_branches(self, number: int, eqn: JaxprEqn) -> None:
+        forms = [next(iter(self._made(out)), ()) for out in eqn.outvars]
+        self._forms[number] = forms
+        for values, consts in self._branches[number]:
+            values.find_wanted(forms)
+            inputs = values._jaxpr.invars[len(consts) :]
+            for atom, v in zip(eqn.invars[1:], inputs, strict=True):
+                if not self._natural(atom):
+                    self._want((atom, sizes) for sizes in values.wanted.get(v, ()))
+
+    # -- their evaluation -----------------------------------------------------
+
+    def run(self, inputs: Sequence[tuple[Any, ...]], given: Sequence[Sizes]) -> list[Any]:
+        """Returns the results, each in its shards.
+
+        Args:
+          inputs: the shards of each operand; of a whole one itself.
+          given: sizes of the results.
+        """
+        env = _Environment()
+        for v, shards in zip(self._jaxpr.invars, inputs, strict=True):
+            env.set(v, self.natural.get(v, ()), shards)
+        self._evaluate(env)
+        return [x for v, s in zip(self._jaxpr.outvars, given, strict=True) for x in env.get(v, s)]
+
+    def _evaluate(self, env: _Environment) -> None:
+        for number, eqn in enumerate(self._jaxpr.eqns):
+            if number in self._branches:
+                self._branch(env, number, eqn)
+                continue
+            if self.natural.keys().isdisjoint(eqn.outvars):
+                for v, x in zip(eqn.outvars, self._whole(env, eqn), strict=True):
+                    env.set(v, (), (x,))
+            takes = rows_taken(eqn)
+            for sizes in self._made(eqn.outvars[0]) if takes is not None else ():
+                forms = [sizes if by_rows else () for by_rows in takes or ()]
+                env.set(eqn.outvars[0], sizes, self._by_rows(env, eqn, forms, sizes))
+
+    def _whole(self, env: _Environment, eqn: JaxprEqn) -> Sequence[Any]:
+        sizes = self._natural(eqn.invars[0]) if eqn.invars else ()
+        if sizes:
+            others = [env.whole(v) for v in eqn.invars[1:]]
+            found = look_up(self._jaxpr, eqn, env.get(eqn.invars[0], sizes), others)
+            if found is not None:
+                return [found]
+        return eval_equation(self._jaxpr, eqn, [env.whole(v) for v in eqn.invars])
+
+    def _by_rows(
+        self, env: _Environment, eqn: JaxprEqn, forms: Sequence[Sizes], sizes: Sizes
+    ) -> tuple[Any, ...]:
+        pairs = zip(eqn.invars, forms, strict=True)
+        operands = [env.get(v, form) if form else [env.whole(v)] * len(sizes) for v, form in pairs]
+        return tuple(
+            run_on_rows(self._jaxpr, eqn, place, rows)
+            for place, *rows in zip(_places(sizes), *operands, strict=True)
+        )
+
+    def _branch(self, env: _Environment, number: int, eqn: JaxprEqn) -> None:
+        """Runs a `cond` whose operands and results are in shards."""
+        index, *atoms = eqn.invars
+        asked = [self._asked(atom) for atom in atoms]
+        forms = self._forms[number]
+
+        def as_function(values: _Values, consts: Sequence[Any]) -> Any:
+            def run(operands: Sequence[Sequence[tuple[Any, ...]]]) -> list[Any]:
+                inner = _Environment()
+                invars = values._jaxpr.invars
+                for v, const in zip(invars[: len(consts)], consts, strict=True):
+                    inner.set(v, (), (const,))
+                for v, all_sizes, all_shards in zip(
+                    invars[len(consts) :], asked, operands, strict=True
+                ):
+                    for sizes, shards in zip(all_sizes, all_shards, strict=True):
+                        inner.set(v, sizes, shards)
+                values._evaluate(inner)
+                return [inner.get(v, s) for v, s in zip(values._jaxpr.outvars, forms, strict=True)]
+
+            return run
+
+        operands = [[env.get(a, s) for s in sizes] for a, sizes in zip(atoms, asked, strict=True)]
+        functions = [as_function(*branch) for branch in self._branches[number]]
+        results = jax.lax.switch(env.whole(index), functions, operands)
+        for v, sizes, shards in zip(eqn.outvars, forms, results, strict=True):
+            env.set(v, sizes, shards)
+
+    def _asked(self, atom: Any) -> list[Sizes]:
+        """Returns the forms in which branches get an operand."""
+        natural = self._natural(atom)
+        if natural or isinstance(atom, Literal):
+            return [natural]
+        return [(), *self.wanted.get(atom, ())]
+
+
+class _Environment:
+    """Values by name and sizes; what is there in one form can be had in every other."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Var, dict[Sizes, Sequence[Any]]] = {}
+
+    def set(self, v: Var, sizes: Sizes, shards: Sequence[Any]) -> None:
+        self._forms.setdefault(v, {})[sizes] = tuple(shards)
+
+    def whole(self, atom: Any) -> Any:
+        (value,) = self.get(atom, ())
+        return value
+
+    def get(self, atom: Any, sizes: Sizes) -> Sequence[Any]:
+        """Returns the shards of a value; of a whole one itself."""
+        if isinstance(atom, Literal):
+            return _cut(atom.val, sizes)
+        forms = self._forms[atom]
+        if () not in forms and sizes not in forms:
+            forms[()] = (jnp.concatenate(next(iter(forms.values()))),)
+        if sizes not in forms:
+            forms[sizes] = _cut(*forms[()], sizes)
+        return forms[sizes]
+
+
+def _cut(value: Any, sizes: Sizes) -> Sequence[Any]:
+    cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _places(sizes)]
+    return tuple(cut) if sizes else (value,)

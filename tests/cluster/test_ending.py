@@ -89,11 +89,12 @@ def watch_that(seen):
 
 def make_job(wait=None, came=()):
     """A job whose process 0 is this one: what waiting for a key does, and who is at the end."""
-    said = [(f"distjax/end/came/{i}", "3 launches") for i in came]
     client = types.SimpleNamespace(
         blocking_key_value_get=wait,
         key_value_set=lambda *args, **kwargs: None,
-        key_value_dir_get=lambda key: [*said] if key == "distjax/end/came" else [],
+        key_value_dir_get=lambda key: [
+            (f"{key}/{i}", "3 launches") for i in came if key == "distjax/end/came"
+        ],
     )
     timeouts = make_timeouts(60, 10, 10, 600.0, None, 3600.0)
     return Job(0, 3, client, timeouts, ("a (pid 1)", "b (pid 2)", "c (pid 3)"), 0)
@@ -237,12 +238,8 @@ def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
     def come(key, timeout_in_ms):
         waited.append((key, timeout_in_ms))
         came.append(len(came))
-        monkeypatch.setattr(
-            job.client, "key_value_dir_get", make_job(came=came).client.key_value_dir_get
-        )
 
-    job = make_job(come, came)
-    meet = meet_with(job)
+    meet = meet_with(make_job(come, came))
     meet()
     assert [key for key, _ in waited] == [f"distjax/end/came/{i}" for i in (1, 2)]
     assert waited[0][1] == 8000

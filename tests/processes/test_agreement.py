@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax.cluster import warm_up
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from tests.processes import groups
@@ -128,7 +129,14 @@ def another_reduction(strategy, me):
 
 
 #: What differs, and what the error says of it.
+def another_order_of_devices(strategy, me):
+    warm_up._used.clear()  # of other tests
+    devices = strategy.mesh.devices.reshape(-1)[[2, 0, 3, 1] if me else [3, 0, 2, 1]]
+    dj.MultiWorkerMirroredStrategy(list(devices), model_axes={"model": 2})
+
+
 DIFFERENT = {
+    another_order_of_devices: "differs from process 0 in the groups of devices of a strategy",
     another_initial_value: "differs from process 0 in the initial value of 'w'",
     another_seed: "differs from process 0 in the initial value of 'w'",
     another_name: "differs from process 0 in what they do",

@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 from distjax import diagnostics, errors, testing
 from distjax.cluster.joining import initialize
+from distjax.cluster.phases import phase
 from distjax.collectives.communication import CommunicationImplementation, CommunicationOptions
 from distjax.context.expectation import expect
 from distjax.context.scoping import (
@@ -102,6 +103,7 @@ __all__ = [
     "jit",
     "lax",
     "locality",
+    "phase",
     "pmap",
     "set_strategy",
     "static",

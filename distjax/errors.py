@@ -133,6 +133,23 @@ def message(expected: str, *, got: str, why: str, fix: str) -> str:
     return f"{expected}.\n  Got: {got}.\n  Why: {why}.\n  Fix: {fix}"
 
 
+def as_part(text: str) -> str:
+    """Returns a text of another process, which may have parts itself, as a part of a message.
+
+    Example:
+      >>> inner = message("f() needs x", got="y", why="z", fix="f(x)")
+      >>> print(message("a job needs all", got=as_part(inner), why="it is one", fix="look there"))
+      a job needs all.
+        Got: f() needs x.
+            Got: y.
+            Why: z.
+            Fix: f(x).
+        Why: it is one.
+        Fix: look there
+    """
+    return text.strip().removesuffix(".").replace("\n", "\n    ")
+
+
 def describe_value(value: object) -> str:
     """Returns type, shape and dtype of `value`, never its whole content."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)

@@ -27,7 +27,7 @@ from distjax.cluster.exits import (
 )
 from distjax.cluster.job import Job
 from distjax.cluster.lines import as_line, as_plain, parse_line
-from distjax.errors import message
+from distjax.errors import as_part, message
 
 _CAUSE, _LEFT = "distjax/departure/cause", "distjax/departure/left"
 #: How long the ending of a process may take for the others' sake.
@@ -119,7 +119,7 @@ def _follow(joined: Job, code: int, who: str, text: str) -> None:
     """Ends this process, as another one of its job has ended."""
     said = message(
         f"{joined.name_process(joined.process_id)} needs all processes of its job",
-        got=f"the end of {who}: {as_plain(text, 2000)}",
+        got=f"the end of {who}: {as_part(as_plain(text, 2000))}",
         why="no collective can be complete without it",
         fix="look at what that process said; start the job again",
     )

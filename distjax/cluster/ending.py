@@ -10,7 +10,6 @@ prompt an exception ends nothing, and nothing here does.
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import threading
@@ -25,12 +24,13 @@ from distjax.cluster.departure import begin_to_end, leave, start_watch
 from distjax.cluster.exits import DIFFERENT, PEER_LOST, end_at_once, exit_code, is_interactive
 from distjax.cluster.job import Job, job
 from distjax.cluster.ledger import ledger
-from distjax.cluster.meeting import require_equal
+from distjax.cluster.meeting import come_and_hear, require_equal, who_came
 from distjax.cluster.watch import Watch
 from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckError, message
 
 #: The part of `shutdown_timeout` that the last meeting waits: JAX's own wait would abort.
 _SHARE = 0.8
+_PLACE = "distjax/end"
 
 
 class _Ending:
@@ -125,20 +125,18 @@ def _end_after(error: BaseException) -> NoReturn:
 def _wait_for_all(joined: Job) -> None:
     """Returns when all processes have come to their end, and have launched the same.
 
+    One that is still at work, as at a checkpoint, is awaited for as long as that may take.
+
     Raises:
       PeerLostError: one has not come.
       AgreementError: they have launched different programs.
     """
     seconds = _SHARE * joined.timeouts.shutdown
     try:
-        own, launches = f"distjax/end/{joined.process_id}", ledger.describe()
-        joined.client.key_value_set(own, launches, allow_overwrite=True)
-        joined.client.wait_at_barrier("distjax/end", math.ceil(seconds * 1000))
-        said = dict(joined.client.key_value_dir_get("distjax/end"))
+        said = come_and_hear(joined, _PLACE, ledger.describe(), seconds)
     except jax.errors.JaxRuntimeError:
         raise PeerLostError(_end_text(joined, seconds)) from None
-    in_order = [said[key] for key in sorted(said, key=lambda key: int(key.rpartition("/")[2]))]
-    require_equal(joined, "what they have launched", in_order)
+    require_equal(joined, "what they have launched", said)
 
 
 def _end_text(joined: Job, seconds: float) -> str:
@@ -148,17 +146,16 @@ def _end_text(joined: Job, seconds: float) -> str:
         got=f"no end of {', '.join(missing) or 'others'} within {seconds:g} s",
         why="they were lost, or do more than this one: the job has not ended as it should",
         fix="look for the first error of those; if they only take longer at the end: "
-        "dj.initialize(..., shutdown_timeout=300)",
+        "with dj.phase('the report'): around that, or dj.initialize(..., shutdown_timeout=300)",
     )
 
 
 def _find_missing(joined: Job) -> list[str]:
     try:
-        keys = joined.client.key_value_dir_get("distjax/end")
-        ended = {key.rpartition("/")[2] for key, _ in keys}
+        ended = who_came(joined, _PLACE)
     except jax.errors.JaxRuntimeError:  # the coordinator is gone
-        ended = {str(i) for i in range(1, joined.num_processes)}
-    return [joined.name_process(i) for i in range(joined.num_processes) if str(i) not in ended]
+        ended = range(1, joined.num_processes)
+    return [joined.name_process(i) for i in range(joined.num_processes) if i not in ended]
 
 
 _endings: list[_Ending] = []

@@ -17,7 +17,7 @@ import jax
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.marks import hear
-from distjax.cluster.phases import phase
+from distjax.cluster.phases import waiting
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
 #: Meetings are numbered, and come in the same order on every process.
@@ -46,14 +46,13 @@ def exchange(
     """
     global _count
     seconds = joined.timeouts.meeting if seconds is None else seconds
-    with _lock, phase(f"waiting for the others ({occasion})", is_work=False):
+    with _lock, waiting(f"waiting for the others ({occasion})"):
         _count += 1
         ledger.add_meeting(occasion)
         place = f"distjax/meeting/{_count}"
         said = json.dumps([ledger.describe(), occasion, text])
         try:
-            joined.client.key_value_set(f"{place}/came/{joined.process_id}", said)
-            all_said = json.loads(_hear_all(joined, place, seconds))
+            all_said = come_and_hear(joined, place, said, seconds)
             if joined.process_id == 0 and _count > 1:  # all have left it: they are here
                 joined.client.key_value_delete(f"distjax/meeting/{_count - 1}")
         except jax.errors.JaxRuntimeError as error:
@@ -64,17 +63,26 @@ def exchange(
     return texts
 
 
-def _hear_all(joined: Job, place: str, seconds: float) -> str:
-    """Returns what each process says, as process 0 hands it on when the last one has come.
+def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:
+    """Says something at a place, and returns what each process says there, by its number.
 
     A process that compiles, say, is awaited for as long as that may take, and `seconds` more.
+
+    Raises:
+      jax.errors.JaxRuntimeError: a process did not come in time, or cannot be reached.
     """
+    joined.client.key_value_set(f"{place}/came/{joined.process_id}", said, allow_overwrite=True)
+    return json.loads(_hear_all(joined, place, seconds))
+
+
+def _hear_all(joined: Job, place: str, seconds: float) -> str:
+    """Returns what all say, as process 0 hands it on when the last one has come."""
     now = time.monotonic()
     deadline, bound = now + seconds, now + seconds + joined.timeouts.phase
     while True:
         key = f"{place}/said"
         if joined.process_id == 0:
-            came = _who_came(joined, place)
+            came = who_came(joined, place)
             missing = [i for i in range(joined.num_processes) if i not in came]
             if not missing:
                 said = json.dumps([came[i] for i in range(joined.num_processes)])
@@ -94,15 +102,15 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
         now = time.monotonic()
 
 
-def _who_came(joined: Job, place: str) -> dict[int, str]:
-    """Returns what those who have come say, by process."""
+def who_came(joined: Job, place: str) -> dict[int, str]:
+    """Returns what those who have come to a place say, by process."""
     keys = joined.client.key_value_dir_get(f"{place}/came")
     return {int(key.rpartition("/")[2]): said for key, said in keys}
 
 
 def _may_come(joined: Job, place: str) -> bool:
     """Returns whether those who are missing may still come: one is at work, or all are here now."""
-    came = _who_came(joined, place)
+    came = who_came(joined, place)
     is_busy = any(mark.is_busy for i, mark in hear(joined).items() if i not in came)
     return is_busy or len(came) == joined.num_processes
 
@@ -150,7 +158,7 @@ def _absence(
 ) -> StuckError | PeerLostError:
     """Returns what to raise where others did not come, or cannot be reached."""
     try:
-        came, marks = _who_came(joined, place), hear(joined)
+        came, marks = who_came(joined, place), hear(joined)
         missing = [i for i in range(joined.num_processes) if i not in came]
     except jax.errors.JaxRuntimeError:
         missing, marks = [0], {}  # the coordinator itself
@@ -164,7 +172,7 @@ def _absence(
             got=f"{names} {what}, while {joined.name_process(joined.process_id)} waited",
             why="every process makes the same calls in the same order, and they compare them first",
             fix="look at what those processes did last; a call under `if jax.process_index() == 0` "
-            "is made by one of them alone. If they are only slow: dj.initialize(..., "
-            "meeting_timeout=600), or phase_timeout for data and checkpoints",
+            "is made by one of them alone. If they are only slow: with dj.phase('a picture'): "
+            "around what takes long, or dj.initialize(..., meeting_timeout=600)",
         )
     )

@@ -7,9 +7,10 @@ in a program that it has not launched. Each phase has a bound of its own, `phase
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 
@@ -21,19 +22,47 @@ class Phase(NamedTuple):
       since: when it began, by `time.monotonic`.
       is_work: whether the process itself is busy; else it waits for others, which has a bound
         elsewhere.
+      has_bound: whether the job ends where it is longer than `phase_timeout`.
     """
 
     what: str
     since: float
     is_work: bool
+    has_bound: bool = True
 
+
+#: Seconds between two programs of one process alone, in which its Python reads data, say.
+_PAUSE = 10.0
 
 _by_thread: dict[int, Phase] = {}
 
 
+def phase(what: str) -> contextlib.AbstractContextManager[None]:
+    """Says that this process is at slow work of its own meanwhile, and not stuck.
+
+    In a job of several processes the others wait for this one at the next meeting or
+    program. They do so for `meeting_timeout` and `step_deadline`, but for a process that is
+    in a phase, up to `phase_timeout` (see `initialize`). Compiling, waiting for data,
+    checkpoints and programs of this process alone are phases of themselves.
+
+    Args:
+      what: what it is at, for the others' errors.
+
+    Example:
+      >>> if jax.process_index() == 0:
+      ...     with dj.phase("drawing samples"):
+      ...         pass  # minutes of Python
+    """
+    return _phase(what, is_work=True)
+
+
+def waiting(what: str) -> contextlib.AbstractContextManager[None]:
+    """Says that this thread waits for others meanwhile, which has a bound elsewhere."""
+    return _phase(what, is_work=False)
+
+
 @contextlib.contextmanager
-def phase(what: str, *, is_work: bool = True) -> Generator[None]:
-    """Says what this thread is at meanwhile."""
+def _phase(what: str, is_work: bool) -> Generator[None]:
     thread = threading.get_ident()
     outer = _by_thread.get(thread)
     _by_thread[thread] = Phase(what, time.monotonic(), is_work)
@@ -46,6 +75,33 @@ def phase(what: str, *, is_work: bool = True) -> Generator[None]:
             _by_thread[thread] = outer
 
 
+class _OwnPrograms:
+    """Programs that this process launches alone, as an evaluation on its own devices.
+
+    Each is over in a moment, so they are one phase: as long as they come one after the other, and
+    no program of all processes between them. It may last, as a training of this process alone
+    does; the others wait for it no longer than for another phase.
+    """
+
+    def __init__(self) -> None:
+        self._name, self._since, self._latest, self._num_calls = "", 0.0, -math.inf, 0
+
+    def note(self, name: str, num_calls: int) -> None:
+        """Notes a launch; `num_calls` is how many calls the ledger has."""
+        now = time.monotonic()
+        if num_calls != self._num_calls or now - self._latest > _PAUSE:
+            self._since, self._num_calls = now, num_calls
+        self._name, self._latest = name, now
+
+    def phases(self) -> Iterator[Phase]:
+        """Yields what they are at, if anything."""
+        if time.monotonic() - self._latest <= _PAUSE:
+            yield Phase(f"running {self._name} alone", self._since, True, has_bound=False)
+
+
+own_programs = _OwnPrograms()
+
+
 def phases() -> tuple[Phase, ...]:
     """Returns what the threads of this process are at."""
-    return tuple(_by_thread.values())
+    return *_by_thread.values(), *own_programs.phases()

@@ -75,7 +75,9 @@ class Watch:
     def look(self, now: float) -> None:
         """Tells where this process is, looks where others are, and ends the job if it has to."""
         blocked = self._find_blocked(now)
-        own = mark_of(self._calls, phases(), blocked, self._is_at_end)
+        bound = self._job.timeouts.phase
+        at = [phase for phase in phases() if now - phase.since <= bound]
+        own = mark_of(self._calls, at, blocked, self._is_at_end)
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
@@ -91,7 +93,7 @@ class Watch:
     def _find_blocked(self, now: float) -> Call | None:
         """Returns a launch that runs in the thread that has launched it, as on one CPU device."""
         starting, (former, since, looks) = self._calls.starting, self._starting
-        if starting is None or starting is not former or any(p.is_work for p in phases()):
+        if starting is None or starting is not former or _is_at_slow_work():
             self._starting = starting, now, 1
             return None
         self._starting = starting, since, looks + 1
@@ -126,7 +128,7 @@ class Watch:
     def _require_phases_in_time(self, now: float) -> None:
         bound = self._job.timeouts.phase
         for phase in phases():
-            if phase.is_work and now - phase.since > bound:
+            if phase.is_work and phase.has_bound and now - phase.since > bound:
                 self._end(STUCK, self._slow_text(phase.what))
 
     # -- the end --------------------------------------------------------------
@@ -162,7 +164,8 @@ class Watch:
             got=f"{got}, of {len(marks)} processes",
             why="a program over all processes waits until each of them has launched its part",
             fix="look at what those processes do: each prints its threads. If steps take longer: "
-            "dj.initialize(..., step_deadline=3600)",
+            "dj.initialize(..., step_deadline=3600); for other work of one process: with "
+            "dj.phase('a picture'): around it",
         )
 
     def _slow_text(self, what: str) -> str:
@@ -173,6 +176,11 @@ class Watch:
             fix="look at its threads, which are printed here; if it takes longer: "
             "dj.initialize(..., phase_timeout=7200)",
         )
+
+
+def _is_at_slow_work() -> bool:
+    """Returns whether a thread of this process is; a program of its own is no such work."""
+    return any(phase.is_work and phase.has_bound for phase in phases())
 
 
 def _is_ready(token: Token) -> bool:

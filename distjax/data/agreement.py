@@ -22,7 +22,14 @@ from distjax.cluster.meeting import exchange
 from distjax.data.elements import HostTree
 from distjax.data.options import DROP, PAD
 from distjax.data.splitting import as_batch
-from distjax.errors import AgreementError, BatchError, PeerLostError, describe_value, message
+from distjax.errors import (
+    AgreementError,
+    BatchError,
+    PeerLostError,
+    as_part,
+    describe_value,
+    message,
+)
 
 ELEMENT, ENDED, FAILED = "element", "ended", "failed"
 
@@ -228,7 +235,7 @@ def _untold_text(joined: Job, teller: int) -> str:
 def _failed_text(joined: Job, process: int, text: str) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes",
-        got=f"an error of the data source on {joined.name_process(process)}: {text}",
+        got=f"an error of the data source on {joined.name_process(process)}: {as_part(text)}",
         why="all replicas run one program, and none may be without input",
         fix="mend what that process reads, and start the job again",
     )

@@ -58,6 +58,7 @@ class Build:
       lock: held while arrays of these variables are collected, donated and replaced.
       spans_devices: whether the program runs on several devices, as far as a trace tells.
       spans_processes: whether it runs on devices of several processes.
+      is_in_job: whether this process is one of several.
       offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
         it may be made inside of `jit`.
       is_remote: whether an array of `writes` is kept elsewhere: see `StoredArray`.
@@ -73,6 +74,7 @@ class Build:
     lock: AbstractContextManager[Any]
     spans_devices: bool
     spans_processes: bool
+    is_in_job: bool
     offered: dict[int, Discovered | None]
     is_remote: bool
     facts: list[Fact | None] = dataclasses.field(default_factory=list)
@@ -154,19 +156,20 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
         if found.spans_devices or found.spans_processes:
-            is_needed = job() is not None and not _tells_the_end(arrays, (args, kwargs))
-            token = make_token(is_needed)
+            donated = [args[number] for number in step.donate_argnums]
+            tells_the_end = _tells_the_end(arrays, (args, kwargs), donated)
+            token = make_token(job() is not None and not tells_the_end)
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]
         return written, as_static_output(spec), arrays, token
 
-    donated = (0, *(3 + number for number in step.donate_argnums))
+    donate_argnums = (0, *(3 + number for number in step.donate_argnums))
 
     def jit_anew() -> Jitted:
         body = lambda *operands: emit(*operands)  # JAX shares caches between jits of one function
         body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
-        return jax.jit(body, donate_argnums=donated)
+        return jax.jit(body, donate_argnums=donate_argnums)
 
     build = Build(
         name=step.name,
@@ -180,20 +183,24 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         spans_processes=any(v.spans_processes for v in threaded)
         or discovered.spans_processes
         or (former is not None and former.spans_processes),
+        is_in_job=job() is not None,
         offered=offered,
         is_remote=any(v.stored.is_remote for v in writes),
     )
     return build
 
 
-def _tells_the_end(results: Sequence[Any], inputs: PyTree) -> bool:
+def _tells_the_end(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> bool:
     """Returns whether the first result shows that the program has completed.
 
-    It is held for a while (see `Ledger`), so it has to be small; and JAX hands on an input at once.
+    It is held for a while (see `Ledger`), so it has to be small; JAX hands on an input at once; and
+    what takes the place of a donated input is gone with the next call.
     """
     if not results or results[0].size > _SMALL or jax_compat.is_key_dtype(results[0].dtype):
         return False
-    return not any(results[0] is leaf for leaf in jax.tree.leaves(inputs))
+    kinds = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(donated)}
+    is_handed_on = any(results[0] is leaf for leaf in jax.tree.leaves(inputs))
+    return not is_handed_on and (results[0].shape, results[0].dtype) not in kinds
 
 
 def _make_lock(variables: Iterable[Variable]) -> AbstractContextManager[Any]:

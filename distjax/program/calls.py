@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.cluster.ledger import ledger
+from distjax.cluster.phases import own_programs
 from distjax.collectives.throttle import throttle
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
@@ -76,7 +77,7 @@ def start(
                 copy_aliased(stepped)
             read = build.collect_read() if build.reads else []
             try:
-                if build.spans_processes:
+                if build.is_in_job:
                     launch = _begin(build, signature, args, kwargs)
                 cell[:] = itertools.starmap(jitted, ((cell[0], read, kwargs, *args),))
                 returned = cell[0]
@@ -125,7 +126,7 @@ def _start_reader(
     cell: list[Any] = []
     jitted, launch = signature.jitted, None
     try:
-        if build.spans_processes and type(find_top_trace(())) is EVAL_TRACE_TYPE:
+        if build.is_in_job and type(find_top_trace(())) is EVAL_TRACE_TYPE:
             launch = _begin(build, signature, args, kwargs)
         if build.reads:
             require_outside_traces(build)
@@ -191,7 +192,11 @@ def _send(stored: Sequence[StoredArray], arrays: Sequence[jax.Array]) -> None:
 
 def _begin(
     build: Build, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, int]:
+) -> tuple[str, int] | None:
+    """Notes that a program of a job is about to run; None: of this process alone."""
+    if not build.spans_processes:
+        own_programs.note(build.name, ledger.count)
+        return None
     places = signature.places
     return ledger.begin_launch(build.name, checksum(places, args, kwargs) if places else 0)
 

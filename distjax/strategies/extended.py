@@ -23,7 +23,7 @@ from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments
 from distjax.replica.arguments import require_call
-from distjax.strategies import colocation, reducing, update, values
+from distjax.strategies import colocation, job_devices, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.steps import MultiStepContext, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
@@ -73,7 +73,7 @@ class StrategyExtended:
         self.placement = placement
         self.communication = as_communication_options(communication)
         if topology is not None:
-            self.communication.require_equal_hosts(topology.num_replicas)
+            job_devices.prepare(topology, self.communication)
             self.between_graph = topology.spans_processes
             self.should_checkpoint = self.should_save_summary = topology.is_on_first_process
         self.wraps = wraps

@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from distjax import jax_compat
 from distjax.cluster.job import job
 from distjax.cluster.joining import join_if_nobody_did
+from distjax.cluster.warm_up import warm_up_groups
+from distjax.collectives.communication import CommunicationOptions
 from distjax.errors import ClusterError, ClusterWarning, message
-from distjax.placement.topology import devices_or_all
+from distjax.placement.topology import Topology, devices_or_all
 
 
 def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
@@ -46,6 +49,30 @@ def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Seq
     if devices is None and job() is not None:
         warnings.warn(_alone_text(strategy), ClusterWarning, jax_compat.user_stacklevel())
     return devices_or_all(devices)
+
+
+def prepare(topology: Topology, communication: CommunicationOptions) -> None:
+    """Has the processes of a job use every group of devices that a strategy reduces in.
+
+    Raises:
+      ValueError: groups of `communication` that do not fit.
+      ClusterError: another process makes another strategy, or none.
+    """
+    communication.require_equal_hosts(topology.num_replicas)
+    joined, mesh = job(), topology.mesh
+    if mesh is None or joined is None or len(topology.processes) < joined.num_processes:
+        return
+    if jax_compat.only_compiles(topology.devices):
+        return
+    devices = mesh.devices
+    warm_up_groups(devices.reshape(1, -1))
+    for axis, size in enumerate(devices.shape):
+        warm_up_groups(np.moveaxis(devices, axis, -1).reshape(-1, size))
+    inside = communication.devices_per_host
+    if 1 < inside < topology.num_replicas:
+        hosts = devices.reshape(topology.num_replicas // inside, inside, -1)
+        for axis in (0, 1):
+            warm_up_groups(np.moveaxis(hosts, axis, -1).reshape(-1, hosts.shape[axis]))
 
 
 def _require_own_job(strategy: str) -> None:

@@ -11,6 +11,9 @@ import pytest
 from distjax import errors
 from distjax.cluster import departure, ending, exits
 from distjax.cluster.job import Job
+from distjax.cluster.ledger import Ledger
+from distjax.cluster.marks import as_text, mark_of
+from distjax.cluster.phases import Phase
 from distjax.cluster.settings import make_timeouts
 
 LOST = "Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:21893"
@@ -84,11 +87,14 @@ def watch_that(seen):
     }
 
 
-def make_job(wait_at_barrier=None, keys=()):
+def make_job(wait=None, came=()):
+    """A job whose process 0 is this one: what waiting for a key does, and who is at the end."""
     client = types.SimpleNamespace(
-        wait_at_barrier=wait_at_barrier,
+        blocking_key_value_get=wait,
         key_value_set=lambda *args, **kwargs: None,
-        key_value_dir_get=lambda key: [(f"{key}/{i}", "") for i in keys],
+        key_value_dir_get=lambda key: [
+            (f"{key}/{i}", "3 launches") for i in came if key == "distjax/end/came"
+        ],
     )
     timeouts = make_timeouts(60, 10, 10, 600.0, None, 3600.0)
     return Job(0, 3, client, timeouts, ("a (pid 1)", "b (pid 2)", "c (pid 3)"), 0)
@@ -162,7 +168,7 @@ def test_nothing_ends_where_somebody_sits_at_a_prompt(hooks, monkeypatch):
 
 
 def fail_to_meet(*args):
-    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: barrier timed out")
+    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
 
 
 @pytest.fixture
@@ -181,7 +187,7 @@ def meet_with(hooks, monkeypatch):
 @pytest.mark.parametrize("status, code", [(None, 71), (0, 71), (3, 3), ("a message", 1)], ids=str)
 def test_a_meeting_at_the_end_that_fails(meet_with, capsys, status, code):
     """`sys.exit(n)` keeps its code; what would be 0 is none where a process is lost."""
-    meet = meet_with(make_job(fail_to_meet, keys=(0, 2)))
+    meet = meet_with(make_job(fail_to_meet, came=(0, 2)))
     with pytest.raises(SystemExit) as asked:
         sys.exit(status)
     assert asked.value.code == status
@@ -214,26 +220,52 @@ def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(meet_with, mo
 
 def test_a_difference_at_the_end_is_what_all_of_them_say(meet_with, monkeypatch, capsys):
     """Who leaves first is heard before the others have compared: they say its words."""
-    job = make_job(lambda *args: None)
-    said = [(f"distjax/end/{i}", f"{i + 1} launches") for i in range(2)]
+    job = make_job()
+    said = [(f"distjax/end/came/{i}", f"{min(i, 1) + 1} launches") for i in range(3)]
     monkeypatch.setattr(job.client, "key_value_dir_get", lambda key: said)
     with pytest.raises(Ended) as end:
         meet_with(job)()
     code, text, others_code = end.value.args
     assert (code, others_code) == (77, 77)
-    assert "process 1 on b (pid 2) differs from process 0 in what they have launched" in text
+    assert "process 1 on b (pid 2), process 2 on c (pid 3) differ from process 0 in what" in text
     assert text in capsys.readouterr().err
 
 
 def test_a_meeting_at_the_end(hooks, meet_with, monkeypatch):
-    met = []
-    meet = meet_with(make_job(lambda *args: met.append(args)))
+    """Process 0 waits for those who have not come."""
+    came, waited = [0], []
+
+    def come(key, timeout_in_ms):
+        waited.append((key, timeout_in_ms))
+        came.append(len(came))
+
+    meet = meet_with(make_job(come, came))
     meet()
-    assert met == [("distjax/end", 8000)]
+    assert [key for key, _ in waited] == [f"distjax/end/came/{i}" for i in (1, 2)]
+    assert waited[0][1] == 8000
     assert hooks == ["at the end", "stop watch", "stop"]
     monkeypatch.setattr(ending.jax_compat, "coordination_client", lambda: None)
     meet()  # the user has left by jax.distributed.shutdown()
-    assert len(met) == 1
+    assert len(waited) == 2
+
+
+def test_a_process_that_is_still_writing_is_awaited_at_the_end(meet_with, monkeypatch, capsys):
+    """Then for as long again as one that is silent; its mark says that it is at work no more."""
+    at = iter([[Phase("writing step 3", 0.0, is_work=True)]] * 3 + [[]])
+
+    def hear(key):
+        if key == "distjax/end/came":
+            return [(f"{key}/{i}", "3 launches") for i in (0, 1)]
+        mark = mark_of(Ledger(), next(at), None, at_end=False)
+        return [("distjax/watch/2/mark", as_text(mark))]
+
+    waits = []
+    job = make_job(lambda *args: waits.append(args) or fail_to_meet())
+    monkeypatch.setattr(job.client, "key_value_dir_get", hear)
+    with pytest.raises(Ended, match="71"):
+        meet_with(job)()
+    assert [key for key, _ in waits] == ["distjax/end/came/2"] * 4
+    assert "Got: no end of process 2 on c (pid 3) within 8 s." in capsys.readouterr().err
 
 
 class Store:
@@ -290,7 +322,8 @@ def watch(job, status=0):
 def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes, capsys):
     jobs, ended = processes
     watches = [watch(jobs[0]), watch(jobs[1], status=5)]
-    departure.leave(jobs[2], 70, "ValueError: \x1b[2Jmine", others_code=77)
+    text = errors.message("\x1b[2Jmine", got="a", why="b", fix="c")
+    departure.leave(jobs[2], 70, f"ValueError: {text}", others_code=77)
     departure.leave(jobs[2], 70, "another reason")  # the first one is the cause
     for thread in watches:
         thread.join()
@@ -299,7 +332,15 @@ def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes,
     assert sorted(left) == [f"{departure._LEFT}/{i}" for i in range(3)]
     said = capsys.readouterr().err
     assert "process 0 on a (pid 1) needs all processes of its job.\n" in said
-    assert "Got: the end of process 2 on c (pid 3): ValueError: ?[2Jmine.\n" in said
+    parts = [line for line in said.splitlines() if not line.startswith("process")]
+    assert parts[: len(parts) // 2] == [
+        "  Got: the end of process 2 on c (pid 3): ValueError: ?[2Jmine.",
+        "      Got: a.",
+        "      Why: b.",
+        "      Fix: c.",
+        "  Why: no collective can be complete without it.",
+        "  Fix: look at what that process said; start the job again",
+    ]
     assert "another reason" not in said
 
 

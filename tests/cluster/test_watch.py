@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from distjax.cluster import exits, watch
+from distjax.cluster import phases as phases_module
 from distjax.cluster.ledger import Ledger
 from distjax.cluster.marks import as_text, find_difference, hear, mark_of, parse_mark
-from distjax.cluster.phases import Phase, phase, phases
+from distjax.cluster.phases import Phase, phase, phases, waiting
 from tests.cluster.test_ending import Store, make_job
 
 TRAIN, EVALUATE = ("train", 0), ("evaluate", 0)
@@ -290,10 +291,39 @@ def test_a_phase_has_a_bound(monkeypatch, ends):
     assert text.startswith("compiling train needs to be done within phase_timeout (3600 s).\n")
 
 
+def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
+    """As long as one comes after the other; the others wait for it for `phase_timeout`."""
+    own, now = phases_module._OwnPrograms(), [0.0]
+    monkeypatch.setattr(phases_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "phases", lambda: (*own.phases(),))
+    evaluating, waiting_one = make_processes(2)
+
+    def heard(seconds):
+        """Whether the other one sees it at work, after so many seconds."""
+        now[0] += seconds
+        look_all([evaluating, waiting_one], now[0])
+        return hear(waiting_one[1]._job, 0)[0].is_busy
+
+    assert not heard(0.0)
+    for _ in range(400):
+        own.note("evaluate", 5)
+        assert heard(9.0)
+    assert hear(waiting_one[1]._job, 0)[0].at == "running evaluate alone"
+    assert not heard(2.0)  # a pause
+    own.note("evaluate", 5)
+    assert heard(9.0)
+    for _ in range(401):
+        own.note("evaluate", 5)
+        is_at_work = heard(9.0)
+    assert not is_at_work  # a training of its own goes on, and nothing ends
+    own.note("evaluate", 6)  # after a program of all
+    assert heard(9.0)
+
+
 def test_phases_of_one_thread_are_nested():
     names = lambda: [p.what for p in phases()]
     with phase("outer"):
-        with contextlib.suppress(ValueError), phase("inner", is_work=False):
+        with contextlib.suppress(ValueError), waiting("inner"):
             assert names() == ["inner"]
             raise ValueError
         assert names() == ["outer"]

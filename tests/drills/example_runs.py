@@ -57,9 +57,8 @@ def run_example(script: str, strategy: str, *options: str) -> Curve | None:
 @contextlib.contextmanager
 def _in_place_of(path: pathlib.Path, strategy: str, said: dict[str, Any]) -> Iterator[None]:
     """Gives a script our strategy, and has it tell its accuracy."""
-    before, arguments = set(sys.modules), sys.argv
-    sys.path.insert(0, str(path.parent))
-    try:
+    arguments = sys.argv
+    with modules_of(path):
         options = importlib.import_module("options")
         options.make_strategy = lambda name, replicas: STRATEGIES[strategy]()
         if path.parent.name == "digits":
@@ -71,10 +70,21 @@ def _in_place_of(path: pathlib.Path, strategy: str, said: dict[str, Any]) -> Ite
                 write(chosen, strategy, history)
 
             report.write = tell
+        try:
+            yield
+        finally:
+            sys.argv = arguments
+
+
+@contextlib.contextmanager
+def modules_of(path: pathlib.Path) -> Iterator[None]:
+    """Lets the modules beside an example be imported meanwhile."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(path.parent))
+    try:
         yield
     finally:
         sys.path.remove(str(path.parent))
-        sys.argv = arguments
         for name in {name for name in sys.modules if "." not in name} - before:
             if str(path.parent) in str(getattr(sys.modules[name], "__file__", "")):
                 del sys.modules[name]  # another example has modules of these names

@@ -8,11 +8,11 @@ import json
 import os
 import pathlib
 import random
-import selectors
+import select
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,18 +20,22 @@ from typing import Any
 import numpy as np
 
 from tests.drills.training import NUM_EXAMPLES, NUM_STEPS
-from tests.processes.jobs import ROOT, free_address, job_environment, kill_all
+from tests.drills.warm import Forked, starter
+from tests.processes.jobs import free_address, kill_all
 
 #: Processes and devices of each: of the runs that are killed, and where they may go on.
 KILLED = ((2, 2), (4, 1))
 ALONE = (1, 4)
 ANYWHERE = (*KILLED, ALONE, (2, 1), (1, 2))
-KILLS_OF_A_RUN = 3
+KILLS_OF_A_RUN = 5
 #: How long a run may take to its end, and its other processes after one was killed.
 RUN_SECONDS, LEAVE_SECONDS = 300.0, 60.0
 #: How far weights may be from those of other numbers of processes, beside the greatest of them:
 #: numbers of 32 bits, and of 64.
 TOLERANCES = {False: 1e-6, True: 1e-12}
+
+
+_undisturbed = threading.Lock()
 
 
 class Failure(Exception):
@@ -74,28 +78,28 @@ class Run:
     def __init__(self, shape: tuple[int, int], place: Place):
         num_processes, devices = shape
         self._shape = shape
-        environment = job_environment(devices)
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(place.shared / "programs")
-        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        environment["JAX_ENABLE_X64"] = str(int(place.is_wide))
+        settings = {
+            "jax_num_cpu_devices": devices,
+            "jax_enable_x64": place.is_wide,
+            "jax_compilation_cache_dir": str(place.shared / "programs"),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+        }
+        environment = {}
         if num_processes > 1:
             environment["DISTJAX_COORDINATOR"] = free_address()
             environment["DISTJAX_NUM_PROCESSES"] = str(num_processes)
-        command = [sys.executable, "-m", "tests.drills.training", str(place.checkpoints)]
         self.said: list[dict[str, Any]] = []
         self._errors = [tempfile.TemporaryFile() for _ in range(num_processes)]
-        self.processes = [
-            subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
-                stderr=errors,
-                cwd=ROOT,
-                env={**environment, "DISTJAX_PROCESS_ID": str(i)}
-                if num_processes > 1
-                else environment,
-            )
-            for i, errors in enumerate(self._errors)
-        ]
+        self.processes: list[Forked] = []
+        self._stdout, theirs = os.pipe()
+        with open(theirs, "wb") as stdout, open(os.devnull, "wb") as nowhere:
+            for i, errors in enumerate(self._errors):
+                files = [(nowhere if i else stdout).fileno(), errors.fileno()]
+                own = environment | {"DISTJAX_PROCESS_ID": str(i)} if environment else {}
+                argument = str(place.checkpoints)
+                self.processes.append(
+                    starter().start([argument], environment=own, settings=settings, files=files)
+                )
         self._deadline = time.monotonic() + RUN_SECONDS
         self._rest = b""
 
@@ -104,25 +108,23 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         kill_all(self.processes)
-        for file in (*self._errors, self.processes[0].stdout):
+        os.close(self._stdout)
+        for file in self._errors:
             file.close()
 
     def listen(self, until: float | None = None) -> Iterator[dict[str, Any]]:
         """Yields what process 0 says, up to its end or a moment of `time.monotonic`."""
         until = self._deadline if until is None else until
-        stdout = self.processes[0].stdout
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while (seconds := until - time.monotonic()) > 0:
-                if not selector.select(seconds):
-                    continue
-                read = os.read(stdout.fileno(), 1 << 16)
-                if not read:
-                    return
-                *lines, self._rest = (self._rest + read).split(b"\n")
-                for line in filter(_is_ours, lines):
-                    self.said.append(json.loads(line))
-                    yield self.said[-1]
+        while (seconds := until - time.monotonic()) > 0:
+            if not select.select([self._stdout], [], [], seconds)[0]:
+                continue
+            read = os.read(self._stdout, 1 << 16)
+            if not read:
+                return
+            *lines, self._rest = (self._rest + read).split(b"\n")
+            for line in filter(_is_ours, lines):
+                self.said.append(json.loads(line))
+                yield self.said[-1]
 
     def end(self, seconds: float) -> list[int]:
         """Waits for every process, and returns their exit codes.
@@ -187,10 +189,11 @@ def drill(
 
 
 def _draw_shapes(draw: random.Random) -> list[tuple[int, int]]:
+    """Shapes of the launches: all the same, or each another one; the last is not killed."""
     shapes = [draw.choice(KILLED)]
     changes = draw.random() < 0.5
-    for _ in range(KILLS_OF_A_RUN):
-        others = [shape for shape in ANYWHERE if shape != shapes[-1]]
+    for left in reversed(range(KILLS_OF_A_RUN)):
+        others = [shape for shape in (KILLED if left else ANYWHERE) if shape != shapes[-1]]
         shapes.append(draw.choice(others) if changes else shapes[-1])
     return shapes
 
@@ -198,11 +201,12 @@ def _draw_shapes(draw: random.Random) -> list[tuple[int, int]]:
 def undisturbed(shape: tuple[int, int], place: Place) -> dict[str, Any]:
     """What comes out of a run that nobody kills; it runs once for all drills."""
     found = place.shared / f"undisturbed-{_name(shape)}-{place.is_wide}.json"
-    if not found.exists():
-        with tempfile.TemporaryDirectory(prefix="distjax-drill-") as directory:
-            elsewhere = dataclasses.replace(place, checkpoints=pathlib.Path(directory))
-            found.write_text(json.dumps(run_to_the_end(shape, elsewhere)))
-    return json.loads(found.read_text())
+    with _undisturbed:
+        if not found.exists():
+            with tempfile.TemporaryDirectory(prefix="distjax-drill-") as directory:
+                elsewhere = dataclasses.replace(place, checkpoints=pathlib.Path(directory))
+                found.write_text(json.dumps(run_to_the_end(shape, elsewhere)))
+        return json.loads(found.read_text())
 
 
 def _is_ours(line: bytes) -> bool:

@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax.cluster import warm_up
 from distjax.cluster.job import job
+from distjax.cluster.ledger import ledger
 from tests.processes import groups
 
 pytestmark = pytest.mark.multiprocess
@@ -127,7 +129,14 @@ def another_reduction(strategy, me):
 
 
 #: What differs, and what the error says of it.
+def another_order_of_devices(strategy, me):
+    warm_up._used.clear()  # of other tests
+    devices = strategy.mesh.devices.reshape(-1)[[2, 0, 3, 1] if me else [3, 0, 2, 1]]
+    dj.MultiWorkerMirroredStrategy(list(devices), model_axes={"model": 2})
+
+
 DIFFERENT = {
+    another_order_of_devices: "differs from process 0 in the groups of devices of a strategy",
     another_initial_value: "differs from process 0 in the initial value of 'w'",
     another_seed: "differs from process 0 in the initial value of 'w'",
     another_name: "differs from process 0 in what they do",
@@ -163,6 +172,28 @@ def test_what_differs_is_the_same_error_on_all(group, do):
     assert first == second
     assert DIFFERENT[do] in first
     assert first.startswith("processes need to do the same, and process 1 on ")
+
+
+# -- what is known of launches -------------------------------------------------
+
+
+def steps_on_a_donated_state():
+    """A small state goes from step to step; whether each launch is still known to complete."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+
+    @dj.jit(donate_argnums=0)
+    def step(state):
+        return strategy.run(lambda s: jax.tree.map(lambda x: x + 1, s), args=(state,))
+
+    state = strategy.extended.broadcast_to({"n": jnp.int32(0), "w": jnp.zeros(3)})
+    for _ in range(5):
+        state = step(state)
+    tokens = [token for _, token in ledger.find_launched()[-5:]]
+    return int(state["n"]), [token.is_deleted() for token in tokens]
+
+
+def test_each_launch_of_a_donated_state_can_be_awaited(group):
+    assert group.call(steps_on_a_donated_state) == [(5, [False] * 5)] * 2
 
 
 # -- no false alarm ------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Checkpoints of a job: one directory, one step, restored on any number of processes."""
 
+import json
 import os
 import pathlib
 
@@ -148,6 +149,97 @@ def test_own_data_resumes_on_the_same_number_of_processes_only(group, tmp_path):
     assert str(caught.value).startswith("'data' of the checkpoint of step 2 in ")
     assert "needs the number of processes that saved it, 2" in str(caught.value)
     assert (data.get_state(), values(state, strategy)) == before
+
+
+class ByIndex:
+    """Batches that are addressed by index, in an order of its own; what was read of them.
+
+    Its iterator keeps its state, as bytes, as the loaders of grain do.
+    """
+
+    def __init__(self, num_batches):
+        self.order = np.random.default_rng(7).permutation(num_batches)
+        self.read = []
+
+    def __iter__(self):
+        return SampledInOrder(self)
+
+
+class SampledInOrder:
+    def __init__(self, source):
+        self.source, self.next_index = source, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next_index == len(self.source.order):
+            raise StopIteration
+        number = int(self.source.order[self.next_index])
+        self.source.read.append(number)
+        self.next_index += 1
+        return np.arange(8 * number, 8 * number + 8, dtype=np.float32)
+
+    def get_state(self):
+        return json.dumps({"next": self.next_index}).encode()
+
+    def set_state(self, state):
+        self.next_index = json.loads(state)["next"]
+
+
+def grain_by_index(num_batches):
+    """The same of grain: a shuffled dataset, each of whose elements is found by its index."""
+    import grain
+
+    return grain.MapDataset.range(8 * num_batches).shuffle(seed=7).batch(8)
+
+
+SAMPLED = {"an iterator with state": ByIndex, "grain": grain_by_index}
+
+
+def of_all_processes(strategy, batch):
+    """The rows of all replicas, in any order."""
+    return sorted(np.asarray(strategy.gather(batch, axis=0)).reshape(-1).tolist())
+
+
+def save_within_a_sampler(directory, kind):
+    """Saves after three batches; what comes after them."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    data, state = iter(strategy.distribute_dataset(SAMPLED[kind](7))), make_state(strategy)
+    for _ in range(3):
+        next(data)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.save(3, {"data": data, **state})
+        return [of_all_processes(strategy, batch) for batch in data]
+
+
+def go_on_within_a_sampler(directory, kind):
+    strategy, source = dj.MultiWorkerMirroredStrategy(jax.devices()[:4]), SAMPLED[kind](7)
+    data = iter(strategy.distribute_dataset(source))
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.restore({"data": data, **make_state(strategy)})
+        return [of_all_processes(strategy, batch) for batch in data], getattr(source, "read", [])
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_a_sampler_goes_on_on_any_number_of_processes(group, tmp_path, kind):
+    """By its own state: nothing before it is read again."""
+    if kind == "grain":
+        pytest.importorskip("grain", reason="grain is an optional dependency")
+    of_two, of_one = str(tmp_path / "two"), str(tmp_path / "one")
+    left, again = group.call(save_within_a_sampler, of_two, kind)
+    assert left == again and len(left) == 4
+    on_one, read = go_on_within_a_sampler(of_two, kind)
+    assert on_one == left
+    assert kind == "grain" or read == ByIndex(7).order[3:].tolist()
+    assert group.call(go_on_within_a_sampler, of_two, kind) == [(left, read)] * 2
+    strategy = dj.MirroredStrategy(jax.devices()[:4])
+    data = iter(strategy.distribute_dataset(SAMPLED[kind](7)))
+    for _ in range(3):
+        next(data)
+    with dj.checkpoint.Checkpointer(of_one) as checkpointer:
+        checkpointer.save(3, {"data": data, **make_state(strategy)})
+    assert group.call(go_on_within_a_sampler, of_one, kind) == [(left, read)] * 2
 
 
 def fail_to_resume_on_one(directory):

@@ -1,5 +1,7 @@
 """How the processes of a job end: each with a code that says why, none long after the others."""
 
+import os
+
 import pytest
 
 from tests.processes.jobs import run_job
@@ -71,3 +73,56 @@ if I == 1:
     assert (first.code, second.code) == (71, -15)
     assert "the end of process 0 on " in first.said
     assert "Got: no end of process 1 on " in first.said
+
+
+#: Process 0 evaluates on its own devices until process 1 has waited for it once; then process 1
+#: writes a checkpoint of its own until process 0 has waited for it at the end of the program.
+SLOW_WORK_OF_ONE = """
+import time
+import numpy as np
+import orbax.checkpoint as ocp
+from distjax.cluster import ending, meeting
+dj.initialize(ADDRESS, P, I, meeting_timeout=1)
+ending._SHARE = 0.3
+BEGUN, WAITED = (os.path.join(os.environ["TEST_DIRECTORY"], name) for name in ("begun", "waited"))
+def hold():
+    ending.watch_the_end()._watch.look(time.monotonic())  # as its thread does by time
+    open(BEGUN, "w").close()
+    open(WAITED).close()
+def let_go_when_it_has_waited():
+    open(BEGUN).close()
+    may_come = meeting._may_come
+    def may_still_come(*args):
+        meeting._may_come = may_come
+        assert may_come(*args)
+        open(WAITED, "w").close()
+        return True
+    meeting._may_come = may_still_come
+if I == 0:
+    own = dj.MirroredStrategy(jax.local_devices())
+    own.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(1.0,))
+    hold()
+else:
+    let_go_when_it_has_waited()
+strategy = dj.MultiWorkerMirroredStrategy()
+strategy.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(1.0,))
+if I == 1:
+    finish = ocp.CheckpointManager.wait_until_finished
+    def finish_slowly(manager):
+        hold()
+        finish(manager)
+    checkpointer = dj.checkpoint.Checkpointer(os.environ["TEST_DIRECTORY"] + "/c", local=True)
+    checkpointer.save(1, {"x": np.ones(3)})
+    ocp.CheckpointManager.wait_until_finished = finish_slowly
+else:
+    let_go_when_it_has_waited()
+"""
+
+
+def test_slow_work_of_one_process_is_awaited(tmp_path):
+    for pipe in ("begun", "waited"):  # who opens one waits for the other
+        os.mkfifo(tmp_path / pipe)
+    environment = {"TEST_DIRECTORY": str(tmp_path)}
+    for ended in run_job(JOINED + SLOW_WORK_OF_ONE, environment=environment):
+        assert ended.code == 0, ended.said
+    assert (tmp_path / "c" / "1").is_dir()

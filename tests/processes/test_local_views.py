@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.cluster import warm_up
 from distjax.cluster.job import job
 from tests.processes import groups
 
@@ -96,6 +97,36 @@ def test_steps_give_the_numbers_of_one_process(group, name):
         assert whole == (np.arange(8) + 1.5 * rows.sum()).tolist()
         assert seen == 3 * rows.sum()
         assert total == [float(rows.sum())] * 8
+
+
+def groups_in_use(model_axes, devices_per_host):
+    """What a strategy has used when it is made, without its other groups; and a sum over them."""
+    options = dj.CommunicationOptions(devices_per_host=devices_per_host)
+    strategy = dj.TPUStrategy(model_axes=model_axes, communication=options)
+    used = {
+        frozenset(frozenset(d.id % 2048 + 2 * d.process_index for d in g) for g in groups)
+        for groups in warm_up._used
+    }
+    ids = strategy.distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group)
+    )
+    total = strategy.extended.reduce_to("sum", ids, destinations=None)
+    return [sorted(map(sorted, groups)) for groups in used], float(total)
+
+
+@pytest.mark.parametrize(
+    ("model_axes", "devices_per_host", "groups", "total"),
+    [(None, 2, [[0, 2], [1, 3]], 6.0), ({"model": 2}, 0, [[0, 2], [1, 3]], 1.0)],
+    ids=["two levels", "model axes"],
+)
+def test_the_groups_of_devices_of_a_strategy_are_used_when_it_is_made(
+    group, model_axes, devices_per_host, groups, total
+):
+    """Those that lie in one process need no connection."""
+    for used, found in group.call(groups_in_use, model_axes, devices_per_host):
+        assert groups in used
+        assert [[0, 1], [2, 3]] not in used
+        assert found == total
 
 
 def look(name):

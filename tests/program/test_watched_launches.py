@@ -19,17 +19,18 @@ LARGE, KEY = jnp.ones(257), jax.random.key(0)
         (lambda x: [x], False),
         (lambda x: [LARGE + x[0]], False),
         (lambda x: [jax.random.fold_in(KEY, 1)], False),
+        (lambda x: [x.astype(jnp.int32)], False),
     ],
-    ids=["loss", "more after it", "none", "an input", "large", "key"],
+    ids=["loss", "more after it", "none", "an input", "large", "key", "donated next"],
 )
 def test_which_result_tells_the_end(results, told):
-    """JAX hands an input on at once; what is large would be held until the next launch."""
+    """JAX hands an input on at once; what is large would be held, what is donated is gone."""
     found = []
 
     @jax.jit
     def program(x):
         made = results(x)
-        found.append(_tells_the_end(made, {"x": x}))
+        found.append(_tells_the_end(made, {"x": x}, donated=[jnp.zeros(3, jnp.int32)]))
         return made
 
     program(jnp.ones(3))

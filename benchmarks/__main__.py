@@ -16,6 +16,7 @@ from benchmarks import (
     over_processes,
     parity,
     servers,
+    servers_tensorflow,
     steps_in_flight,
     steps_on_iterator,
 )
@@ -36,6 +37,7 @@ BENCHMARKS = {
         mapped_calls,
         over_processes,
         servers,
+        servers_tensorflow,
     )
 }
 

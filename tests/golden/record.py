@@ -21,6 +21,7 @@ AREAS = (
     "inputs",
     "steps",
     "contexts",
+    "closures",
     "coordinator",
 )
 DATA = pathlib.Path(__file__).parent / "data"

@@ -1,307 +1,45 @@
-"""ClusterCoordinator: what it takes, gives and raises, with workers and servers in one process."""
+"""ClusterCoordinator: when it raises what, and the data of workers."""
 
-import socket
 import threading
 import time
 
 import numpy as np
 import tensorflow as tf
 
-from tests.golden.closed_form import numbers
 from tests.golden.recording import tensorflow_side as side
+from tests.golden.recording.in_process_cluster import (
+    NEGATIVE,
+    ask_all,
+    check,
+    did_raise,
+    of_numbers,
+    raised,
+)
 
-NUM_SERVERS = 2
-RESULTS = ("scalar", "tuple", "list", "dict", "nest", "none", "python_number", "dtypes", "variable")
-ARGUMENTS = ("number", "array", "numpy", "dict", "list", "tuple", "none", "keyword", "default")
-ARGUMENTS += ("string", "remote", "remote_in_nest", "remote_keyword", "a_list_of_arguments")
-FUNCTIONS = ("traced", "python", "lambda", "number", "method")
 REPORTS = ("schedule", "join", "done", "fetch")
 
 
 def records():
-    for num_workers, cases in ((1, serial_cases()), (2, parallel_cases())):
-        cluster = Cluster(num_workers)
-        for what, *parts in cases:
-            case = {"what": what, "parts": parts, "workers": num_workers}
-            ask = globals()[f"ask_{what}"]
-            outcome = side.outcome_of(lambda ask=ask, c=cluster, p=parts: ask(c, *p))
-            yield "/".join([what, *map(str, parts)]), case, outcome
-            cluster.settle()
+    # One worker has one order; with two is asked what does not depend on it.
+    return ask_all({1: serial_cases(), 2: parallel_cases()}, globals())
 
 
 def serial_cases():
-    """One worker, so there is one order."""
-    yield from (("result", kind) for kind in RESULTS)
-    yield from (("argument", kind) for kind in ARGUMENTS)
-    yield from (("function", kind) for kind in FUNCTIONS)
     yield from (("report", method) for method in REPORTS)
-    yield from (("fetch_nest",), ("order",), ("own_writes",), ("writes",), ("contexts",))
-    yield from (("run_in_step",), ("merge_in_step",), ("reduce_in_step",))
-    yield from (("run_outside",), ("reduce_outside",), ("docs_example",))
-    yield from (("placement", count) for count in (1, 5))
-    yield from (("colocation",), ("created_in_step",))
     yield from (("errors_of_many",), ("after_an_error",), ("cancelled",), ("nothing_queued",))
     yield from (("error_of_a_trace",), ("done_while_running",), ("join_with_nothing",))
     yield from (("elements",), ("iterators_of_one_dataset",), ("two_datasets_in_a_step",))
     yield from (("end_of_data",), ("element_structure",), ("no_dataset", "number"))
+    yield from (("elements_after_an_error",),)
     yield from (("second_coordinator",), ("coordinator_of", "one_device"))
 
 
 def parallel_cases():
-    """Two workers: what does not depend on the order."""
-    yield from (("sum", count) for count in (1, 25))
     yield from (("per_worker_sum",), ("per_worker_context",), ("per_worker_dataset",))
     yield from (("per_worker_next",), ("per_worker_error",))
 
 
-class Cluster:
-    """Workers and servers of this process, with a coordinator."""
-
-    def __init__(self, num_workers):
-        sockets = [socket.socket() for _ in range(num_workers + NUM_SERVERS)]
-        for each in sockets:  # held until all are known
-            each.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-        for each in sockets:
-            each.close()
-        spec = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
-        cluster = tf.train.ClusterSpec(spec)
-        # Each function holds a thread while it reads what another server has.
-        threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=num_workers + 3)
-        tasks = [(job, i) for job in spec for i in range(len(spec[job]))]
-        self.servers = [tf.distribute.Server(cluster, j, i, "grpc", threads) for j, i in tasks]
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
-        self.strategy = tf.distribute.ParameterServerStrategy(resolver)
-        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
-
-    def variable(self, value=0.0, **options):
-        with self.strategy.scope():
-            return tf.Variable(value, **options)
-
-    def schedule(self, fn, *args, **kwargs):
-        return self.coordinator.schedule(tf.function(fn), args=args, kwargs=kwargs)
-
-    def dataset(self, fn):
-        return iter(self.coordinator.create_per_worker_dataset(fn))
-
-    def settle(self):
-        """Leaves no error to the next case."""
-        side.outcome_of(self.coordinator.join)
-
-
-def raised(act):
-    """Returns "nothing", or the name of the error that `act` raises."""
-    outcome = side.outcome_of(act)
-    return outcome["error"] if isinstance(outcome, dict) and "error" in outcome else "nothing"
-
-
-def did_raise(act):
-    return raised(act) != "nothing"
-
-
-def check(x):
-    """Fails at the worker for what is negative."""
-    tf.debugging.assert_non_negative(x)
-    return x
-
-
-NEGATIVE = tf.constant(-1.0)
-
-
-# -- values ---------------------------------------------------------------------
-
-
-def ask_result(c, kind):
-    v = c.variable(3.0)
-    results = {
-        "scalar": lambda: tf.constant(2.0),
-        "tuple": lambda: (tf.constant(1.0), tf.constant([2.0, 3.0])),
-        "list": lambda: [tf.constant(1), tf.constant(2)],
-        "dict": lambda: {"b": tf.constant(1.0), "a": tf.constant(2.0)},
-        "nest": lambda: {"x": (tf.constant(1.0), [tf.constant(2.0)]), "y": tf.constant(3)},
-        "none": lambda: None,
-        "python_number": lambda: 5,
-        "dtypes": lambda: [tf.cast(tf.constant(1.0), d) for d in ("int32", "bool", "float16")],
-        "variable": lambda: v.read_value(),
-    }
-    return side.plain(c.schedule(results[kind]).fetch())
-
-
-def ask_argument(c, kind):
-    array = numbers((2, 3), "float32")
-    double = lambda x: tf.nest.map_structure(lambda leaf: leaf * 2, x)
-    remote = lambda: c.schedule(lambda: tf.constant(1.0))
-    asked = {
-        "number": lambda: c.schedule(double, 3.0),
-        "array": lambda: c.schedule(double, tf.constant(array)),
-        "numpy": lambda: c.schedule(double, array),
-        "dict": lambda: c.schedule(double, {"a": tf.constant(1.0), "b": tf.constant(2.0)}),
-        "list": lambda: c.schedule(double, [tf.constant(1.0), tf.constant(2.0)]),
-        "tuple": lambda: c.schedule(double, (tf.constant(1.0), (tf.constant(2.0),))),
-        "none": lambda: c.schedule(lambda x: tf.constant(x is None), None),
-        "keyword": lambda: c.schedule(lambda a, b: a - b, b=tf.constant(1.0), a=tf.constant(3.0)),
-        "default": lambda: c.schedule(lambda a, b=2.0: a - b, tf.constant(3.0)),
-        "string": lambda: c.schedule(lambda x, op: x * 2 if op == "double" else x, 1.0, "double"),
-        "remote": lambda: c.schedule(double, remote()),
-        "remote_in_nest": lambda: c.schedule(double, {"a": [remote()]}),
-        "remote_keyword": lambda: c.schedule(double, x=remote()),
-        "a_list_of_arguments": lambda: c.coordinator.schedule(
-            tf.function(lambda a, b: a - b), args=[tf.constant(3.0), tf.constant(1.0)]
-        ),
-    }
-    return side.plain(asked[kind]().fetch())
-
-
-def ask_function(c, kind):
-    class Steps:
-        @tf.function
-        def step(self):
-            return tf.constant(1.0)
-
-    def step():
-        return tf.constant(1.0)
-
-    functions = {
-        "traced": tf.function(step),
-        "python": step,
-        "lambda": lambda: tf.constant(1.0),
-        "number": 3,
-        "method": Steps().step,
-    }
-    return side.plain(c.coordinator.schedule(functions[kind]).fetch())
-
-
-def ask_fetch_nest(c):
-    values = [c.schedule(lambda x: x + 1.0, tf.constant(float(i))) for i in range(3)]
-    nest = {"some": values[:2], "pair": (values[2], 7.0), "none": None}
-    return side.plain(c.coordinator.fetch(nest))
-
-
-def ask_order(c):
-    v = c.variable(0.0)
-    values = [c.schedule(lambda x: v.assign(2 * v + x), tf.constant(x)) for x in (1.0, 2.0, 3.0)]
-    return [side.plain(value.fetch()) for value in values]
-
-
-def ask_sum(c, count):
-    v = c.variable(0.0)
-    for i in range(count):
-        c.schedule(lambda x: v.assign_add(x), tf.constant(float(i)))
-    c.coordinator.join()
-    return [side.plain(v), c.coordinator.done()]
-
-
-def ask_own_writes(c):
-    v = c.variable(1.0)
-
-    def step():
-        before = v.read_value()
-        v.assign_add(1.0)
-        between = v.read_value()
-        v.assign(10 * v)
-        return before, between, v.read_value()
-
-    return side.plain(c.schedule(step).fetch())
-
-
-def ask_writes(c):
-    v, w = c.variable(8.0), c.variable([1.0, 2.0])
-
-    def step():
-        v.assign_sub(2.0)
-        w.assign_add([0.5, 0.5])
-
-    c.schedule(step)
-    c.coordinator.join()
-    v.assign_add(1.0)  # outside of closures
-    return [side.plain(v), side.plain(w)]
-
-
-def ask_docs_example(c):
-    v1, v2 = c.variable(0.0), c.variable(1.0)
-
-    def step():
-        v1.assign_add(0.1)
-        v2.assign_sub(0.2)
-        return v1.read_value() / v2.read_value()
-
-    return side.plain(c.schedule(step).fetch())
-
-
-# -- contexts -------------------------------------------------------------------
-
-
-def ask_contexts(c):
-    found = {}
-
-    def step():
-        found["has_strategy"] = tf.distribute.has_strategy()
-        found["in_cross_replica_context"] = tf.distribute.in_cross_replica_context()
-        found["num_replicas"] = tf.distribute.get_strategy().num_replicas_in_sync
-        return tf.constant(0)
-
-    c.schedule(step).fetch()
-    return found
-
-
-def ask_run_in_step(c):
-    def replica_step(x):
-        return x + tf.distribute.get_replica_context().num_replicas_in_sync
-
-    return side.plain(c.schedule(lambda x: c.strategy.run(replica_step, (x,)), 1.0).fetch())
-
-
-def ask_merge_in_step(c):
-    def replica_step(x):
-        return tf.distribute.get_replica_context().merge_call(lambda s, x: x * 3, args=(x,))
-
-    return side.plain(c.schedule(lambda x: c.strategy.run(replica_step, (x,)), 2.0).fetch())
-
-
-def ask_reduce_in_step(c):
-    def replica_step(x):
-        return tf.distribute.get_replica_context().all_reduce("sum", x)
-
-    step = lambda x: c.strategy.run(replica_step, (x,))
-    return side.plain(c.schedule(step, tf.constant(4.0)).fetch())
-
-
-def ask_run_outside(c):
-    v = c.variable(1.0)
-    return side.plain(c.strategy.run(tf.function(lambda x: v.assign_add(x)), args=(2.0,)))
-
-
-def ask_reduce_outside(c):
-    value = c.strategy.run(tf.function(lambda: tf.constant(3.0)))
-    return side.plain(c.strategy.reduce("sum", value, axis=None))
-
-
-# -- variables ------------------------------------------------------------------
-
-
-def server_of(v):
-    return int(v.device.split("task:")[1].split("/")[0])
-
-
-def ask_placement(c, count):
-    with c.strategy.scope():
-        before = tf.Variable(0.0)
-        variables = [tf.Variable(0.0) for _ in range(count)]
-    return [(server_of(v) - server_of(before)) % NUM_SERVERS for v in variables]
-
-
-def ask_colocation(c):
-    v = c.variable([0.0, 0.0])
-    with c.strategy.scope(), c.strategy.extended.colocate_vars_with(v):
-        beside = [tf.Variable(0.0), tf.Variable([1.0])]
-    return [server_of(w) == server_of(v) for w in beside]
-
-
-def ask_created_in_step(c):
-    return c.schedule(lambda: tf.Variable(1.0) + 1.0).fetch()
-
-
-# -- errors ---------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------
 
 
 def ask_report(c, method):
@@ -385,17 +123,23 @@ def ask_join_with_nothing(c):
     return c.coordinator.done()
 
 
-# -- data -----------------------------------------------------------------------
-
-
-def of_numbers(count):
-    return lambda: tf.data.Dataset.range(count, output_type=tf.int32)
+# -- data -------------------------------------------------------------------------
 
 
 def ask_elements(c):
     iterator = c.dataset(of_numbers(5))
     values = [c.schedule(lambda it: 10 * next(it), iterator) for _ in range(3)]
     return [side.plain(value.fetch()) for value in values]
+
+
+def ask_elements_after_an_error(c):
+    """An iterator goes on after closures were cancelled."""
+    iterator = c.dataset(of_numbers(5))
+    step = lambda it: next(it)
+    first = side.plain(c.schedule(step, iterator).fetch())
+    c.schedule(check, NEGATIVE)
+    reports = did_raise(c.coordinator.join)
+    return [first, reports, side.plain(c.schedule(step, iterator).fetch())]
 
 
 def ask_iterators_of_one_dataset(c):
@@ -407,7 +151,10 @@ def ask_iterators_of_one_dataset(c):
 
 
 def ask_two_datasets_in_a_step(c):
-    small, large = c.dataset(of_numbers(5)), c.dataset(lambda: of_numbers(5)().map(lambda x: 10 * x))
+    small, large = (
+        c.dataset(of_numbers(5)),
+        c.dataset(lambda: of_numbers(5)().map(lambda x: 10 * x)),
+    )
     step = lambda a, b: next(a) + next(b)
     return [side.plain(c.schedule(step, small, large).fetch()) for _ in range(2)]
 
@@ -484,7 +231,7 @@ def ask_per_worker_error(c):
     return [did_raise(use), side.plain(c.schedule(lambda: tf.constant(1.0)).fetch())]
 
 
-# -- coordinators ---------------------------------------------------------------
+# -- coordinators -----------------------------------------------------------------
 
 
 def ask_second_coordinator(c):

@@ -17,6 +17,7 @@ from benchmarks import (
     parity,
     ray_servers,
     servers,
+    servers_tensorflow,
     steps_in_flight,
     steps_on_iterator,
 )
@@ -38,6 +39,7 @@ BENCHMARKS = {
         over_processes,
         servers,
         ray_servers,
+        servers_tensorflow,
     )
 }
 

@@ -1,7 +1,6 @@
 """Steps by workers that are processes of Ray's, and a pull, beside a bare `ray.get`."""
 
 import statistics
-import time
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 import distjax as dj
 from benchmarks.report import Benchmark
-from benchmarks.servers import SIZES, batch_of, make_step, warm_up
+from benchmarks.servers import SIZES, make_batch, make_step, step_seconds, warm_up
 from benchmarks.timing import interleave, loop_seconds
 
 NUM_WORKERS = 2
@@ -31,20 +30,13 @@ class Holder:
 def measure_steps(size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
     """One row: microseconds a step, of two workers and of one device."""
     hidden, examples, num_steps = size
-    batch = batch_of(examples)
+    batch = make_batch(examples)
     alone = dj.OneDeviceStrategy()
     own_step = make_step(alone, hidden)
     served = dj.ParameterServerStrategy(NUM_WORKERS, engine=dj.servers.RayEngine())
     step = make_step(served, hidden)
     with dj.Coordinator(served) as coordinator:
-
-        def run(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                coordinator.schedule(step, args=batch)
-            coordinator.join()
-            return (time.perf_counter() - start) / count
-
+        run = lambda count: step_seconds(coordinator, step, batch, count)
         call = lambda: alone.run(own_step, args=batch)
         warm_up(run, call, NUM_WORKERS)
         pairs = interleave(lambda: run(num_steps), lambda: loop_seconds(call, num_steps), num_pairs)

@@ -19,7 +19,7 @@ SIZES = ((64, 32, 600), (512, 128, 100))
 NUM_WORKERS = (1, 2, 4)
 _INPUTS, _CLASSES = 784, 10
 _WARM_UP_STEPS = 20
-_SCHEDULED = 500
+_SCHEDULED, _QUEUED = 125, 4
 
 
 def make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
@@ -49,11 +49,22 @@ def make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
     return step
 
 
-def batch_of(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random examples with labels."""
+def make_batch(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels."""
     rng = np.random.default_rng(1)
     images = rng.normal(size=(size, _INPUTS)).astype(np.float32)
     return images, rng.integers(0, _CLASSES, size).astype(np.int32)
+
+
+def step_seconds(
+    coordinator: dj.Coordinator, step: Callable[[Any, Any], Any], batch: Any, count: int
+) -> float:
+    """The seconds of a step, of `count` that are scheduled one after the other."""
+    start = time.perf_counter()
+    for _ in range(count):
+        coordinator.schedule(step, args=batch)
+    coordinator.join()
+    return (time.perf_counter() - start) / count
 
 
 def warm_up(run: Callable[[int], float], call: Callable[[], object], num_workers: int) -> None:
@@ -65,20 +76,13 @@ def warm_up(run: Callable[[int], float], call: Callable[[], object], num_workers
 def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
     """One row: microseconds a step, and a call of `schedule` that need not wait."""
     hidden, examples, num_steps = size
-    batch = batch_of(examples)
+    batch = make_batch(examples)
     alone = dj.OneDeviceStrategy()
     own_step = make_step(alone, hidden)
     served = dj.ParameterServerStrategy(workers=num_workers)
     step = make_step(served, hidden)
     with dj.Coordinator(served) as coordinator:
-
-        def run(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                coordinator.schedule(step, args=batch)
-            coordinator.join()
-            return (time.perf_counter() - start) / count
-
+        run = lambda count: step_seconds(coordinator, step, batch, count)
         call = lambda: alone.run(own_step, args=batch)
         warm_up(run, call, num_workers)
         pairs = interleave(lambda: run(num_steps), lambda: loop_seconds(call, num_steps), num_pairs)
@@ -97,14 +101,19 @@ def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dic
 def _schedule_seconds(
     strategy: dj.ParameterServerStrategy, step: Callable[[Any, Any], Any], batch: Any
 ) -> float:
+    """The median of calls that need not wait, a queue full at a time, as in a loop.
+
+    More would copy batches to memory that the process has never had, which is 10 times as slow.
+    """
     seconds = []
-    with dj.Coordinator(strategy, queue_size=2 * _SCHEDULED) as coordinator:
-        with coordinator.paused():
-            for _ in range(_SCHEDULED):
-                start = time.perf_counter()
-                coordinator.schedule(step, args=batch)
-                seconds.append(time.perf_counter() - start)
-        coordinator.cancel()
+    with dj.Coordinator(strategy) as coordinator:
+        for _ in range(_SCHEDULED):
+            with coordinator.paused():
+                for _ in range(_QUEUED):
+                    start = time.perf_counter()
+                    coordinator.schedule(step, args=batch)
+                    seconds.append(time.perf_counter() - start)
+                coordinator.cancel()
     return statistics.median(seconds)
 
 

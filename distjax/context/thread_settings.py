@@ -10,6 +10,17 @@ import jax
 
 from distjax.context import frames
 
+#: Modes of JAX that a thread has of its own and that matter when a program runs, not when it is
+#: traced: what checks its results, and what may move.
+_MODES_OF_CALLS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_debug_nans": jax.debug_nans,
+    "jax_debug_infs": jax.debug_infs,
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+}
+
 
 def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Returns what makes another thread see the context of the calling one.
@@ -27,3 +38,22 @@ def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[
             yield
 
     return enter_settings
+
+
+def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns what gives another thread the modes in which the calling one calls programs.
+
+    As `jax.debug_nans` and `jax.transfer_guard` set them.
+    """
+    config: Any = jax.config
+    wanted = [(name, getattr(config, name)) for name in _MODES_OF_CALLS]
+
+    @contextlib.contextmanager
+    def enter_modes() -> Generator[None]:
+        with contextlib.ExitStack() as modes:
+            for name, value in wanted:
+                if value is not None and value != getattr(config, name):
+                    modes.enter_context(_MODES_OF_CALLS[name](value))
+            yield
+
+    return enter_modes

@@ -19,9 +19,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from distjax.errors import ClosureError, ContextError, EndOfDataError, message
+from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran, WorkerDied
+from distjax.servers.outcomes import cancelled, end_of_data, given_up
 from distjax.servers.streams import Draw
 from distjax.servers.waiting import Waiters
 
@@ -98,29 +99,35 @@ class Board:
 
     # -- the user's side ------------------------------------------------------
 
-    def put(
-        self, make: Callable[[int], Closure], require_open: Callable[[], None] = lambda: None
-    ) -> Closure:
-        """Queues the closure that `make` makes of its number; waits for room.
+    def put(self, closure: Closure, require_open: Callable[[], None] = lambda: None) -> None:
+        """Queues a closure, which gets its number; waits for room.
 
         Args:
-          make: makes the closure.
+          closure: a new one.
           require_open: raises if nobody would run it; asked again after each wait.
         """
         while True:
             with self._lock:
                 require_open()
                 if self._has_room():
-                    closure = make(next(self._numbers))
-                    self.counts["scheduled"] += 1
-                    self.queue.append(closure)
+                    self._queue_new(closure)
                     break
             self.waiters.wait_until(self._has_much_room)
             self.raise_error()
         if closure.draws:
             self.end_starved()
         self.waiters.ring()
-        return closure
+
+    def _queue_new(self, closure: Closure) -> None:
+        try:
+            # One call in C: no signal comes between taking the number and noting whose it is.
+            collections.deque(map(setattr, [closure], ["number"], self._numbers), maxlen=0)
+            self.queue.append(closure)
+        except BaseException:
+            if closure not in self.queue and closure.number >= 0:
+                self._forget(closure.number)  # servers wait for every number to be over
+            raise
+        self.counts["scheduled"] += 1
 
     def raise_error(self) -> None:
         """Raises the first error there was, once, when nothing runs any more."""
@@ -252,7 +259,7 @@ class Board:
                 closure.attempts.append(f"worker {worker.number} was lost ({reason})")
             reason = closure.stop
             if reason is None and len(closure.attempts) >= self._max_failures:
-                reason = _given_up(closure)
+                reason = given_up(closure)
             if reason is None and not closure.is_over:
                 self.counts["retried"] += 1
                 self._put_first(closure)
@@ -312,7 +319,7 @@ class Board:
             self.queue.appendleft(closure)
 
     def _drop_queue(self, reason: str) -> list[Closure]:
-        queued, stop = list(self.queue), _cancelled(reason)
+        queued, stop = list(self.queue), cancelled(reason)
         self.queue.clear()
         for closure in self.running:
             closure.stop = closure.stop or stop
@@ -348,7 +355,7 @@ class Board:
             starved = [c for c in self.queue if c.draws and is_starved(c)]
             for closure in starved:
                 self.queue.remove(closure)
-                self._end(closure, State.CANCELLED, error=_end_of_data(closure))
+                self._end(closure, State.CANCELLED, error=end_of_data(closure))
         self._announce(starved)
 
     def _has_room(self) -> bool:
@@ -364,38 +371,3 @@ class Board:
     def is_to_end(self, worker: Worker) -> bool:
         """Returns whether a worker is to take no more."""
         return self.is_closed or worker.is_removed
-
-
-def _cancelled(reason: str) -> CancelledError:
-    return CancelledError(
-        message(
-            "fetch needs a closure that was run",
-            got="one that was cancelled",
-            why=reason,
-            fix="schedule it again",
-        )
-    )
-
-
-def _given_up(closure: Closure) -> ClosureError:
-    attempts = "; ".join(closure.attempts)
-    return ClosureError(
-        message(
-            f"{closure!r} needs a worker that outlives it",
-            got=f"{len(closure.attempts)} workers that did not: {attempts}",
-            why="a closure that kills every worker would do so for ever",
-            fix="look for what it does to them (memory, a signal), then schedule it again",
-        ),
-        tuple(closure.attempts),
-    )
-
-
-def _end_of_data(closure: Closure) -> EndOfDataError:
-    return EndOfDataError(
-        message(
-            f"{closure!r} needs an element of per-worker data",
-            got="data that has ended on every worker",
-            why="each element is used once in an iteration",
-            fix="iterator = iter(dataset) begins the next one",
-        )
-    )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from distjax.context.thread_settings import modes_of_this_thread
 from distjax.servers.engine import Ran, Task
 from distjax.servers.plan import Plan
 from distjax.servers.streams import DataEnded, Draw
@@ -36,7 +37,7 @@ class Closure:
     """One call of a step. Its board changes it, under the board's lock.
 
     Attributes:
-      number: counts the calls of `schedule`.
+      number: counts the calls of `schedule`; a board gives it.
       state: where it is.
       attempts: what became of the attempts that failed, in order.
       stop: raised in place of the next push; None: it goes on.
@@ -44,10 +45,9 @@ class Closure:
       versions: of the servers; None until it is done.
       position: how many closures the servers had before it.
       is_reported: whether an error of its is raised by `join` too.
-      x64: whether JAX is in 64-bit mode where it was scheduled: so are its programs.
+      modes: gives a thread the modes of JAX that there were where it was scheduled.
 
     Args:
-      number: its number.
       name: the step's.
       call: the step and its arguments; or how to make them once a worker draws elements.
       draws: what is to be drawn of per-worker data.
@@ -56,20 +56,18 @@ class Closure:
 
     def __init__(
         self,
-        number: int,
         name: str,
         call: Call | Callable[[dict[Draw, Any]], Call],
         draws: Sequence[Draw] = (),
         *,
         is_reported: bool = True,
     ):
-        self.number = number
+        self.number = -1
         self.name = name
         self.state = State.QUEUED
         self.draws = tuple(draws)
         self.is_reported = is_reported
-        config: Any = jax.config  # pyright does not see this one
-        self.x64: bool = config.jax_enable_x64
+        self.modes = modes_of_this_thread()
         self.attempts: list[str] = []
         self.stop: BaseException | None = None
         self.error: BaseException | None = None

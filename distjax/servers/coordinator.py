@@ -6,17 +6,17 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from distjax.context import frames
 from distjax.data.input_context import InputContext
-from distjax.errors import ContextError, ServerLostError, describe_value, message
+from distjax.errors import ServerLostError, describe_value, message
 from distjax.integers import is_int
 from distjax.servers.crew import Crew
+from distjax.servers.in_process import refuse_pickle
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
-from distjax.servers.remote_value import RemoteValue, to_numpy
+from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
 from distjax.servers.server_contract import add_totals
 from distjax.servers.snapshot import Snapshot
 from distjax.servers.strategy_contract import ServerStrategy
@@ -97,10 +97,10 @@ class Coordinator:
           Exception: what an earlier closure raised; this one is not queued then.
         """
         self._require_open("schedule")
-        _require_outside("schedule")
+        require_outside_of_steps("schedule")
         self._board.raise_error()
-        make = cut_call(self._board, self._strategy, fn, args, kwargs)
-        closure = self._board.put(make, lambda: self._require_open("schedule"))
+        closure = cut_call(self._board, self._strategy, fn, args, kwargs)
+        self._board.put(closure, lambda: self._require_open("schedule"))
         return RemoteValue(closure, self._board.waiters)
 
     def join(self, timeout: float | None = None) -> None:
@@ -111,10 +111,11 @@ class Coordinator:
 
         Raises:
           TimeoutError: some are not.
-          ContextError: in ``with coordinator.paused()``.
+          ContextError: in ``with coordinator.paused()``, or in a replica function.
           Exception: what a closure raised.
         """
         self._require_open("join")
+        require_outside_of_steps("join")
         self._board.require_going("join")
         if not self._board.waiters.wait_until(self._board.is_empty, timeout):
             raise TimeoutError(
@@ -209,6 +210,9 @@ class Coordinator:
 
     def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
         """Ends workers after the closure that each has in hand, and waits for that.
+
+        Nobody draws what is left of their parts of per-worker data: ``iter(dataset)`` shares
+        the data among those that there are then.
 
         Args:
           ids_or_n: which, or how many, the latest first.
@@ -334,6 +338,11 @@ class Coordinator:
     def __repr__(self) -> str:
         return f"Coordinator({self._strategy!r})"
 
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(
+            self, "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
+        )
+
     def _require_open(self, method: str) -> None:
         if self._closing.alive:
             return
@@ -367,19 +376,6 @@ def _require_servers(strategy: object) -> None:
             got=describe_value(strategy),
             why="it schedules steps on workers that have parameter servers",
             fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4))",
-        )
-    )
-
-
-def _require_outside(method: str) -> None:
-    if not frames.current().is_replica:
-        return
-    raise ContextError(
-        message(
-            f"{method} needs to be called outside of a replica function",
-            got=f"a call in {frames.current().name}",
-            why="a step runs at a worker, which schedules nothing",
-            fix="schedule from the code that calls strategy.run",
         )
     )
 

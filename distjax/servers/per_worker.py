@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from distjax.data.input_context import InputContext
 from distjax.errors import describe_value, message
+from distjax.servers.in_process import refuse_pickle
 from distjax.servers.streams import DataEnded, Position, Stream
 from distjax.typing import PyTree
 
@@ -80,6 +81,9 @@ class PerWorkerIterator:
     def __repr__(self) -> str:
         return f"PerWorkerIterator(num_workers={len(self._streams)})"
 
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self, "coordinator.snapshot() holds positions; take `values` along, or data")
+
     def draw(self, worker: int) -> Any:
         """Returns the next element of a worker, for which a closure is."""
         return self._stream_of(worker).draw()
@@ -133,6 +137,16 @@ class PerWorkerDataset:
         self._workers = workers
         self._is_opened_at_once = is_opened_at_once
         self._iterators = iterators
+
+    def __repr__(self) -> str:
+        return f"PerWorkerDataset(num_workers={len(self._workers())})"
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(
+            self,
+            "pickle what it was made of, and make one there: "
+            "coordinator.create_per_worker_dataset(source)",
+        )
 
     def __iter__(self) -> PerWorkerIterator:
         workers, source = self._workers(), self._source

@@ -40,6 +40,8 @@ class Programs:
           args: its arguments.
           donated: the numbers of those whose memory it may reuse.
         """
+        if _raises_for_values():  # after it has run, and what was donated would be gone
+            donated = ()
         run, calls_back = self._find(program, args, donated)
         *results, token = run(*args)
         if calls_back:
@@ -68,6 +70,11 @@ def _make(program: Program, args: Sequence[jax.Array], donated: tuple[int, ...])
     if _calls_back(jitted.trace(*args).jaxpr.jaxpr):
         return jitted, True
     return (jax.jit(with_token, donate_argnums=donated) if donated else jitted), False
+
+
+def _raises_for_values() -> bool:
+    config: Any = jax.config  # these two are this thread's; pyright does not see them
+    return config.jax_debug_nans or config.jax_debug_infs
 
 
 def _calls_back(jaxpr: jec.Jaxpr) -> bool:

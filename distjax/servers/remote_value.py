@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from distjax import jax_compat
-from distjax.errors import message
+from distjax.context import frames
+from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure
+from distjax.servers.in_process import refuse_pickle
 from distjax.servers.waiting import Waiters
 from distjax.typing import PyTree
 
@@ -34,7 +36,7 @@ class RemoteValue:
 
         Waits as `get`.
         """
-        self._wait(None)
+        self._wait("version", None)
         if self._closure.versions is None:
             self._closure.result()  # raises
         assert self._closure.versions is not None
@@ -46,7 +48,7 @@ class RemoteValue:
 
     def get(self) -> Any:
         """Returns what the step returned, as arrays on the worker's device. Waits as `fetch`."""
-        self._wait(None)
+        self._wait("get", None)
         return self._closure.result()
 
     def fetch(self, timeout: float | None = None) -> Any:
@@ -55,17 +57,21 @@ class RemoteValue:
         Args:
           timeout: seconds to wait at most.
 
+        Context: not in a replica function.
+
         Raises:
+          ContextError: in a replica function.
           TimeoutError: it is not there by then.
           CancelledError: of `concurrent.futures`: the closure was cancelled.
           EndOfDataError: no worker has an element for it.
           ServerLostError: its pushes were lost with a server.
           Exception: what the closure raised.
         """
-        self._wait(timeout)
+        self._wait("fetch", timeout)
         return to_numpy(self._closure.result())
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, method: str, timeout: float | None) -> None:
+        require_outside_of_steps(method)
         if not self._waiters.wait_until(lambda: self._closure.is_over, timeout):
             raise TimeoutError(
                 message(
@@ -78,6 +84,28 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         return f"RemoteValue({self._closure!r}, {self._closure.state.value})"
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self, "pickle what it stands for: value.fetch()")
+
+
+def require_outside_of_steps(method: str) -> None:
+    """Raises a ContextError in a replica function.
+
+    Args:
+      method: what may not be called there.
+    """
+    if not frames.current().is_replica:
+        return
+    raise ContextError(
+        message(
+            f"{method} needs to be called outside of a replica function",
+            got=f"a call in {frames.current().name}",
+            why="a step runs at a worker, which schedules nothing and waits for no closure",
+            fix="schedule, and fetch, in the code that calls strategy.run; give the step values "
+            "as arguments: args=(value.get(),)",
+        )
+    )
 
 
 def to_numpy(tree: PyTree) -> Any:

@@ -56,8 +56,8 @@ def cut_call(
     kwargs: Mapping[str, PyTree] | None,
     *,
     is_reported: bool = True,
-) -> Callable[[int], Closure]:
-    """Returns what makes a closure of its number, for the board; errors of its trace come here.
+) -> Closure:
+    """Returns a closure for the board; errors of its trace come here.
 
     Args:
       board: the strategy's.
@@ -79,7 +79,7 @@ def cut_call(
         _cut_early(cut, draws, [worker.number for worker in board.active_workers()])
     call = cut if draws else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
-    return lambda number: Closure(number, name, call, draws, is_reported=is_reported)
+    return Closure(name, call, draws, is_reported=is_reported)
 
 
 def _as_dict(kwargs: object) -> object:
@@ -114,30 +114,29 @@ def run_step(
     """
     board = board_of(strategy)
     board.require_going("run")
-    make = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
+    closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
     if board.is_closed and threading.current_thread() is threading.main_thread():
         settings = settings_of_this_thread()
-        closure = _calls.complete(lambda: _put_and_run(board, strategy, make, settings))
+        _calls.complete(lambda: _put_and_run(board, strategy, closure, settings))
     else:
-        closure = _put_and_run(board, strategy, make, contextlib.nullcontext)
+        _put_and_run(board, strategy, closure, contextlib.nullcontext)
     return RemoteValue(closure, board.waiters).get()
 
 
 def _put_and_run(
     board: Board,
     strategy: ServerStrategy,
-    make: Callable[[int], Closure],
+    closure: Closure,
     settings: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Closure:
+) -> None:
     """Puts a closure on a board, and runs it where nobody else does."""
     here = Worker(0)
     with settings():
-        closure = board.put(make)
+        board.put(closure)
         while board.is_closed and board.claim(closure):
             ran = start(board, strategy.engine, here, closure)
             if ran is not None:
                 finish(board, here, closure, ran)
-    return closure
 
 
 def _require_no_remote_value(leaves: Sequence[object]) -> None:

@@ -48,7 +48,7 @@ def work(
 def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Running | None:
     """Runs a closure as far as Python does; None: the board knows what became of it."""
     try:
-        with jax.enable_x64(closure.x64):
+        with closure.modes():
             ended = closure.prepare(worker.number)
             if ended is None:
                 return engine.run(worker.number, closure.as_task())

@@ -115,10 +115,10 @@ def _leak_text(name: str) -> str:
     return message(
         f"variable {name!r} needs to be created outside of inner traces",
         got="a creation from a traced value inside jax.jit, a loop, a branch, grad, vmap or a "
-        "merge function",
+        "merge function, or in a step for parameter servers",
         why="its initial value belongs to the inner trace and would leak out of it",
-        fix="create it before, under `with strategy.scope():`, or at the top of the replica "
-        "function; in a merge function from a concrete value or a function: "
+        fix="create it before, under `with strategy.scope():`, or, but for parameter servers, at "
+        "the top of the replica function; in a merge function from a concrete value or a function: "
         "dj.Variable(lambda: jnp.zeros(3))",
     )
 

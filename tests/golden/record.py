@@ -5,6 +5,7 @@ Needs TensorFlow 2.21 and nothing of distjax: see README.md beside this file.
 
 import importlib
 import json
+import os
 import pathlib
 import sys
 
@@ -20,6 +21,8 @@ AREAS = (
     "inputs",
     "steps",
     "contexts",
+    "closures",
+    "coordinator",
 )
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -47,6 +50,8 @@ def main(areas):
         module = importlib.import_module(f"tests.golden.recording.{area}")
         records = [{"id": i, "case": case, "outcome": out} for i, case, out in module.records()]
         write(area, records)
+    sys.stdout.flush()
+    os._exit(0)  # threads of coordinators never end
 
 
 if __name__ == "__main__":

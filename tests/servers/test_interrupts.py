@@ -57,6 +57,22 @@ def test_a_signal_in_run_loses_no_value_and_stops_nobody(max_staleness):
     campaign(case, check, in_packages("distjax.servers"), limit=1000)
 
 
+def test_a_signal_in_schedule_leaves_no_number_of_which_nobody_knows():
+    strategy = make(workers=1)
+    server, step = strategy.engine.servers[0], counter()
+    coordinator = Coordinator(strategy, queue_size=100_000)
+    coordinator.schedule(step, (np.float32(1),))
+
+    def check(before, outcome):
+        coordinator.schedule(step, (np.float32(1),)).get()
+        coordinator._board.waiters.wait_until(lambda: server.num_kept == 0, 20)
+        assert server.num_kept == 0, "closures are remembered behind one that nobody has"
+
+    call = lambda: coordinator.schedule(step, (np.float32(1),))
+    campaign(lambda: (None, call), check, in_packages("distjax.servers"), limit=1000)
+    coordinator.close()
+
+
 def test_a_pause_that_a_signal_ends_pauses_nobody():
     strategy = make(workers=1)
     with Coordinator(strategy) as coordinator:

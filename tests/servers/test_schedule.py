@@ -1,10 +1,14 @@
 """What a step sees of where it was scheduled: modes of JAX, warnings, workers that are gone."""
 
+import pickle
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import distjax as dj
+from tests.faults.four_parts import is_explained
 
 
 def make(workers=2):
@@ -74,3 +78,56 @@ def test_next_of_an_iterator_has_the_values_of_the_workers_that_are_left():
 
         seen.append(coordinator.schedule(step, args=(values,)).fetch())
     assert seen == [2.0]
+
+
+def test_what_jax_checks_is_that_of_the_call_of_schedule_and_a_failed_push_changes_nothing():
+    # On another device than the worker's, whose pushes reuse the memory of the server's values.
+    strategy = dj.ParameterServerStrategy(workers=[[jax.devices()[1]]], cut="arguments")
+    with strategy.scope():
+        v = dj.Variable(jnp.ones(3), name="v")
+
+    def step(x):
+        update = lambda strategy, x: v.assign(jnp.log(x * v.value))
+        dj.get_replica_context().merge_call(update, args=(x,))
+
+    with dj.Coordinator(strategy) as coordinator:
+        with jax.debug_nans(True):
+            coordinator.schedule(step, args=(np.float32(-1),))
+        with pytest.raises(FloatingPointError):
+            coordinator.join()
+        np.testing.assert_array_equal(v.value, np.ones(3))
+        with jax.transfer_guard("disallow"):
+            coordinator.schedule(step, args=(np.float32(1),))
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            coordinator.join()
+        np.testing.assert_array_equal(v.value, np.ones(3))
+        coordinator.schedule(step, args=(np.float32(-1),))
+    assert np.isnan(v.value).all()
+
+
+@pytest.mark.parametrize("method", ["fetch", "get", "version", "join"])
+def test_nobody_waits_for_closures_in_a_step(method):
+    strategy, total = make()
+    with dj.Coordinator(strategy) as coordinator:
+        value = coordinator.schedule(lambda: total.value)
+        owner = coordinator if method == "join" else value
+
+        def step():
+            found = getattr(owner, method)
+            return found() if callable(found) else found
+
+        text = f"^{method} needs to be called outside of a replica function"
+        with pytest.raises(dj.errors.ContextError, match=text) as raised:
+            coordinator.schedule(step)
+        assert is_explained(raised.value)
+
+
+def test_what_belongs_to_a_process_is_not_pickled():
+    strategy, total = make()
+    with dj.Coordinator(strategy) as coordinator:
+        dataset = coordinator.create_per_worker_dataset([1.0])
+        value = coordinator.schedule(lambda: total.value)
+        for kept in (coordinator, dataset, iter(dataset), value, strategy, total):
+            with pytest.raises(TypeError, match="needs to stay in its process") as raised:
+                pickle.dumps(kept)
+            assert is_explained(raised.value)

@@ -1,0 +1,106 @@
+"""Steps by workers of parameter servers, beside TensorFlow's ParameterServerStrategy.
+
+TensorFlow runs in a process of its own, of the Python that TENSORFLOW_PYTHON names: the two sides
+take turns, and the other one stands still meanwhile.
+"""
+
+import contextlib
+import os
+import pathlib
+import statistics
+import subprocess
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import distjax as dj
+from benchmarks.report import Benchmark
+from benchmarks.servers import NUM_WORKERS, make_batch, make_step, step_seconds
+from benchmarks.timing import interleave
+
+_PYTHON = os.environ.get("TENSORFLOW_PYTHON", ".venv-golden/bin/python")
+#: Hidden units, examples of a batch, steps of a timed run, floor and goal of the ratio.
+SIZES = ((64, 32, 200, 3.0, 4.0), (512, 128, 60, 2.0, 2.5))
+_WARM_UP_STEPS = 20
+_ANSWER_SECONDS = 300  # a cluster that does not come up waits for ever
+
+
+@contextlib.contextmanager
+def tensorflow(num_workers: int, hidden: int, examples: int) -> Generator[Callable[[int], float]]:
+    """Starts TensorFlow; gives the seconds of a step, from how many are to be run."""
+    command = [_PYTHON, "-m", "benchmarks.servers_tensorflow_worker"]
+    numbers = map(str, (num_workers, hidden, examples))
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*command, *numbers], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    asked, answers = process.stdin, process.stdout
+
+    def run(num_steps: int) -> float:
+        clock = threading.Timer(_ANSWER_SECONDS, process.kill)
+        clock.start()
+        print(num_steps, file=asked, flush=True)
+        answer = answers.readline()
+        clock.cancel()
+        if not answer:
+            raise RuntimeError(f"TensorFlow ended, or gave no answer in {_ANSWER_SECONDS} s")
+        return float(answer)
+
+    try:
+        yield run
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def measure(
+    num_workers: int, size: tuple[int, int, int, float, float], num_pairs: int
+) -> dict[str, Any]:
+    """One row: steps per second of both, and how many of ours TensorFlow does one in."""
+    hidden, examples, num_steps, floor, goal = size
+    batch = make_batch(examples)
+    strategy = dj.ParameterServerStrategy(workers=num_workers)
+    step = make_step(strategy, hidden)
+    theirs = tensorflow(num_workers, hidden, examples)
+    with dj.Coordinator(strategy) as coordinator, theirs as run_theirs:
+        run_ours = lambda count: step_seconds(coordinator, step, batch, count)
+        for run in (run_ours, run_theirs):
+            run(_WARM_UP_STEPS * num_workers)
+        pairs = interleave(lambda: run_ours(num_steps), lambda: run_theirs(num_steps), num_pairs)
+    ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+    return {
+        "hidden": hidden,
+        "workers": num_workers,
+        "ours steps/s": statistics.median(1 / ours for ours, _ in pairs),
+        "TensorFlow steps/s": statistics.median(1 / theirs for _, theirs in pairs),
+        "ratio": ratio,
+        "least": min(theirs / ours for ours, theirs in pairs),
+        "floor": floor,
+        "goal": goal,
+        "reached": "goal" if ratio >= goal else "floor" if ratio >= floor else "no",
+    }
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """Rows for each size and number of workers; quick takes one size and two numbers."""
+    if not pathlib.Path(_PYTHON).exists():
+        return [{"reached": f"left out: no {_PYTHON} (make golden, or TENSORFLOW_PYTHON=...)"}]
+    sizes, numbers = (SIZES[:1], NUM_WORKERS[:2]) if quick else (SIZES, NUM_WORKERS)
+    return [measure(n, size, 2 if quick else 6) for size in sizes for n in numbers]
+
+
+BENCHMARK = Benchmark(
+    name="servers_tensorflow",
+    title="Steps by workers of a parameter server, beside TensorFlow's (ratio: ours to theirs)",
+    columns=(
+        "hidden",
+        "workers",
+        "ours steps/s",
+        "TensorFlow steps/s",
+        "ratio",
+        "least",
+        "floor",
+        "goal",
+        "reached",
+    ),
+    run=run,
+)

@@ -1,0 +1,27 @@
+"""What belongs to a process, and is refused to be pickled."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from distjax.errors import message
+
+
+def refuse_pickle(value: object, fix: str) -> NoReturn:
+    """Raises for `pickle` of what stands for workers and closures of this process.
+
+    Args:
+      value: what was to be pickled.
+      fix: what to do instead.
+
+    Raises:
+      TypeError: always.
+    """
+    raise TypeError(
+        message(
+            f"{value!r} needs to stay in its process",
+            got=f"pickle of a {type(value).__name__}, or of what holds one",
+            why="workers, closures and what they draw belong to this process",
+            fix=fix,
+        )
+    )

@@ -1,0 +1,46 @@
+"""What `fetch` raises of closures that came to nothing."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+
+from distjax.errors import ClosureError, EndOfDataError, message
+from distjax.servers.closure import Closure
+
+
+def cancelled(reason: str) -> CancelledError:
+    """Returns the error of a closure that was never run, or stopped."""
+    return CancelledError(
+        message(
+            "fetch needs a closure that was run",
+            got="one that was cancelled",
+            why=reason,
+            fix="schedule it again",
+        )
+    )
+
+
+def given_up(closure: Closure) -> ClosureError:
+    """Returns the error of a closure that has lost too many workers."""
+    attempts = "; ".join(closure.attempts)
+    return ClosureError(
+        message(
+            f"{closure!r} needs a worker that outlives it",
+            got=f"{len(closure.attempts)} workers that did not: {attempts}",
+            why="a closure that kills every worker would do so for ever",
+            fix="look for what it does to them (memory, a signal), then schedule it again",
+        ),
+        tuple(closure.attempts),
+    )
+
+
+def end_of_data(closure: Closure) -> EndOfDataError:
+    """Returns the error of a closure for which nobody has an element."""
+    return EndOfDataError(
+        message(
+            f"{closure!r} needs an element of per-worker data",
+            got="data that has ended on every worker",
+            why="each element is used once in an iteration",
+            fix="iterator = iter(dataset) begins the next one",
+        )
+    )

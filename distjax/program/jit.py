@@ -20,6 +20,7 @@ from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import ObjectKeywords, StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
+from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_static_note, explain_devices
 from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
@@ -86,12 +87,15 @@ class CompiledFunction:
     def __repr__(self) -> str:
         return f"dj.jit({function_name(self._fn)})"
 
-    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> LoweredProgram:
         """Returns the program for these arguments, lowered but not run."""
         program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
         if user_mesh.has_user_mesh():
-            return self._under_user_mesh(program, program.lower, *marked)
-        return program.lower(*marked)
+            lowered = self._under_user_mesh(program, program.lower, *marked)
+        else:
+            lowered = program.lower(*marked)
+        static_kwargs = {k: v for k, v in kwargs.items() if k in self._static}
+        return LoweredProgram(lowered, self, args, marked[0], static_kwargs)
 
     def _under_user_mesh(
         self,

@@ -49,17 +49,21 @@ class RunOptions:
         None for one value, AS_VALUES for what `run` returns.
       leaves_program: whether the results are those of a program, so that they have to say
         where they live.
+      settles_rest: whether the user's results are the first of a tuple of trees. The others
+        are the state of objects, which rules make one value afterwards.
     """
 
     axis_name: str | None = None
     out_axes: PyTree = AS_VALUES
     leaves_program: bool = False
+    settles_rest: bool = False
 
     def for_first_of(self, count: int) -> RunOptions:
         """Returns the options where the results are the first of `count` trees."""
+        options = dataclasses.replace(self, settles_rest=True)
         if self.out_axes is AS_VALUES:
-            return self
-        return dataclasses.replace(self, out_axes=(self.out_axes, *[AS_VALUES] * (count - 1)))
+            return options
+        return dataclasses.replace(options, out_axes=(self.out_axes, *[AS_VALUES] * (count - 1)))
 
 
 AS_RUN = RunOptions()

@@ -225,8 +225,11 @@ def _tell_findings(
             fn, given.names, given.partitioned, given.values, traced.result, results, outer.meant
         )
         if num_reported() == before:
-            ends, paths = traced.jaxpr.outvars[: len(results)], traced.result.paths
-            note_lone_updates(env, ends, paths, results, given, outer.meant)
+            ends, paths, own = traced.jaxpr.outvars, traced.result.paths, results
+            if options.settles_rest:
+                own = [x for x, path in zip(results, paths, strict=True) if path.startswith("[0]")]
+                paths = [path.removeprefix("[0]") for path in paths[: len(own)]]
+            note_lone_updates(env, ends[: len(own)], paths, own, given, outer.meant)
     ends = traced.jaxpr.outvars[: len(results)] if env else []
     return [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in ends]
 

@@ -22,6 +22,7 @@ from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import local_devices, require_axis_name
+from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_cause_note
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
@@ -77,11 +78,12 @@ class MappedFunction:
             keep_user_lines(error)
             raise
 
-    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> LoweredProgram:
         """Returns the program for these arguments, lowered but not run."""
-        args = self._mark_static(args)
-        strategy = self._find_strategy(frames.current(), args, kwargs)
-        return self._program_of(strategy).lower(args, kwargs)
+        marked = self._mark_static(args)
+        strategy = self._find_strategy(frames.current(), marked, kwargs)
+        lowered = self._program_of(strategy).lower(marked, kwargs)
+        return LoweredProgram(lowered, self, args, marked, {})
 
     def __repr__(self) -> str:
         return f"dj.pmap({function_name(self._fn)})"

@@ -1,0 +1,97 @@
+"""Programs compiled ahead of their calls: `lower(*args).compile()(*args)`, as of `jax.jit`.
+
+JAX's own stages have the operands of a program (its variables first), which no user has. So what
+`lower` returns is JAX's stage in everything but the call, and a call is one of the function,
+which finds what was compiled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from distjax.errors import message
+from distjax.typing import PyTree
+
+
+class LoweredProgram:
+    """A program lowered for some arguments: a `jax.stages.Lowered` that knows its function.
+
+    Args:
+      lowered: what JAX lowered.
+      call: the function, to be called with all its arguments.
+      args: its positional arguments.
+      marked: the same, static ones marked.
+      static_kwargs: the keyword arguments that are static.
+    """
+
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        call: Callable[..., Any],
+        args: tuple[PyTree, ...],
+        marked: tuple[PyTree, ...],
+        static_kwargs: Mapping[str, PyTree],
+    ):
+        self._lowered, self._call = lowered, call
+        pairs = enumerate(zip(args, marked, strict=True))
+        self._static = {i: arg for i, (arg, mark) in pairs if arg is not mark}
+        self._static_kwargs = static_kwargs
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledProgram:
+        """Returns the program compiled; calls of the function with such arguments find it."""
+        compiled = self._lowered.compile(compiler_options)
+        return CompiledProgram(compiled, self._call_with, compiler_options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+    def _call_with(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Calls the function with the static arguments that it was lowered for."""
+        given = list(args)
+        for i, static in self._static.items():
+            given.insert(i, static)
+        return self._call(*given, **kwargs, **self._static_kwargs)
+
+
+class CompiledProgram:
+    """A compiled program: a `jax.stages.Compiled` that takes the function's arguments.
+
+    As in JAX the static ones are left out; unlike there, arguments of other shapes compile anew.
+
+    Args:
+      compiled: what JAX compiled.
+      call: calls the function with its arguments that are not static.
+      options: the compiler options, where some were given.
+    """
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        call: Callable[..., Any],
+        options: Mapping[str, Any] | None,
+    ):
+        self._compiled, self._call, self._options = compiled, call, options
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Runs the program.
+
+        Raises:
+          ValueError: it was compiled with options, which calls of the function do not have.
+        """
+        if self._options:
+            raise ValueError(
+                message(
+                    "a compiled program that is called needs the default compiler options",
+                    got=f"lower(...).compile({dict(self._options)})",
+                    why="a call is one of the function itself, which knows no options: this "
+                    "program is to be looked at",
+                    fix="lower(...).compile(); options for all programs by XLA_FLAGS",
+                )
+            )
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)

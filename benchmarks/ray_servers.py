@@ -50,7 +50,7 @@ def measure_pull(num_pairs: int) -> dict[str, Any]:
     strategy = dj.ParameterServerStrategy(1, engine=dj.servers.RayEngine())
     with strategy.scope():
         variables = [dj.Variable(jnp.ones(_ARRAY_BYTES // 4)) for _ in range(_ARRAYS)]
-    keys = [v.stored.key for v in variables]
+    keys = [part.key for v in variables for part in v.stored.parts]
     holder = ray.remote(num_cpus=0)(Holder).remote()
     pull = lambda: jax.block_until_ready(strategy.servers[0].read(keys))
     bare = lambda: ray.get(holder.read.remote())

@@ -173,7 +173,8 @@ def _start_remote_writer(
             stack.enter_context(extended.pause_writers())
         stack.enter_context(build.lock)
         # What a program steps is its own to donate; here it gets copies.
-        before = [s.require() if s.is_remote else jnp.copy(s.require()) for s in stored]
+        before: list[Any] = [s.require() for s in stored]
+        before = [x if s.is_remote else jnp.copy(x) for s, x in zip(stored, before, strict=True)]
         returned = signature.jitted(before, build.collect_read(), kwargs, *args)
         jax.block_until_ready(returned[0])
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-import jax
-
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Closure
 from distjax.servers.engine import Engine, Running, WorkerDied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -220,7 +220,7 @@ class WorkerActor:
         """Pushes a stage of the attempt that was begun, and computes the next one."""
         return self._guarded(order, lambda order: self._push(order, stage))
 
-    def _guarded(self, order: Order, act: Any) -> Outcome:
+    def _guarded(self, order: Order, act: Callable[[Order], Outcome]) -> Outcome:
         if order.plan not in self._plans or order.epoch != self._epoch:
             return Unknown()
         try:
@@ -262,7 +262,7 @@ class WorkerActor:
         self._stopped.discard(order.closure)
         return Done(to_wire(attempt.results), attempt.versions)
 
-    def _require_wanted(self, order: Order) -> Any:
+    def _require_wanted(self, order: Order) -> Callable[[], None]:
         def require_wanted() -> None:
             if order.closure in self._stopped:
                 raise Stopped(order.closure)
@@ -338,7 +338,7 @@ def _first_gone(calls: Mapping[int, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _unwrapped() -> Any:
+def _unwrapped() -> Generator[None]:
     """Raises what a call raised in another process as it was raised there."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from distjax.servers.programs import Programs
 from distjax.servers.ray_hello import Hello, say_hello
 from distjax.servers.server_contract import ServerSnapshot, Totals
 from distjax.servers.store import Server
-from distjax.servers.wire import OnWire, from_wire, to_wire
+from distjax.servers.wire import OnWire, for_programs, from_wire, to_wire
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -95,7 +95,7 @@ class ServerActor:
         x64: bool,
     ) -> tuple[int, list[OnWire]]:
         """Returns version and answers of `Server.push`."""
-        operands = from_wire(arrays, self._device)
+        operands = for_programs(arrays, self._device)
         program = self._plans[plan][stage]
         with jax.enable_x64(x64):
             answer = self._server.push(
@@ -115,7 +115,7 @@ class ServerActor:
         return snapshot.version, dict(zip(snapshot.values, sent, strict=True))
 
     def restore(self, version: int, values: Mapping[str, OnWire], num_closures: int) -> None:
-        arrays = from_wire(values.values(), self._device)
+        arrays = from_wire(list(values.values()), self._device)
         with jax.enable_x64(True):
             snapshot = ServerSnapshot(version, dict(zip(values, arrays, strict=True)))
             self._server.restore(snapshot, num_closures)
@@ -187,6 +187,7 @@ class WorkerActor:
         self._servers: Sequence[ActorHandle[ServerActor]] = ()
         self._attempt: Attempt | None = None  # between the calls of one that takes turns
         self._stopped: set[int] = set()
+        self._ready = jax.numpy.zeros((), bool)  # what has answered, has run
 
     def hello(self) -> Hello:
         return say_hello()
@@ -220,7 +221,7 @@ class WorkerActor:
         """Pushes a stage of the attempt that was begun, and computes the next one."""
         return self._guarded(order, lambda order: self._push(order, stage))
 
-    def _guarded(self, order: Order, act: Any) -> Outcome:
+    def _guarded(self, order: Order, act: Callable[[Order], Outcome]) -> Outcome:
         if order.plan not in self._plans or order.epoch != self._epoch:
             return Unknown()
         try:
@@ -239,9 +240,9 @@ class WorkerActor:
 
     def _begin(self, order: Order) -> Outcome:
         plan = self._plans[order.plan]
-        arrays = from_wire(order.arrays, self._device)
+        arrays = for_programs(order.arrays, self._device)
         task = Task(order.closure, order.attempt, plan, arrays, self._require_wanted(order))
-        far = _FarServers(self._servers, order, self._device)
+        far = _FarServers(self._servers, order, self._device, self._ready)
         self._attempt = Attempt(task, far, self._programs, self._device)
         self._attempt.pull()
         return self._compute(order, 0)
@@ -262,7 +263,7 @@ class WorkerActor:
         self._stopped.discard(order.closure)
         return Done(to_wire(attempt.results), attempt.versions)
 
-    def _require_wanted(self, order: Order) -> Any:
+    def _require_wanted(self, order: Order) -> Callable[[], None]:
         def require_wanted() -> None:
             if order.closure in self._stopped:
                 raise Stopped(order.closure)
@@ -282,16 +283,21 @@ class _FarServers:
     """The servers, as a worker in a process of its own sees them."""
 
     def __init__(
-        self, servers: Sequence[ActorHandle[ServerActor]], order: Order, device: jax.Device
+        self,
+        servers: Sequence[ActorHandle[ServerActor]],
+        order: Order,
+        device: jax.Device,
+        token: jax.Array,
     ):
         self._servers, self._order, self._device = servers, order, device
+        self._token = token
 
     def pull(
         self, wanted: Mapping[int, Sequence[str]]
     ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
         calls = {k: self._servers[k].read.remote(keys, is_pull=True) for k, keys in wanted.items()}
         pulled = _get_all(calls)
-        return {k: (version, from_wire(sent, self._device)) for k, (version, sent) in pulled}
+        return {k: (version, for_programs(sent, self._device)) for k, (version, sent) in pulled}
 
     def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
         order = self._order
@@ -310,9 +316,8 @@ class _FarServers:
             )
             for p, arrays in zip(parcels, sent, strict=True)
         }
-        token = jax.numpy.zeros((), bool)
         return [
-            Answer(version, tuple(from_wire(answers, self._device)), token)
+            Answer(version, tuple(for_programs(answers, self._device)), self._token)
             for _, (version, answers) in _get_all(calls)
         ]
 
@@ -338,7 +343,7 @@ def _first_gone(calls: Mapping[int, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _unwrapped() -> Any:
+def _unwrapped() -> Generator[None]:
     """Raises what a call raised in another process as it was raised there."""
     try:
         yield

@@ -102,7 +102,7 @@ class RayServer:
         version, values = self.call("snapshot")
         # What has come lies in Ray's store, where there may be little room for long.
         with jax.enable_x64(True):
-            arrays = [jnp.array(x, copy=True) for x in from_wire(values.values())]
+            arrays = [jnp.array(x, copy=True) for x in from_wire(list(values.values()))]
         return ServerSnapshot(version, dict(zip(values, arrays, strict=True)))
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:

@@ -120,6 +120,7 @@ class Server:
             values = self._require(keys)
             if is_pull:
                 self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
+            jax.block_until_ready(values)
             return self.version, [self._look_at(value) for value in values]
 
     def write(self, key: str, value: ArrayLike) -> int:
@@ -272,4 +273,4 @@ class Server:
         is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
         if not is_plain or self.device.platform != "cpu":
             return jnp.array(value, copy=True)
-        return np.from_dlpack(jax.block_until_ready(value))
+        return np.from_dlpack(value)

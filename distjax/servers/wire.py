@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,6 +28,8 @@ class Disguised(NamedTuple):
     is_key: bool
 
 
+_SMALL = 1 << 20  # bytes that a call copies faster than they are put on a device before it
+
 #: What is sent of one array.
 OnWire = np.ndarray | Disguised
 
@@ -47,16 +49,27 @@ def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
     return Disguised(host.view(f"u{host.itemsize}"), host.dtype.name, False)
 
 
-def from_wire(sent: Iterable[OnWire], device: jax.Device | None = None) -> list[jax.Array]:
+def from_wire(sent: Sequence[OnWire], device: jax.Device | None = None) -> list[jax.Array]:
     """Returns arrays on a device; on a CPU in the memory in which they came, where that is so."""
     with jax.enable_x64(True):  # or 64 bits would be cut, whoever may have sent them
-        return [_from_wire(x, device) for x in sent]
+        arrays: list[jax.Array] = jax.device_put([_as_host(x) for x in sent], device)
+        return list(map(_as_key, sent, arrays))
 
 
-def _from_wire(sent: OnWire, device: jax.Device | None) -> jax.Array:
-    if not isinstance(sent, Disguised):
-        return jax.device_put(sent, device)
-    if sent.is_key:
-        data = jax.device_put(sent.data, device)
-        return jax.random.wrap_key_data(data, impl=sent.dtype)
-    return jax.device_put(sent.data.view(jax.numpy.dtype(sent.dtype)), device)
+def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:
+    """Returns arrays that a program on a device can take: small ones are left to its call."""
+    if all(isinstance(x, np.ndarray) and x.itemsize < 8 and x.nbytes <= _SMALL for x in sent):
+        return list(sent)  # type: ignore[arg-type]
+    return from_wire(sent, device)
+
+
+def _as_host(sent: OnWire) -> np.ndarray:
+    if not isinstance(sent, Disguised) or sent.is_key:
+        return sent.data if isinstance(sent, Disguised) else sent
+    return sent.data.view(jax.numpy.dtype(sent.dtype))
+
+
+def _as_key(sent: OnWire, array: jax.Array) -> jax.Array:
+    if not isinstance(sent, Disguised) or not sent.is_key:
+        return array
+    return jax.random.wrap_key_data(array, impl=sent.dtype)

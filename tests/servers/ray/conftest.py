@@ -40,6 +40,13 @@ def served(cluster):
 
 
 @pytest.fixture(scope="session")
+def coordinator(served):
+    """One for most tests: its workers end with it, and others would have to start."""
+    with dj.Coordinator(served) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture(scope="session")
 def bounded(cluster):
     """Two workers and one server, a bound on staleness, and all of a merge at the server."""
     return dj.ParameterServerStrategy(

@@ -83,17 +83,21 @@ def test_numbers_of_64_bits_stay_so(served):
     assert v.value.dtype == np.float64 and float(v.value) == 1 + 1 / 3
 
 
-def test_closures_are_applied_once_whatever_processes_are_killed(served):
+def test_closures_are_applied_once_whatever_processes_are_killed(served, coordinator):
     counters = Counters(served)
-    with dj.Coordinator(served) as coordinator:
-        run_with_dead_workers(counters, coordinator, seed=0, num_kills=4)
-        assert counters.values() == counters.expected
-        stats = coordinator.stats()
-        assert stats["closures"]["failed"] == 0
-        assert sum(worker["restarts"] for worker in stats["workers"]) == 4
-        assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=2) == [True, True]
-        assert counters.values() == counters.expected
+    before = coordinator.stats()
+    run_with_dead_workers(counters, coordinator, seed=0, num_kills=4)
+    assert counters.values() == counters.expected
+    stats = coordinator.stats()
+    assert stats["closures"]["failed"] == before["closures"]["failed"]
+    assert num_restarts(stats) == num_restarts(before) + 4
+    assert run_with_dead_servers(counters, coordinator, seed=0, num_kills=2) == [True, True]
+    assert counters.values() == counters.expected
     assert [server.num_kept for server in served.servers] == [0, 0]
+
+
+def num_restarts(stats):
+    return sum(worker["restarts"] for worker in stats["workers"])
 
 
 def test_a_bound_holds_with_killed_workers(bounded):
@@ -106,57 +110,54 @@ def test_a_bound_holds_with_killed_workers(bounded):
         assert max(coordinator.stats()["staleness"]) <= 1
 
 
-def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served):
+def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinator):
     from distjax.servers.ray_actors import Failed
 
     counters = Counters(served)
-    with dj.Coordinator(served) as coordinator:
-        value = coordinator.schedule(counters.both, (jnp.int32(5),))
-        value.get()
-        assert [server.version for server in served.servers] != [0, 0]  # they know that it is over
-        closure = value._closure
-        tried_again = served.engine.workers.find(0)
-        task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
-        task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
-        outcome = Sent(served.engine, 0, tried_again, task).ask("run")
-        assert isinstance(outcome, Failed) and isinstance(outcome.error, RefusedPush)
+    value = coordinator.schedule(counters.both, (jnp.int32(5),))
+    value.get()
+    assert [server.version for server in served.servers] != [0, 0]  # they know that it is over
+    closure = value._closure
+    tried_again = served.engine.workers.find(0)
+    task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
+    task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
+    outcome = Sent(served.engine, 0, tried_again, task).ask("run")
+    assert isinstance(outcome, Failed) and isinstance(outcome.error, RefusedPush)
     assert counters.values() == [5, 10, 0]
 
 
-def test_a_closure_that_is_cancelled_ends_before_its_next_push(served):
+def test_a_closure_that_is_cancelled_ends_before_its_next_push(served, coordinator):
     """Its server holds the pull until the worker knows."""
     import ray  # not before the engine does: other tests have no use for it
 
     counters = Counters(served)
-    with dj.Coordinator(served) as coordinator:
-        coordinator.schedule(counters.both, (jnp.int32(1),)).get()
-        pids = [server.pid for server in served.servers]
+    coordinator.schedule(counters.both, (jnp.int32(1),)).get()
+    pids = [server.pid for server in served.servers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        value = coordinator.schedule(counters.both, (jnp.int32(1),))
+        board = coordinator._board
+        board.waiters.wait_until(lambda: board.running)
+        coordinator.cancel()
+        for actor in served.engine.workers.actors():  # as the engine does, and waits
+            ray.get(actor.stop.remote(value._closure.number))
+    finally:
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            value = coordinator.schedule(counters.both, (jnp.int32(1),))
-            board = coordinator._board
-            board.waiters.wait_until(lambda: board.running)
-            coordinator.cancel()
-            for actor in served.engine.workers.actors():  # as the engine does, and waits
-                ray.get(actor.stop.remote(value._closure.number))
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-        coordinator.join()
-        with pytest.raises(CancelledError, match="cancel"):
-            value.fetch()
+            os.kill(pid, signal.SIGCONT)
+    coordinator.join()
+    with pytest.raises(CancelledError, match="cancel"):
+        value.fetch()
     assert counters.values() == [1, 2, 0]
 
 
-def test_checkpoints_go_to_a_mirrored_strategy_and_back(served, checkpointer):
+def test_checkpoints_go_to_a_mirrored_strategy_and_back(served, coordinator, checkpointer):
     there, mirrored = Training(served), Training(dj.MirroredStrategy(jax.devices()[:2]))
-    with dj.Coordinator(served) as coordinator:
-        for batch in batches(4):
-            coordinator.schedule(there.step, batch)
-        checkpointer.save(1, there.state)
-        coordinator.join()
-        assert dj.explain(there.step, *next(batches(1)), strategy=served).cut.num_round_trips == 1
+    for batch in batches(4):
+        coordinator.schedule(there.step, batch)
+    checkpointer.save(1, there.state)
+    coordinator.join()
+    assert dj.explain(there.step, *next(batches(1)), strategy=served).cut.num_round_trips == 1
     checkpointer.restore(mirrored.state, 1)
     for batch in batches(3, seed=1):
         mirrored.strategy.run(mirrored.step, batch)
@@ -166,31 +167,30 @@ def test_checkpoints_go_to_a_mirrored_strategy_and_back(served, checkpointer):
         np.testing.assert_array_equal(x, y)
 
 
-def test_workers_come_and_go_and_draw_elements(served):
+def test_workers_come_and_go_and_draw_elements(served, coordinator):
     training = Training(served)
 
     def step(batch):
         return training.step(*batch)
 
-    with dj.Coordinator(served) as coordinator:
-        with pytest.raises(ValueError, match='^create_per_worker_dataset needs at="coordinator"'):
-            coordinator.create_per_worker_dataset(lambda context: batches(4))
-        by_worker = lambda context: batches(4, context.input_pipeline_id)
-        iterator = iter(coordinator.create_per_worker_dataset(by_worker, at="coordinator"))
-        values = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
-        assert all(np.isfinite(value.fetch()) for value in values)
-        (new,) = coordinator.add_workers()
-        coordinator._board.waiters.wait_until(lambda: served.engine.workers.find(new).hello)
-        processes = {w["id"]: w["pid"] for w in coordinator.stats()["workers"]}
-        processes |= {f"server {s['id']}": s["pid"] for s in coordinator.stats()["servers"]}
-        children = {p.pid for p in psutil.Process().children(recursive=True)}
-        assert len(set(processes.values())) == 5 and set(processes.values()) <= children
-        coordinator.remove_workers([new])
-        assert ended([processes[new]])
-        snapshot = coordinator.snapshot()
-        coordinator.schedule(training.step, next(batches(1))).get()
-        assert coordinator.restore() == snapshot.closures == 3
-        assert coordinator.stats()["versions"] == list(snapshot.versions)
+    with pytest.raises(ValueError, match='^create_per_worker_dataset needs at="coordinator"'):
+        coordinator.create_per_worker_dataset(lambda context: batches(4))
+    by_worker = lambda context: batches(4, context.input_pipeline_id)
+    iterator = iter(coordinator.create_per_worker_dataset(by_worker, at="coordinator"))
+    values = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
+    assert all(np.isfinite(value.fetch()) for value in values)
+    (new,) = coordinator.add_workers()
+    coordinator._board.waiters.wait_until(lambda: served.engine.workers.find(new).hello)
+    processes = {w["id"]: w["pid"] for w in coordinator.stats()["workers"]}
+    processes |= {f"server {s['id']}": s["pid"] for s in coordinator.stats()["servers"]}
+    children = {p.pid for p in psutil.Process().children(recursive=True)}
+    assert len(set(processes.values())) == 5 and set(processes.values()) <= children
+    coordinator.remove_workers([new])
+    assert ended([processes[new]])
+    snapshot = coordinator.snapshot()
+    coordinator.schedule(training.step, next(batches(1))).get()
+    assert coordinator.restore() == snapshot.closures
+    assert coordinator.stats()["versions"] == list(snapshot.versions)
 
 
 def ended(pids):
@@ -199,7 +199,7 @@ def ended(pids):
 
 
 @pytest.mark.parametrize("call", [jax.debug.print, jax.pure_callback, jax.experimental.io_callback])
-def test_callbacks_are_refused_when_they_are_scheduled(served, call):
+def test_callbacks_are_refused_when_they_are_scheduled(served, coordinator, call):
     args = ("{}",) if call is jax.debug.print else (np.sin, jax.ShapeDtypeStruct((), np.float32))
     counters = Counters(served)
 
@@ -208,14 +208,14 @@ def test_callbacks_are_refused_when_they_are_scheduled(served, call):
         counters.near.assign_add(x)
         return called
 
-    with dj.Coordinator(served) as coordinator:
-        with pytest.raises(UnsupportedError, match="step needs programs that run in other proc"):
-            coordinator.schedule(step, (jnp.int32(1),))
-        assert coordinator.stats()["closures"]["scheduled"] == 0
+    scheduled = coordinator.stats()["closures"]["scheduled"]
+    with pytest.raises(UnsupportedError, match="step needs programs that run in other proc"):
+        coordinator.schedule(step, (jnp.int32(1),))
+    assert coordinator.stats()["closures"]["scheduled"] == scheduled
     assert counters.values() == [0, 0, 0]
 
 
-def test_nothing_is_kept_of_what_is_over(served, collect_garbage):
+def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     counters = Counters(served)
 
     def num_plans():
@@ -225,21 +225,20 @@ def test_nothing_is_kept_of_what_is_over(served, collect_garbage):
         collect_garbage()
         return sum(type(x).__name__ in ("Sent", "ObjectRef", "Closure") for x in gc.get_objects())
 
-    with dj.Coordinator(served) as coordinator:
-        coordinator.schedule(counters.both, (jnp.int32(1),)).get()
-        coordinator.join()
-        plans, alive = num_plans(), num_alive()
-        for i in range(3):
-            coordinator.schedule(lambda x, i=i: counters.near.assign_add(x * i), (jnp.int32(1),))
-        coordinator.join()
-        assert num_plans() == plans + 3
-        for _ in range(60):
-            coordinator.schedule(counters.both, (jnp.int32(1),))
-        coordinator.join()
-        assert num_alive() <= alive + 2  # a worker waits for the next one with the last in hand
-        served.engine.admit(served.cut_step(counters.both, (jnp.int32(1),), None)[0])
-        assert num_plans() == plans
-        assert [server.num_kept for server in served.servers] == [0, 0]
+    coordinator.schedule(counters.both, (jnp.int32(1),)).get()
+    coordinator.join()
+    plans, alive = num_plans(), num_alive()
+    for i in range(3):
+        coordinator.schedule(lambda x, i=i: counters.near.assign_add(x * i), (jnp.int32(1),))
+    coordinator.join()
+    assert num_plans() == plans + 3
+    for _ in range(60):
+        coordinator.schedule(counters.both, (jnp.int32(1),))
+    coordinator.join()
+    assert num_alive() <= alive + 2  # a worker waits for the next one with the last in hand
+    served.engine.admit(served.cut_step(counters.both, (jnp.int32(1),), None)[0])
+    assert num_plans() == plans
+    assert [server.num_kept for server in served.servers] == [0, 0]
 
 
 def test_processes_end_with_their_strategy(cluster, collect_garbage):

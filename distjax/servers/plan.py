@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from distjax.variables.storage import StoredArray
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -73,6 +75,7 @@ class Plan:
       rebuild: flat results -> what the user's function returned.
       owners: key of every variable used -> the number of its server.
       is_read_only: whether no push writes.
+      kept: what servers know of variables, which they keep as long as it lives.
     """
 
     name: str
@@ -83,3 +86,4 @@ class Plan:
     rebuild: Callable[[Sequence[jax.Array]], Any]
     owners: Mapping[str, int]
     is_read_only: bool
+    kept: tuple[StoredArray, ...] = ()

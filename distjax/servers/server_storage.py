@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from distjax import jax_compat
 from distjax.errors import UnsupportedError, message
 from distjax.placement.transfer import transfer
-from distjax.servers.placement import ServerLayout
+from distjax.servers.placement import ServerLayout, ServerPlacement
+from distjax.servers.sizes import num_bytes
 from distjax.servers.store import Server
 from distjax.variables.storage import SteppedArrays, Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
@@ -70,11 +72,14 @@ def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
 class ServerStorage(StoredArray):
     """Where the array of a variable is: at servers, each part of it under a key.
 
+    Plans hold it, so the values are there as long as somebody may run one.
+
     Args:
       name: the name of the variable, for errors.
       lock: of the strategy's variables.
       parts: of the variable.
       servers: all of the strategy's.
+      placement: counts their bytes.
       device: where fetched values come to lie.
     """
 
@@ -86,10 +91,14 @@ class ServerStorage(StoredArray):
         lock: threading.RLock,
         parts: tuple[Part, ...],
         servers: Sequence[Server],
+        placement: ServerPlacement,
         device: jax.Device,
     ):
         super().__init__(name, lock)
         self.parts = parts
+        homes = [(n, part) for part in parts for n in _servers_of(part, len(servers))]
+        placement.add((n, num_bytes(part)) for n, part in homes)
+        weakref.finalize(self, _remove, servers, placement, homes).atexit = False
         self._servers, self._device = servers, device
         self._is_made = False
 
@@ -124,7 +133,8 @@ class ServerStorage(StoredArray):
     def _send(self, part: Part, array: jax.Array) -> None:
         if part.shape != array.shape:
             array = array[part.start : part.start + part.shape[0]]
-        for server in self._servers if part.server is None else [self._servers[part.server]]:
+        for number in _servers_of(part, len(self._servers)):
+            server = self._servers[number]
             (server.write if self._is_made else server.create)(part.key, array)
 
     def move_to(self, stepped: SteppedArrays, index: int) -> None:
@@ -144,6 +154,19 @@ class ServerStorage(StoredArray):
                 "in step; outside of functions v.assign(x)",
             )
         )
+
+
+def _servers_of(part: Part, num_servers: int) -> Sequence[int]:
+    return range(num_servers) if part.server is None else (part.server,)
+
+
+def _remove(
+    servers: Sequence[Server], placement: ServerPlacement, homes: Sequence[tuple[int, Part]]
+) -> None:
+    """Has servers forget a variable; may be called in the midst of anything, so takes no lock."""
+    for number, part in homes:
+        servers[number].remove([part.key])
+    placement.remove((number, num_bytes(part)) for number, part in homes)
 
 
 def parts_of(variable: StoredVariable) -> tuple[Part, ...]:

@@ -76,7 +76,11 @@ SECTIONS = {
         row("variable created in a replica function", "1.12 1.13", "Variable"),
         row("slot variable", "1.15", "optim.Optimizer"),
         row("non-slot variable", "1.12 1.13 1.15", "optim.Optimizer"),
-        row("partitioned variable (in the future)", "1.12 1.13", "ShardedStrategy"),
+        row(
+            "partitioned variable (in the future)",
+            "1.12 1.13",
+            "ShardedStrategy ParameterServerStrategy",
+        ),
         row("parameter server, synchronous", "1.12 1.13 1.15", "CentralStorageStrategy"),
         row("parameter server, asynchronous", "1.12 1.13", "ParameterServerStrategy"),
     ),

@@ -63,10 +63,10 @@ class _Homes:
                 homes = frozenset[int | None]().union(*map(self._of, one.invars))
                 self._homes.update(dict.fromkeys(one.outvars, homes))
 
-    def _of(self, atom: Any) -> frozenset[int | None]:
+    def _of(self, atom: Var | Literal) -> frozenset[int | None]:
         return frozenset() if isinstance(atom, Literal) else self._homes.get(atom, frozenset())
 
-    def are_several(self, atom: Any) -> bool:
+    def are_several(self, atom: Var | Literal) -> bool:
         """Returns whether no single server has what a value is made of."""
         return len(self._of(atom) - {None}) > 1
 

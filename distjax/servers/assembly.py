@@ -109,6 +109,7 @@ def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExte
         rebuild=traced.result.combine,
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         is_read_only=not any(push.writes for stage in made for push in stage.pushes),
+        kept=tuple(v.stored for v in variables),
     )
 
 

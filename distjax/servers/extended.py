@@ -132,7 +132,9 @@ class ParameterServerExtended(StrategyExtended):
     def make_storage(self, variable: StoredVariable) -> StoredArray:
         """Returns what reads and writes the variable's value where it lives."""
         parts = make_parts(variable, next(self._numbers))
-        return ServerStorage(variable.name, self.variable_lock, parts, self.servers, self._device)
+        return ServerStorage(
+            variable.name, self.variable_lock, parts, self.servers, self.at_servers, self._device
+        )
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:

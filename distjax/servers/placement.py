@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.errors import message
-from distjax.servers.sizes import num_bytes
 from distjax.typing import DTypeLike
 from distjax.variables.layouts.local_form import WHOLE
 from distjax.variables.partitioners import Partitioner, count_shards
@@ -114,20 +114,32 @@ class ServerPlacement:
         self.at_every_server = NoVariable(ServerLayout(None, device))
         self._device, self._partitioner = device, partitioner
         self._lock = threading.Lock()
+        self._removed: collections.deque[tuple[int, int]] = collections.deque()
 
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> ServerLayout:
-        """Returns the layout of a new variable, and counts its bytes."""
+        """Returns the layout of a new variable."""
         own = getattr(colocate_with, "layout", None)
-        is_free = not isinstance(own, ServerLayout)
-        rows = self._rows(tuple(shape), dtype) if is_free else []
-        size = jax_compat.ShapedArray(shape, dtype)
+        if isinstance(own, ServerLayout):
+            return own.beside(tuple(shape))
+        return self._place(self._rows(tuple(shape), dtype))
+
+    def add(self, portions: Iterable[tuple[int, int]]) -> None:
+        """Counts what a new variable has at servers: the number of each, and bytes."""
         with self._lock:
-            layout = self._place(rows) if is_free else own.beside(tuple(shape))
-            for server, portion in self._portions(layout, num_bytes(size)):
-                self.loads[server] += portion
-        return layout
+            self._forget_removed()
+            for server, size in portions:
+                self.loads[server] += size
+
+    def remove(self, portions: Iterable[tuple[int, int]]) -> None:
+        """Counts what a variable had that is gone; takes no lock, so a finalizer may call it."""
+        self._removed.extend(portions)
+
+    def _forget_removed(self) -> None:
+        while self._removed:
+            server, size = self._removed.popleft()
+            self.loads[server] -= size
 
     def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
         """Returns the rows of each shard, more in the first ones; of a whole variable one number.
@@ -145,17 +157,11 @@ class ServerPlacement:
 
     def _place(self, rows: Sequence[int]) -> ServerLayout:
         """Returns the layout of shards at the servers in turn, the one with the least first."""
-        turns = sorted(range(len(self.loads)), key=self.loads.__getitem__)
+        with self._lock:
+            self._forget_removed()
+            turns = sorted(range(len(self.loads)), key=self.loads.__getitem__)
         shards = tuple(Shard(turns[i % len(turns)], n) for i, n in enumerate(rows))
         return ServerLayout(turns[0], self._device, shards if len(shards) > 1 else ())
-
-    def _portions(self, layout: ServerLayout, size: int) -> list[tuple[int, int]]:
-        """Returns (server, bytes) for what a variable of `size` bytes has at servers."""
-        if layout.server is None:
-            return [(server, size) for server in range(len(self.loads))]
-        num_rows = sum(shard.num_rows for shard in layout.shards)
-        portions = [(s.server, size * s.num_rows // num_rows) for s in layout.shards]
-        return portions or [(layout.server, size)]
 
     def reduction_layout(self, variable: LaidOut) -> Any:
         """Returns the variable's own layout."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from distjax.jax_compat import ShapedArray
+from distjax.variables.storage import StoredArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +78,7 @@ class Plan:
       rebuild: flat results -> what the user's function returned.
       owners: key of every variable used -> the number of its server.
       is_read_only: whether no push writes.
+      kept: what servers know of variables, which they keep as long as it lives.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Plan:
     rebuild: Callable[[Sequence[jax.Array]], Any]
     owners: Mapping[str, int]
     is_read_only: bool
+    kept: tuple[StoredArray, ...] = ()
 
 
 def writes(stage: Stage) -> bool:

@@ -103,6 +103,10 @@ class ServerActor:
             )
         return answer.version, to_wire(answer.arrays)
 
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forgets the values of variables that are gone."""
+        self._server.remove(keys)
+
     def mark_done(self, closures: Iterable[int]) -> None:
         """Forgets closures that are over."""
         for closure in closures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,6 +42,8 @@ class RayServer:
         self.is_lost = False
         self.platform = "cpu"
         self._pid = 0
+        self._keys: set[str] = set()  # of the variables that there are
+        self._removed: collections.deque[str] = collections.deque()  # keys, not yet told of
         self._over: collections.deque[int] = collections.deque()
         self._report: Report | None = None  # the latest
 
@@ -81,6 +83,11 @@ class RayServer:
     def create(self, key: str, value: ArrayLike) -> None:
         """Gives a new variable its value."""
         self.call("create", key, *to_wire([jnp.asarray(value)]))
+        self._keys.add(key)
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forgets values, when it is next asked for anything. Takes no lock."""
+        self._removed.extend(keys)
 
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
         """Returns the version, and the values that are there then."""
@@ -112,7 +119,9 @@ class RayServer:
             self.actor = self._make(self.number)
             self.greet()
             self.is_lost = False
-        values = dict(zip(snapshot.values, to_wire(snapshot.values.values()), strict=True))
+        self._tell()
+        saved = {key: value for key, value in snapshot.values.items() if key in self._keys}
+        values = dict(zip(saved, to_wire(saved.values()), strict=True))
         self.call("restore", snapshot.version, values, num_closures)
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:
@@ -136,6 +145,10 @@ class RayServer:
             raise error.cause from None
 
     def _tell(self) -> None:
+        removed = [self._removed.popleft() for _ in range(len(self._removed))]
+        self._keys.difference_update(removed)
+        if removed and not self.is_lost:
+            self.actor.remove.remote(removed)
         over = [self._over.popleft() for _ in range(len(self._over))]
         if over and not self.is_lost:
             self.actor.mark_done.remote(over)

@@ -116,7 +116,7 @@ class _Values:
             if sizes:
                 self.natural[eqn.outvars[0]] = sizes
 
-    def _natural(self, atom: Any) -> Sizes:
+    def _natural(self, atom: Var | Literal) -> Sizes:
         return () if isinstance(atom, Literal) else self.natural.get(atom, ())
 
     def _enter_branches(self, number: int, eqn: JaxprEqn) -> None:
@@ -239,7 +239,7 @@ class _Values:
         for v, sizes, shards in zip(eqn.outvars, forms, results, strict=True):
             env.set(v, sizes, shards)
 
-    def _asked(self, atom: Any) -> list[Sizes]:
+    def _asked(self, atom: Var | Literal) -> list[Sizes]:
         """Returns the forms in which branches get an operand."""
         natural = self._natural(atom)
         if natural or isinstance(atom, Literal):
@@ -256,11 +256,11 @@ class _Environment:
     def set(self, v: Var, sizes: Sizes, shards: Sequence[Any]) -> None:
         self._forms.setdefault(v, {})[sizes] = tuple(shards)
 
-    def whole(self, atom: Any) -> Any:
+    def whole(self, atom: Var | Literal) -> Any:
         (value,) = self.get(atom, ())
         return value
 
-    def get(self, atom: Any, sizes: Sizes) -> Sequence[Any]:
+    def get(self, atom: Var | Literal, sizes: Sizes) -> Sequence[Any]:
         """Returns the shards of a value; of a whole one itself."""
         if isinstance(atom, Literal):
             return _cut(atom.val, sizes)
@@ -268,10 +268,11 @@ class _Environment:
         if () not in forms and sizes not in forms:
             forms[()] = (jnp.concatenate(next(iter(forms.values()))),)
         if sizes not in forms:
-            forms[sizes] = _cut(*forms[()], sizes)
+            (whole,) = forms[()]
+            forms[sizes] = _cut(whole, sizes)
         return forms[sizes]
 
 
-def _cut(value: Any, sizes: Sizes) -> Sequence[Any]:
+def _cut(value: jax.Array, sizes: Sizes) -> Sequence[Any]:
     cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _places(sizes)]
     return tuple(cut) if sizes else (value,)

@@ -95,6 +95,10 @@ class ParameterServer(Protocol):
         """Replaces a value, outside of closures; returns the version that this makes."""
         ...
 
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forgets values, when it is next asked for anything. Takes no lock."""
+        ...
+
     def mark_done(self, closure: int) -> None:
         """Forgets a closure that is over, and refuses what is still pushed for it."""
         ...

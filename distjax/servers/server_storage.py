@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.placement.transfer import transfer
-from distjax.servers.placement import ServerLayout
+from distjax.servers.placement import ServerLayout, ServerPlacement
 from distjax.servers.server_contract import ParameterServer
+from distjax.servers.sizes import num_bytes
 from distjax.variables.storage import Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
 
@@ -69,11 +71,14 @@ def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
 class ServerStorage(StoredArray):
     """Where the array of a variable is: at servers, each part of it under a key.
 
+    Plans hold it, so the values are there as long as somebody may run one.
+
     Args:
       name: the name of the variable, for errors.
       lock: of the strategy's variables.
       parts: of the variable.
       servers: all of the strategy's.
+      placement: counts their bytes.
       device: where fetched values come to lie.
     """
 
@@ -87,10 +92,14 @@ class ServerStorage(StoredArray):
         lock: threading.RLock,
         parts: tuple[Part, ...],
         servers: Sequence[ParameterServer],
+        placement: ServerPlacement,
         device: jax.Device,
     ):
         super().__init__(name, lock)
         self.parts = parts
+        homes = [(n, part) for part in parts for n in _servers_of(part, len(servers))]
+        placement.add((n, num_bytes(part)) for n, part in homes)
+        weakref.finalize(self, _remove, servers, placement, homes).atexit = False
         self._servers, self._device = servers, device
         self._is_made = False
 
@@ -125,8 +134,24 @@ class ServerStorage(StoredArray):
     def _send(self, part: Part, array: jax.Array) -> None:
         if part.shape != array.shape:
             array = array[part.start : part.start + part.shape[0]]
-        for server in self._servers if part.server is None else [self._servers[part.server]]:
+        for number in _servers_of(part, len(self._servers)):
+            server = self._servers[number]
             (server.write if self._is_made else server.create)(part.key, array)
+
+
+def _servers_of(part: Part, num_servers: int) -> Sequence[int]:
+    return range(num_servers) if part.server is None else (part.server,)
+
+
+def _remove(
+    servers: Sequence[ParameterServer],
+    placement: ServerPlacement,
+    homes: Sequence[tuple[int, Part]],
+) -> None:
+    """Has servers forget a variable; may be called in the midst of anything, so takes no lock."""
+    for number, part in homes:
+        servers[number].remove([part.key])
+    placement.remove((number, num_bytes(part)) for number, part in homes)
 
 
 def parts_of(variable: StoredVariable) -> tuple[Part, ...]:

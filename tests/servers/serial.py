@@ -21,6 +21,10 @@ class SerialServer:
         self.values[key] = jax.device_put(value, self.device)
         self.version += 1
 
+    def remove(self, keys):
+        for key in keys:
+            del self.values[key]
+
     def read(self, keys):
         return self.version, [self.values[key] for key in keys]
 

@@ -54,6 +54,7 @@ def test_training_is_that_of_one_device(name, cut):
     assert_same(found, train(dj.OneDeviceStrategy(), tx, **options), rtol=2e-6)
 
 
+@pytest.mark.api_row("partitioned variable (in the future)")
 @pytest.mark.parametrize("cut", ["arguments", "least_bytes"])
 def test_each_server_takes_its_own_rows(cut):
     strategy = make(3, 4, cut=cut)

@@ -50,20 +50,26 @@ class UninterruptedCalls:
     A signal ends the wait of the main thread, while the call goes on to its end. The next
     call waits for it. In the midst of a save, orbax leaves a step that looks complete
     and is not.
+
+    Args:
+      prepare: is called before each call, on the thread of the caller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
+        self._prepare = prepare
         self._thread: concurrent.futures.Executor | None = None
         self._one_at_a_time = threading.Lock()
 
     def call(self, fn: Callable[[], T]) -> T:
         """Returns ``fn()``; a signal ends the wait for it."""
+        self._prepare()
         call = _Call(fn, self._one_at_a_time)
         self._submit(call)
         return call.result()
 
     def complete(self, fn: Callable[[], T]) -> T:
         """Returns ``fn()``; a signal raises before it has begun, or when it is done."""
+        self._prepare()
         call = _Call(fn, self._one_at_a_time)
         try:
             self._submit(call)

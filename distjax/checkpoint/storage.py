@@ -20,6 +20,7 @@ from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
 from distjax.checkpoint.first_process import hear_from_first
 from distjax.cluster.job import job
+from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import CheckpointError, message
@@ -77,7 +78,8 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
-        self._calls = UninterruptedCalls()  # orbax takes a signal that raises in it for an error
+        # Orbax takes a signal that raises in it for an error. Its devices meet: see `begin_launch`.
+        self._calls = UninterruptedCalls(ledger.wait if self.job is not None else lambda: None)
 
     def place(self, step: int) -> str:
         """Returns how error texts call the checkpoint of `step`."""

@@ -9,6 +9,7 @@ the latest calls are kept, so that a process that is only behind is compared at 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import zlib
@@ -26,6 +27,8 @@ class Token(Protocol):
     """An output of a program, ready when the program has completed."""
 
     def is_ready(self) -> bool: ...
+
+    def block_until_ready(self) -> object: ...
 
 
 class Call(NamedTuple):
@@ -55,9 +58,11 @@ class Ledger:
 
     __slots__ = (
         "_calls",
+        "_latest",
         "_launched",
         "_num_meetings",
         "_one_at_a_time",
+        "_thread",
         "checksum",
         "count",
         "starting",
@@ -66,6 +71,8 @@ class Ledger:
     def __init__(self) -> None:
         self.count = self.checksum = self._num_meetings = 0
         self.starting: tuple[str, int] | None = None
+        self._latest: Token | None = None
+        self._thread = 0  # that launched it
         self._launched: list[tuple[int, Token | None]] = [(0, None)] * _NUM_AWAITED
         # Number, checksum, name, checksum of the arguments, occasion of a meeting.
         self._calls: list[tuple[int, int, str, int, str]] = [(0, 0, "", 0, "")] * _SIZE
@@ -74,16 +81,28 @@ class Ledger:
     def begin_launch(self, name: str, arguments: int = 0) -> tuple[str, int]:
         """Notes that a program over several processes is about to run; returns the note.
 
+        JAX keeps the order of launches only within a thread where a process has one CPU device:
+        another thread's program would run beside those in flight, and their collectives pair up.
+
         Args:
           name: the user's name of the function, or that of an operation.
           arguments: checksum of what it gets from the host.
         """
+        if self._thread != threading.get_ident():
+            self.wait()
         self.starting = launch = (name, arguments)
         return launch
+
+    def wait(self) -> None:
+        """Returns when the latest launch has completed; what has failed tells its own reader."""
+        if self._latest is not None:
+            with contextlib.suppress(RuntimeError):
+                self._latest.block_until_ready()
 
     def end_launch(self, launch: tuple[str, int], token: Token | None) -> None:
         """Notes that the program runs; `token` is ready when it has completed."""
         self.starting = None
+        self._latest, self._thread = token, threading.get_ident()
         number = self._add(*launch, "")
         self._launched[number & _NUM_AWAITED - 1] = number, token
 

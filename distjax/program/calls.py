@@ -31,6 +31,7 @@ from distjax.program.build import Build, NotCompiled
 from distjax.program.host_arguments import checksum
 from distjax.program.output_spec import OutputSpec, spec_of
 from distjax.program.signatures import Signature
+from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
 from distjax.variables.storage import StoredArray
 
@@ -97,6 +98,27 @@ def start(
     if returned[3] is not None:
         throttle(returned[3])
     return result, spec
+
+
+def start_uninterrupted(
+    build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
+) -> tuple[Any, OutputSpec]:
+    """Starts a signature for the first time, on a thread that no signal reaches.
+
+    The first execution goes through Python of JAX that a signal could stop between the donation of
+    arrays and the return of their successors.
+
+    Raises:
+      NotCompiled: nothing has happened.
+    """
+
+    def start_first() -> tuple[Any, OutputSpec]:
+        started = start(build, args, kwargs, finish)
+        if build.spans_processes:
+            ledger.wait()  # it keeps no order with what the caller's thread launches next
+        return started
+
+    return call_uninterrupted(start_first)
 
 
 def trace_and_start(

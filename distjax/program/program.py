@@ -22,7 +22,13 @@ from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
 from distjax.program.agreement import agree_on_program
 from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
-from distjax.program.calls import Finish, require_outside_traces, start, trace_and_start
+from distjax.program.calls import (
+    Finish,
+    require_outside_traces,
+    start,
+    start_uninterrupted,
+    trace_and_start,
+)
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
@@ -31,7 +37,6 @@ from distjax.replica.arguments import mark_static
 from distjax.replica.feedback import Feedback
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
-from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.donation import copy_handles
 
@@ -204,18 +209,13 @@ class Program:
     def _start_compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
     ) -> tuple[Any, OutputSpec]:
-        """Compiles the signature without any lock of variables, then starts the program.
-
-        The first execution of a signature goes through Python of JAX that a signal could stop
-        between the donation of arrays and the return of their successors: it runs on a thread
-        that no signal reaches.
-        """
+        """Compiles the signature without any lock of variables, then starts the program."""
         with phase(f"compiling {self._step.name}"):
             build = self._compile(args, kwargs)
         if not build.writes or build.is_remote:
             return trace_and_start(build, args, kwargs, finish)
         try:
-            return call_uninterrupted(lambda: start(build, args, kwargs, finish))
+            return start_uninterrupted(build, args, kwargs, finish)
         except NotCompiled:  # JAX is configured for this thread alone, or compiles nothing at all
             return trace_and_start(build, args, kwargs, finish)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 import types
 
 import jax
@@ -328,6 +329,24 @@ def test_phases_of_one_thread_are_nested():
             raise ValueError
         assert names() == ["outer"]
     assert names() == []
+
+
+def test_a_launch_of_another_thread_waits_for_the_latest():
+    """And what failed tells who reads it."""
+    ledger, waited = Ledger(), []
+
+    def fail():
+        waited.append(threading.get_ident())
+        raise RuntimeError("deleted")
+
+    token = types.SimpleNamespace(is_ready=lambda: True, block_until_ready=fail)
+    launch(ledger, TRAIN, TRAIN, token=token)
+    assert waited == []
+    thread = threading.Thread(target=launch, args=(ledger, TRAIN, TRAIN), kwargs={"token": token})
+    thread.start()
+    thread.join()
+    launch(ledger, TRAIN, token=token)
+    assert waited == [thread.ident, threading.get_ident()]  # the first launch of each
 
 
 # -- messages ------------------------------------------------------------------

@@ -78,7 +78,12 @@ SECTIONS = {
         row("non-slot variable", "1.12 1.13 1.15", "optim.Optimizer"),
         row("partitioned variable (in the future)", "1.12 1.13", "ShardedStrategy"),
         row("parameter server, synchronous", "1.12 1.13 1.15", "CentralStorageStrategy"),
-        row("parameter server, asynchronous", "1.12 1.13", "ParameterServerStrategy"),
+        row(
+            "parameter server, asynchronous",
+            "1.12 1.13",
+            "ParameterServerStrategy",
+            "v1_12.ParameterServerStrategy v1_13.ParameterServerStrategy",
+        ),
     ),
     "Kinds of training": (
         row("data parallelism", "1.12 1.13", "Strategy.run Strategy.distribute_dataset"),

@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 
 import distjax as dj
 
-plt.rcParams["figure.dpi"] = 80  # small pictures
+plt.rcParams["figure.dpi"] = 60  # small pictures
 
 # %% [markdown]
 # ## A training

@@ -82,7 +82,12 @@ SECTIONS = {
             "ShardedStrategy ParameterServerStrategy",
         ),
         row("parameter server, synchronous", "1.12 1.13 1.15", "CentralStorageStrategy"),
-        row("parameter server, asynchronous", "1.12 1.13", "ParameterServerStrategy"),
+        row(
+            "parameter server, asynchronous",
+            "1.12 1.13",
+            "ParameterServerStrategy",
+            "v1_12.ParameterServerStrategy v1_13.ParameterServerStrategy",
+        ),
     ),
     "Kinds of training": (
         row("data parallelism", "1.12 1.13", "Strategy.run Strategy.distribute_dataset"),

@@ -31,6 +31,7 @@ from distjax.context import frames, scoping
 from distjax.context.contracts import Destinations
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica as PerDevice
+from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
@@ -42,6 +43,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiStepContext",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerDevice",
     "TowerContext",
     "Variable",
@@ -238,6 +240,11 @@ def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Distributio
 def OneDeviceStrategy(device: jax.Device | str | None = None) -> DistributionStrategy:
     """`dj.OneDeviceStrategy`."""
     return DistributionStrategy(_OneDevice(device))
+
+
+def ParameterServerStrategy(workers: int | None = None) -> DistributionStrategy:
+    """`dj.ParameterServerStrategy`; `dj.Coordinator` takes its `wrapped`."""
+    return DistributionStrategy(_ParameterServer(workers))
 
 
 def get_tower_context() -> TowerContext | None:

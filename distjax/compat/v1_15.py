@@ -28,6 +28,7 @@ from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.data.input_context import InputContext
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
+from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
@@ -39,6 +40,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiStepContext",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
@@ -125,6 +127,11 @@ def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:
 def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
     """`dj.OneDeviceStrategy`."""
     return Strategy(_OneDevice(device))
+
+
+def ParameterServerStrategy(workers: int | None = None) -> Strategy:
+    """`dj.ParameterServerStrategy`; `dj.Coordinator` takes its `wrapped`."""
+    return Strategy(_ParameterServer(workers))
 
 
 def get_replica_context() -> ReplicaContext | None:

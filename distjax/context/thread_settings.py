@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 
 from distjax.context import frames
 
-#: Modes of JAX that a thread has of its own and that matter when a program runs, not when it is
-#: traced: what checks its results, and what may move.
-_MODES_OF_CALLS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+_Contexts = Mapping[str, Callable[[Any], contextlib.AbstractContextManager[Any]]]
+
+#: Modes of JAX that change values and places.
+_MODES: _Contexts = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_device": jax.default_device,
+}
+#: Modes that matter when a program runs, not when it is traced: of its values, what checks its
+#: results, what may move.
+_MODES_OF_CALLS: _Contexts = {
     "jax_enable_x64": jax.enable_x64,
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
@@ -28,13 +35,11 @@ def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[
     That is the stack of frames, and of JAX what changes values and places: 64-bit mode
     and the default device.
     """
-    stack = frames.stack()
-    config: Any = jax.config  # these two are this thread's; pyright does not see them
-    x64, device = config.jax_enable_x64, config.jax_default_device
+    stack, enter_modes = frames.stack(), _modes_of_this_thread(_MODES)
 
     @contextlib.contextmanager
     def enter_settings() -> Generator[None]:
-        with frames.with_stack(stack), jax.enable_x64(x64), jax.default_device(device):
+        with frames.with_stack(stack), enter_modes():
             yield
 
     return enter_settings
@@ -45,15 +50,21 @@ def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[Non
 
     As `jax.debug_nans` and `jax.transfer_guard` set them.
     """
-    config: Any = jax.config
-    wanted = [(name, getattr(config, name)) for name in _MODES_OF_CALLS]
+    return _modes_of_this_thread(_MODES_OF_CALLS)
+
+
+def _modes_of_this_thread(
+    contexts: _Contexts,
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    config: Any = jax.config  # these are this thread's; pyright does not see them
+    wanted = [(name, getattr(config, name)) for name in contexts]
 
     @contextlib.contextmanager
     def enter_modes() -> Generator[None]:
+        differing = [(name, value) for name, value in wanted if value != getattr(config, name)]
         with contextlib.ExitStack() as modes:
-            for name, value in wanted:
-                if value is not None and value != getattr(config, name):
-                    modes.enter_context(_MODES_OF_CALLS[name](value))
+            for name, value in differing:
+                modes.enter_context(contexts[name](value))
             yield
 
     return enter_modes

@@ -368,14 +368,16 @@ def _undone(closures: int) -> ServerLostError:
 
 
 def _require_servers(strategy: object) -> None:
-    if isinstance(strategy, ServerStrategy):
+    # An adapter of `dj.compat` has all names of what it stands for, and would get another board.
+    if isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"):
         return
     raise TypeError(
         message(
             "Coordinator needs a ParameterServerStrategy",
             got=describe_value(strategy),
             why="it schedules steps on workers that have parameter servers",
-            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4))",
+            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); of one with the names of "
+            "dj.compat: dj.Coordinator(strategy.wrapped)",
         )
     )
 

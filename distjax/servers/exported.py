@@ -95,7 +95,7 @@ def export_plan(
                 pushes=tuple(map(_without_program, stage.pushes)),
             )
         )
-    for_workers = dataclasses.replace(plan, stages=tuple(stages), rebuild=tuple)
+    for_workers = dataclasses.replace(plan, stages=tuple(stages), rebuild=tuple, kept=())
     return ShippedPlan(for_workers, tuple(for_servers))
 
 

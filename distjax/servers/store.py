@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import threading

@@ -212,3 +212,20 @@ def test_constructors():
     assert isinstance(again.wrapped, dj.OneDeviceStrategy)
     with pytest.raises(AttributeError, match="nonsense"):
         again.nonsense  # noqa: B018
+
+
+@pytest.mark.api_row("parameter server, asynchronous")
+def test_parameter_servers():
+    strategy = v1_12.ParameterServerStrategy(2)
+    with strategy.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x):
+        total.assign_add(x)
+
+    strategy.call_for_each_tower(step, 2.0)
+    with pytest.raises(TypeError, match=r"dj.Coordinator\(strategy.wrapped\)"):
+        dj.Coordinator(strategy)
+    with dj.Coordinator(strategy.wrapped) as coordinator:
+        coordinator.schedule(step, args=(1.0,))
+    assert float(total.value) == 3.0

@@ -207,3 +207,20 @@ def test_experimental_run_steps_on_iterator(strategy):
 def test_constructors():
     assert v1_13.MirroredStrategy(jax.devices()[:2]).num_replicas_in_sync == 2
     assert v1_13.OneDeviceStrategy().num_replicas_in_sync == 1
+
+
+@pytest.mark.api_row("parameter server, asynchronous")
+def test_parameter_servers():
+    strategy = v1_13.ParameterServerStrategy(2)
+    with strategy.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x):
+        total.assign_add(x)
+
+    strategy.extended.call_for_each_replica(step, args=(2.0,))
+    with pytest.raises(TypeError, match=r"dj.Coordinator\(strategy.wrapped\)"):
+        dj.Coordinator(strategy)
+    with dj.Coordinator(strategy.wrapped) as coordinator:
+        coordinator.schedule(step, args=(1.0,))
+    assert float(total.value) == 3.0

@@ -181,3 +181,19 @@ def test_ages_are_attributes_of_distjax():
     assert {"compat", "layers", "metrics", "optim"} <= set(dir(dj))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         dj.nonsense  # noqa: B018
+
+
+def test_parameter_servers():
+    strategy = v1_15.ParameterServerStrategy(2)
+    with strategy.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x):
+        total.assign_add(x)
+
+    strategy.experimental_run_v2(step, args=(2.0,))
+    with pytest.raises(TypeError, match=r"dj.Coordinator\(strategy.wrapped\)"):
+        dj.Coordinator(strategy)
+    with dj.Coordinator(strategy.wrapped) as coordinator:
+        coordinator.schedule(step, args=(1.0,))
+    assert float(total.value) == 3.0

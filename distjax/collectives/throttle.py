@@ -49,7 +49,7 @@ def throttle(token: jax.Array | None) -> None:
         if len(_in_flight) < MAX_IN_FLIGHT:
             return
         started = tuple(_in_flight)
-    for each in started:
+    for each in reversed(started):  # once the newest is done, the others cost next to nothing
         each.block_until_ready()
     with _lock:  # not before: other threads would start as many again meanwhile
         _in_flight[:] = [each for each in _in_flight if not any(each is s for s in started)]

@@ -49,8 +49,8 @@ def make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
     return step
 
 
-def make_batch(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels."""
+def batch_of(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random examples with labels."""
     rng = np.random.default_rng(1)
     images = rng.normal(size=(size, _INPUTS)).astype(np.float32)
     return images, rng.integers(0, _CLASSES, size).astype(np.int32)
@@ -76,7 +76,7 @@ def warm_up(run: Callable[[int], float], call: Callable[[], object], num_workers
 def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
     """One row: microseconds a step, and a call of `schedule` that need not wait."""
     hidden, examples, num_steps = size
-    batch = make_batch(examples)
+    batch = batch_of(examples)
     alone = dj.OneDeviceStrategy()
     own_step = make_step(alone, hidden)
     served = dj.ParameterServerStrategy(workers=num_workers)

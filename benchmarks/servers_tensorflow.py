@@ -15,7 +15,7 @@ from typing import Any
 
 import distjax as dj
 from benchmarks.report import Benchmark
-from benchmarks.servers import NUM_WORKERS, make_batch, make_step, step_seconds
+from benchmarks.servers import NUM_WORKERS, batch_of, make_step, step_seconds
 from benchmarks.timing import interleave
 
 _PYTHON = os.environ.get("TENSORFLOW_PYTHON", ".venv-golden/bin/python")
@@ -57,7 +57,7 @@ def measure(
 ) -> dict[str, Any]:
     """One row: steps per second of both, and how many of ours TensorFlow does one in."""
     hidden, examples, num_steps, floor, goal = size
-    batch = make_batch(examples)
+    batch = batch_of(examples)
     strategy = dj.ParameterServerStrategy(workers=num_workers)
     step = make_step(strategy, hidden)
     theirs = tensorflow(num_workers, hidden, examples)

@@ -73,6 +73,9 @@ class ServerActor:
         with jax.enable_x64(True):  # as everywhere where values only pass through
             self._server.create(key, *from_wire([value], self._device))
 
+    def remove(self, keys: Iterable[str]) -> None:
+        self._server.remove(keys)
+
     def write(self, key: str, value: OnWire) -> int:
         with jax.enable_x64(True):
             return self._server.write(key, *from_wire([value], self._device))

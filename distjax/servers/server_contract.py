@@ -87,6 +87,10 @@ class ParameterServer(Protocol):
         """Gives a new variable its value."""
         ...
 
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forgets values whose variables are gone, soon; a finalizer may call it."""
+        ...
+
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
         """Returns the version, and copies of the values that are there then."""
         ...

@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,7 @@ class Server:
         self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
         self._lent: set[str] = set()  # keys whose arrays themselves were given to workers
         self._programs = Programs()
+        self._removed: collections.deque[str] = collections.deque()  # keys, not yet forgotten
 
     @property
     def pid(self) -> int:
@@ -66,6 +69,7 @@ class Server:
     def nbytes(self) -> int:
         """The bytes of all values."""
         with self._lock:
+            self._forget_removed()
             return sum(self._sizes[key] for key in self._values)
 
     def read_totals(self) -> Totals:
@@ -85,7 +89,15 @@ class Server:
         """Gives a new variable its value."""
         value = self._own(value)
         with self._lock:
+            self._forget_removed()
             self._values[key], self._sizes[key] = value, value.nbytes
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forgets values whose variables are gone, when the server is next asked for anything.
+
+        Takes no lock: a finalizer calls it, in the midst of whatever its thread is doing.
+        """
+        self._removed.extend(keys)
 
     def read(
         self, keys: Sequence[str], device: jax.Device | None = None
@@ -207,6 +219,8 @@ class Server:
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
         """Goes back to a snapshot; variables made since keep their values, if there are any.
 
+        Those that are gone do not come back.
+
         Args:
           snapshot: of this server.
           num_closures: all closures of lower numbers are over, whether the snapshot has
@@ -214,8 +228,10 @@ class Server:
         """
         values = dict(zip(snapshot.values, self._copy(snapshot.values.values()), strict=True))
         with self._lock:
-            self._values.update(values)
-            self._sizes.update((key, value.nbytes) for key, value in values.items())
+            self._forget_removed()
+            known = self._sizes or values  # a lost server still knows what there was
+            self._values.update((key, values[key]) for key in list(known) if key in values)
+            self._sizes.update((key, value.nbytes) for key, value in self._values.items())
             self.version = snapshot.version
             self._applied = Applied(num_closures)
             self.is_lost = False
@@ -248,7 +264,15 @@ class Server:
         self.is_lost = True
         self._values.clear()
 
+    def _forget_removed(self) -> None:
+        while self._removed:
+            key = self._removed.popleft()
+            self._values.pop(key, None)
+            self._sizes.pop(key, None)
+            self._lent.discard(key)
+
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
+        self._forget_removed()
         if self.is_lost:
             raise lost_error(self.number)
         try:
@@ -273,4 +297,5 @@ class Server:
         is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
         if not is_plain or self.device.platform != "cpu":
             return jnp.array(value, copy=True)
-        return np.from_dlpack(value)
+        memory: Any = value  # its type is unknown to numpy
+        return np.from_dlpack(memory)

@@ -95,7 +95,16 @@ def export_plan(
                 pushes=tuple(map(_without_program, stage.pushes)),
             )
         )
-    for_workers = dataclasses.replace(plan, stages=tuple(stages), rebuild=tuple, kept=())
+    for_workers = Plan(  # no more than that: the rest is the user's, or the strategy's
+        plan.name,
+        plan.arguments,
+        plan.pulls,
+        tuple(stages),
+        plan.results,
+        tuple,
+        plan.owners,
+        plan.is_read_only,
+    )
     return ShippedPlan(for_workers, tuple(for_servers))
 
 

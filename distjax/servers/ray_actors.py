@@ -73,6 +73,9 @@ class ServerActor:
         with jax.enable_x64(True):  # as everywhere where values only pass through
             self._server.create(key, *from_wire([value], self._device))
 
+    def remove(self, keys: Iterable[str]) -> None:
+        self._server.remove(keys)
+
     def write(self, key: str, value: OnWire) -> int:
         with jax.enable_x64(True):
             return self._server.write(key, *from_wire([value], self._device))
@@ -102,10 +105,6 @@ class ServerActor:
                 closure, stage, attempt, program, *names, operands, pulled=pulled
             )
         return answer.version, to_wire(answer.arrays)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        """Forgets the values of variables that are gone."""
-        self._server.remove(keys)
 
     def mark_done(self, closures: Iterable[int]) -> None:
         """Forgets closures that are over."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from distjax.servers.ray_actors import Report, ServerActor
+
+_T = TypeVar("_T")
 
 #: So many closures that are over are told to a server at once.
 _TOLD_AT_ONCE = 8
@@ -42,10 +45,10 @@ class RayServer:
         self.is_lost = False
         self.platform = "cpu"
         self._pid = 0
-        self._keys: set[str] = set()  # of the variables that there are
-        self._removed: collections.deque[str] = collections.deque()  # keys, not yet told of
         self._over: collections.deque[int] = collections.deque()
         self._report: Report | None = None  # the latest
+        self._keys: set[str] = set()  # of variables that there are
+        self._removed: collections.deque[str] = collections.deque()  # keys, not yet forgotten
 
     def greet(self) -> None:
         """Waits until its process has started.
@@ -86,7 +89,10 @@ class RayServer:
         self._keys.add(key)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forgets values, when it is next asked for anything. Takes no lock."""
+        """Forgets values whose variables are gone, when the server is next asked for anything.
+
+        Takes no lock, and does not call Ray: a finalizer calls it.
+        """
         self._removed.extend(keys)
 
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
@@ -119,9 +125,8 @@ class RayServer:
             self.actor = self._make(self.number)
             self.greet()
             self.is_lost = False
-        self._tell()
-        saved = {key: value for key, value in snapshot.values.items() if key in self._keys}
-        values = dict(zip(saved, to_wire(saved.values()), strict=True))
+        held = {key: value for key, value in snapshot.values.items() if key in self._keys}
+        values = dict(zip(held, to_wire(held.values()), strict=True))
         self.call("restore", snapshot.version, values, num_closures)
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:
@@ -145,13 +150,13 @@ class RayServer:
             raise error.cause from None
 
     def _tell(self) -> None:
-        removed = [self._removed.popleft() for _ in range(len(self._removed))]
+        over = _drain(self._over)
+        if over and not self.is_lost:
+            self.actor.mark_done.remote(over)
+        removed = _drain(self._removed)
         self._keys.difference_update(removed)
         if removed and not self.is_lost:
             self.actor.remove.remote(removed)
-        over = [self._over.popleft() for _ in range(len(self._over))]
-        if over and not self.is_lost:
-            self.actor.mark_done.remote(over)
 
     def _look(self) -> Report:
         from distjax.servers.ray_actors import Report
@@ -166,3 +171,12 @@ class RayServer:
     def _is_gone(self) -> bool:
         self._look()
         return self.is_lost
+
+
+def _drain(items: collections.deque[_T]) -> list[_T]:
+    """Takes all that is there; other threads may take and add at the same time."""
+    taken: list[_T] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            taken.append(items.popleft())
+    return taken

@@ -87,16 +87,16 @@ class ParameterServer(Protocol):
         """Gives a new variable its value."""
         ...
 
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forgets values whose variables are gone, soon; a finalizer may call it."""
+        ...
+
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
         """Returns the version, and copies of the values that are there then."""
         ...
 
     def write(self, key: str, value: ArrayLike) -> int:
         """Replaces a value, outside of closures; returns the version that this makes."""
-        ...
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """Forgets values, when it is next asked for anything. Takes no lock."""
         ...
 
     def mark_done(self, closure: int) -> None:

@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -229,9 +230,8 @@ class Server:
         with self._lock:
             self._forget_removed()
             known = self._sizes or values  # a lost server still knows what there was
-            values = {key: values[key] for key in known if key in values}
-            self._values.update(values)
-            self._sizes.update((key, value.nbytes) for key, value in values.items())
+            self._values.update((key, values[key]) for key in list(known) if key in values)
+            self._sizes.update((key, value.nbytes) for key, value in self._values.items())
             self.version = snapshot.version
             self._applied = Applied(num_closures)
             self.is_lost = False
@@ -297,4 +297,5 @@ class Server:
         is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
         if not is_plain or self.device.platform != "cpu":
             return jnp.array(value, copy=True)
-        return np.from_dlpack(value)
+        memory: Any = value  # its type is unknown to numpy
+        return np.from_dlpack(memory)

@@ -159,3 +159,16 @@ def test_a_lost_server_says_so_until_it_is_restored():
         server.read(["made later"])
     server.restore(saved, 4)  # the snapshot is still what it was
     assert total(server) == 3
+
+
+def test_values_that_are_removed_do_not_come_back():
+    server = make_server()
+    server.create("gone", np.ones(256, np.float32))
+    snapshot, nbytes = server.snapshot(), server.nbytes
+    server.remove(["gone"])
+    assert server.nbytes == nbytes - 1024
+    server.restore(snapshot, 0)
+    assert server.nbytes == nbytes - 1024
+    new = Server(0, jax.devices()[0])  # which knows of none
+    new.restore(snapshot, 0)
+    assert new.nbytes == nbytes and new.view(["gone"], is_pull=True)[1][0].sum() == 256

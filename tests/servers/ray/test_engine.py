@@ -241,6 +241,16 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     assert [server.num_kept for server in served.servers] == [0, 0]
 
 
+def test_servers_forget_variables_that_are_gone(served, coordinator):
+    server = served.servers[0]
+    server.create("gone", np.ones(256, np.float32))
+    snapshot, nbytes = server.snapshot(), server.nbytes
+    server.remove(["gone"])
+    assert server.nbytes == nbytes - 1024
+    server.restore(snapshot, coordinator._board.num_held)
+    assert server.nbytes == nbytes - 1024 and server.version == snapshot.version
+
+
 def test_processes_end_with_their_strategy(cluster, collect_garbage):
     strategy = dj.ParameterServerStrategy(workers=1, engine=make_engine())
     assert strategy.run(lambda: jnp.float32(2)) == 2

@@ -127,16 +127,21 @@ def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, place: Place, operands: Operands) -
     if name in SCATTERS:  # rows that are elsewhere are dropped
         array, indices, updates = operands
         column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(0)
-        local = indices - _in_column(indices, column, place.start)
+        local = _in_shard(indices, column, place.start)
         dropping = {**eqn.params, "mode": GatherScatterMode.FILL_OR_DROP}
         operands, eqn = (array, local, updates), eqn.replace(params=dropping)
     return eval_equation(jaxpr, eqn, operands)[0]
 
 
-def _in_column(indices: jax.Array, column: int, number: int) -> jax.Array:
-    """Returns what subtracts `number` from one column of indices."""
-    columns = [number if i == column else 0 for i in range(indices.shape[-1])]
-    return jnp.array(columns, indices.dtype)
+def _in_shard(indices: jax.Array, column: int, start: int) -> jax.Array:
+    """Returns indices whose `column` counts rows from `start` on."""
+    first = [start if i == column else 0 for i in range(indices.shape[-1])]
+    return _wide(indices) - jnp.array(first, jnp.int32)
+
+
+def _wide(indices: jax.Array) -> jax.Array:
+    """Returns indices of a dtype that has all rows, and numbers below 0."""
+    return indices if indices.dtype.itemsize > 4 else indices.astype(jnp.int32)
 
 
 # -- lookups ------------------------------------------------------------------
@@ -171,7 +176,7 @@ def _gathered(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -
     batch = [i for i in range(len(shape)) if i not in dims.offset_dims]
     result = None
     for start, shard in zip(_starts(shards), shards, strict=True):
-        local = indices - _in_column(indices, column, start)
+        local = _in_shard(indices, column, start)
         (rows,) = eval_equation(jaxpr, eqn, [shard, local])
         if result is not None:
             is_here = jax.lax.broadcast_in_dim(indices[..., column] >= start, shape, batch)
@@ -185,7 +190,8 @@ def _sliced_at(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) 
         return None
     result = None
     for start, shard in zip(_starts(shards), shards, strict=True):
-        (row,) = eval_equation(jaxpr, eqn, [shard, others[0] - start, *others[1:]])
+        first, *more = map(_wide, others)
+        (row,) = eval_equation(jaxpr, eqn, [shard, first - start, *more])
         result = row if result is None else jnp.where(others[0] >= start, row, result)
     return result
 

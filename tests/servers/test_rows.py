@@ -98,6 +98,23 @@ def test_any_code_in_shards_is_what_it_is_whole(names, taken, made):
     assert_same_in_shards(names, taken, made)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32"])
+def test_indices_of_any_width(dtype):
+    table, ids = jnp.arange(600.0).reshape(300, 2), jnp.array([0, 100, 127, 3], dtype)
+    one = jnp.array(120, dtype)
+
+    def fn(table, ids, one):
+        return (
+            table.at[ids].add(1.0),
+            table[ids],
+            jax.lax.dynamic_slice(table, (one, one * 0), (1, 2)),
+        )
+
+    code = in_shards(trace_code(fn, [table, ids, one]), [(140, 160), WHOLE, WHOLE], [WHOLE] * 3)
+    found = code(table[:140], table[140:], ids, one)
+    jax.tree.map(np.testing.assert_array_equal, found, fn(table, ids, one))
+
+
 def densely(a, b, ids):
     return a - jnp.zeros_like(a).at[ids].add(b[: ids.size])
 

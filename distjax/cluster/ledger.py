@@ -96,7 +96,7 @@ class Ledger:
     def wait(self) -> None:
         """Returns when the latest launch has completed; what has failed tells its own reader."""
         if self._latest is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):
                 self._latest.block_until_ready()
 
     def end_launch(self, launch: tuple[str, int], token: Token | None) -> None:

@@ -331,13 +331,14 @@ def test_phases_of_one_thread_are_nested():
     assert names() == []
 
 
-def test_a_launch_of_another_thread_waits_for_the_latest():
+@pytest.mark.parametrize("error", [RuntimeError("deleted"), ValueError("UNAVAILABLE: gloo")])
+def test_a_launch_of_another_thread_waits_for_the_latest(error):
     """And what failed tells who reads it."""
     ledger, waited = Ledger(), []
 
     def fail():
         waited.append(threading.get_ident())
-        raise RuntimeError("deleted")
+        raise error
 
     token = types.SimpleNamespace(is_ready=lambda: True, block_until_ready=fail)
     launch(ledger, TRAIN, TRAIN, token=token)

@@ -18,7 +18,9 @@ from distjax.diagnostics.program_collectives import list_compiled, list_lowered
 from distjax.errors import ContextError, message
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica
+from distjax.program.ahead import CompiledProgram, LoweredProgram
 from distjax.program.jit import CompiledFunction, jit
+from distjax.program.run_step import compile_on_replicas
 from distjax.replica.arguments import (
     PartitionedTree,
     function_name,
@@ -112,7 +114,7 @@ def lower_step(
     strategy: Strategy | None,
     notes: Notes,
     method: str,
-) -> jax.stages.Lowered:
+) -> LoweredProgram:
     """Returns a step traced anew and lowered; `notes` is told what the trace proves.
 
     Args:
@@ -130,7 +132,9 @@ def lower_step(
     fn, args = _with_object(fn, args)
     if strategy is not None:
         args, kwargs = strategy.extended.place_arguments((args, kwargs))
-    step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(_in_replicas(fn, strategy))
+        step = compile_on_replicas(strategy, fn, ())
+    else:
+        step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
     with frames.with_frame(watched):
         try:
             return step.lower(*args, **kwargs)
@@ -157,17 +161,6 @@ def _with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tu
     if isinstance(fn, functools.partial) and isinstance(fn.func, CompiledFunction):
         return fn.func, (*fn.args, *args)
     return fn, args
-
-
-def _in_replicas(fn: Callable[..., Any], strategy: Strategy | None) -> Callable[..., Any]:
-    if strategy is None:
-        return fn
-
-    @functools.wraps(fn)
-    def run(*args: PyTree, **kwargs: PyTree) -> Any:
-        return strategy.run(fn, args, kwargs)
-
-    return run
 
 
 def _add_hint(
@@ -222,12 +215,12 @@ def _variables(notes: Notes) -> tuple[VariableUse, ...]:
     )
 
 
-def _flops(compiled: jax.stages.Compiled) -> float | None:
+def _flops(compiled: CompiledProgram) -> float | None:
     costs = compiled.cost_analysis()
     return costs.get("flops") if isinstance(costs, dict) else None
 
 
-def _memory(compiled: jax.stages.Compiled) -> Memory:
+def _memory(compiled: CompiledProgram) -> Memory:
     stats: Any = compiled.memory_analysis()
 
     def total(where: str) -> int:

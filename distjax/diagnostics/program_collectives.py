@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from distjax.diagnostics import hlo, sources
 from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.sources import SourceFrame
+from distjax.program.ahead import LoweredProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +53,8 @@ _FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
 _NAME = re.compile(r'"([^"]*)"\((?!")')
 
 
-def list_lowered(lowered: jax.stages.Lowered, merge_lines: Sequence[str]) -> list[Collective]:
-    """Returns the collectives of a `jax.stages.Lowered`, in the order of its text."""
+def list_lowered(lowered: LoweredProgram, merge_lines: Sequence[str]) -> list[Collective]:
+    """Returns the collectives of a lowered program, in the order of its text."""
     module: Any = lowered.compiler_ir("stablehlo")
     callers = {
         str(op.attributes["callee"]).removeprefix("@"): str(op.location)

@@ -75,6 +75,16 @@ def test_a_right_step_passes(pair):
     assert dj.check(step, start(), ids(pair), strategy=pair) is None
 
 
+def test_what_is_static_stays_so(pair):
+    def step(x, n):
+        return dj.get_replica_context().all_reduce("mean", x) + jnp.zeros(n)
+
+    x, n = ids(pair), dj.static(3)
+    assert dj.check(step, x, n, strategy=pair) is None
+    assert dj.check(pair.jit(step), x, n) is None
+    assert dj.explain(step, x, n, strategy=pair).results == {"": "M"}
+
+
 def test_check_is_called_outside_of_traces(pair):
     wants = "dj.check needs to be called outside of run, dj.jit and other traces"
     with pytest.raises(ContextError, match=wants):

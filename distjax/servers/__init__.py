@@ -2,8 +2,8 @@
 
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.engine import Engine, Ran, Task, WorkerDied
+from distjax.servers.on_ray.engine import RayEngine
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
-from distjax.servers.ray_engine import RayEngine
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.server_contract import ParameterServer, ServerSnapshot
 from distjax.servers.snapshot import Snapshot

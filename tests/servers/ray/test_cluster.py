@@ -12,9 +12,9 @@ from jax import export
 
 import distjax as dj
 from distjax.errors import ClusterError, UnsupportedError
-from distjax.servers import ray_hello
-from distjax.servers.exported import StableFunction
-from distjax.servers.ray_workers import RayWorkers
+from distjax.servers.on_ray import hello
+from distjax.servers.on_ray.exported import StableFunction
+from distjax.servers.on_ray.workers import RayWorkers
 from tests.servers.ray.conftest import make_engine
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -49,7 +49,7 @@ def test_a_token_is_asked_for(cluster):
 
 
 def test_other_versions_are_refused(served, monkeypatch):
-    monkeypatch.setattr(ray_hello, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
+    monkeypatch.setattr(hello, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
     text = r"^server 0 needs the versions of the coordinator: jax 0.0.1, distjax 0"
     with pytest.raises(ClusterError, match=text):
         served.servers[0].greet()
@@ -79,8 +79,8 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     with pytest.raises(ClusterError, match=text):
         RayWorkers(make, max_failures=2).find(0)
     with pytest.raises(ClusterError, match="^a server needs a process that starts"):
-        ray_hello.greet("a server", make())
-    monkeypatch.setattr(ray_hello, "START_SECONDS", 0.5)
+        hello.greet("a server", make())
+    monkeypatch.setattr(hello, "START_SECONDS", 0.5)
     engine = make_engine(server_resources={"resources": {"nowhere": 1}})
     with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
         dj.ParameterServerStrategy(workers=1, engine=engine)

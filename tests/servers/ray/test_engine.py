@@ -14,7 +14,7 @@ import pytest
 import distjax as dj
 from distjax.errors import UnsupportedError
 from distjax.servers.applied import RefusedPush
-from distjax.servers.ray_sent import Sent
+from distjax.servers.on_ray.sent import Sent
 from tests.servers.ray.conftest import make_engine
 from tests.servers.ray.kills import Counters, run_with_dead_servers, run_with_dead_workers
 from tests.servers.test_training import Training, batches, values_of
@@ -111,7 +111,7 @@ def test_a_bound_holds_with_killed_workers(bounded):
 
 
 def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinator):
-    from distjax.servers.ray_actors import Failed
+    from distjax.servers.on_ray.actors import Failed
 
     counters = Counters(served)
     value = coordinator.schedule(counters.both, (jnp.int32(5),))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from distjax.servers.engine import Ran, Task
+from distjax.servers.on_ray.server import RayServer
+from distjax.servers.on_ray.wire import from_wire, to_wire
+from distjax.servers.on_ray.workers import RayProcess, RayWorkers
 from distjax.servers.plan import Plan
-from distjax.servers.ray_server import RayServer
-from distjax.servers.ray_workers import RayProcess, RayWorkers
 from distjax.servers.server_contract import lost_error
-from distjax.servers.wire import from_wire, to_wire
 
 if TYPE_CHECKING:
-    from distjax.servers.ray_actors import Outcome
+    from distjax.servers.on_ray.actors import Outcome
 
 _LOOK_SECONDS = 0.1  # how often an attempt under way is looked at: is it wanted still?
 
@@ -59,7 +59,7 @@ class Sent:
     """
 
     def __init__(self, host: Host, worker: int, process: RayProcess, task: Task):
-        from distjax.servers.ray_actors import Order
+        from distjax.servers.on_ray.actors import Order
 
         self._host, self._worker, self._process, self._task = host, worker, process, task
         config: Any = jax.config
@@ -96,7 +96,7 @@ class Sent:
 
     def conclude(self, outcome: Outcome) -> Ran:
         """Returns, or raises, what an attempt has come to."""
-        from distjax.servers.ray_actors import Done, Failed, ServerGone, Stopped
+        from distjax.servers.on_ray.actors import Done, Failed, ServerGone, Stopped
 
         self.let_go()
         servers = self._host.servers
@@ -123,7 +123,7 @@ class Sent:
     def _outcome(self) -> Outcome:
         from ray.exceptions import RayError, RayTaskError
 
-        from distjax.servers.ray_actors import Unknown
+        from distjax.servers.on_ray.actors import Unknown
 
         try:
             while isinstance(outcome := self._get(), Unknown):

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from distjax.errors import message
-from distjax.servers import ray_cluster
 from distjax.servers.engine import Engine, Ran, Task
-from distjax.servers.exported import ShippedPlan, export_plan
 from distjax.servers.gate import Gate, admitted, turn
+from distjax.servers.on_ray import cluster
+from distjax.servers.on_ray.exported import ShippedPlan, export_plan
+from distjax.servers.on_ray.hello import greet
+from distjax.servers.on_ray.options import actor_options, require_options
+from distjax.servers.on_ray.sent import Sent
+from distjax.servers.on_ray.server import RayServer
+from distjax.servers.on_ray.workers import RayProcess, RayWorkers
 from distjax.servers.plan import Plan, count_writes
-from distjax.servers.ray_hello import greet
-from distjax.servers.ray_options import actor_options, require_options
-from distjax.servers.ray_sent import Sent
-from distjax.servers.ray_server import RayServer
-from distjax.servers.ray_workers import RayProcess, RayWorkers
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.ray_actors import ServerActor, WorkerActor
+    from distjax.servers.on_ray.actors import ServerActor, WorkerActor
 
 
 class RayEngine(Engine):
@@ -66,9 +66,9 @@ class RayEngine(Engine):
         max_failures: int = 3,
     ):
         require_options(address, worker_resources, server_resources, runtime_env, max_failures)
-        ray_cluster.require_ray()
+        cluster.require_ray()
         self.max_failures = max_failures
-        is_ours = ray_cluster.connect(address)
+        is_ours = cluster.connect(address)
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
         self._server_options = options(server_resources)
         self._servers: list[RayServer] = []
@@ -196,7 +196,7 @@ class RayEngine(Engine):
     def _make_server(self, number: int) -> ActorHandle[ServerActor]:
         import ray
 
-        from distjax.servers.ray_actors import ServerActor
+        from distjax.servers.on_ray.actors import ServerActor
 
         with self._learning:
             self._epoch += 1
@@ -215,7 +215,7 @@ class RayEngine(Engine):
 def _make_worker(options: Mapping[str, Any]) -> ActorHandle[WorkerActor]:
     import ray
 
-    from distjax.servers.ray_actors import WorkerActor
+    from distjax.servers.on_ray.actors import WorkerActor
 
     given: Any = {**options, "concurrency_groups": {"control": 1}}
     remote: Any = ray.remote(**given)

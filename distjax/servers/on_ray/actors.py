@@ -15,12 +15,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
 from distjax.servers.engine import Task
+from distjax.servers.on_ray.hello import Hello, say_hello
+from distjax.servers.on_ray.wire import OnWire, for_programs, from_wire, to_wire
 from distjax.servers.plan import Plan, Program
 from distjax.servers.programs import Programs
-from distjax.servers.ray_hello import Hello, say_hello
 from distjax.servers.server_contract import ServerSnapshot, Totals
 from distjax.servers.store import Server
-from distjax.servers.wire import OnWire, for_programs, from_wire, to_wire
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from distjax.errors import ClusterError
 from distjax.servers.engine import WorkerDied
-from distjax.servers.ray_hello import Hello, cannot_start, ends_of, require_same_versions
+from distjax.servers.on_ray.hello import Hello, cannot_start, ends_of, require_same_versions
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.ray_actors import WorkerActor
+    from distjax.servers.on_ray.actors import WorkerActor
 
 _LOOK_SECONDS = 0.1  # how often somebody who waits for a process looks whether that is wanted
 

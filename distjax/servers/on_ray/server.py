@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from distjax.servers.ray_hello import greet
+from distjax.servers.on_ray.hello import greet
+from distjax.servers.on_ray.wire import from_wire, to_wire
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
-from distjax.servers.wire import from_wire, to_wire
 from distjax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.ray_actors import Report, ServerActor
+    from distjax.servers.on_ray.actors import Report, ServerActor
 
 _T = TypeVar("_T")
 
@@ -159,7 +159,7 @@ class RayServer:
             self.actor.remove.remote(removed)
 
     def _look(self) -> Report:
-        from distjax.servers.ray_actors import Report
+        from distjax.servers.on_ray.actors import Report
 
         try:
             self._report = self.call("report")

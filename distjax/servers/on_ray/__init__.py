@@ -1,0 +1,1 @@
+"""An engine whose workers and servers are processes of Ray."""

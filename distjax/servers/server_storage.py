@@ -14,9 +14,9 @@ from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.placement.transfer import transfer
+from distjax.servers.cutting.sizes import num_bytes
 from distjax.servers.placement import ServerLayout, ServerPlacement
 from distjax.servers.server_contract import ParameterServer
-from distjax.servers.sizes import num_bytes
 from distjax.variables.storage import Stored, StoredArray
 from distjax.variables.stored_variable import StoredVariable
 

@@ -12,14 +12,14 @@ import numpy as np
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 from distjax.placement.topology import REPLICA_AXIS, local_devices
-from distjax.servers.description import CutDescription, describe_plan
+from distjax.servers.cutting.description import CutDescription, describe_plan
+from distjax.servers.cutting.trace import cut_step
 from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.plan import Plan
 from distjax.servers.server_contract import ParameterServer
 from distjax.servers.submitting import run_step
 from distjax.servers.threads import ThreadEngine
-from distjax.servers.trace import cut_step
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.partitioners import Partitioner, require_partitioner

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import distjax as dj
-from distjax.servers.trace import cut_step
+from distjax.servers.cutting.trace import cut_step
 from tests.servers.serial import SerialStrategy
 
 SERVERS = (1, 2, 3)

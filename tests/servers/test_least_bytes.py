@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import distjax as dj
 from distjax.jax_compat import Literal
-from distjax.servers import assembly
-from distjax.servers.least_bytes import equations_at_worker, opened
-from distjax.servers.owners import results_by_server
-from distjax.servers.trace import cut_step
+from distjax.servers.cutting import assembly
+from distjax.servers.cutting.least_bytes import equations_at_worker, opened
+from distjax.servers.cutting.owners import results_by_server
+from distjax.servers.cutting.trace import cut_step
 from tests.servers.serial import SerialStrategy
 from tests.servers.test_cut import assert_same, train
 

@@ -10,7 +10,7 @@ import pytest
 
 import distjax as dj
 from distjax.servers import ParameterServerStrategy
-from distjax.servers.trace import cut_step
+from distjax.servers.cutting.trace import cut_step
 from tests.faults.four_parts import is_explained
 from tests.servers.serial import SerialEngine, SerialStrategy
 

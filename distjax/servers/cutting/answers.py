@@ -7,8 +7,8 @@ from typing import Any
 
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax.servers.code import NOTHING_RUN, Code, NamedCode, open_code
-from distjax.servers.update import Update
+from distjax.servers.cutting.code import NOTHING_RUN, Code, NamedCode, open_code
+from distjax.servers.cutting.update import Update
 
 
 def join_answers(update: Update) -> tuple[Update, NamedCode]:

@@ -11,10 +11,10 @@ import jax
 from distjax.jax_compat import Literal, ShapedArray, Var
 from distjax.placement.topology import Topology
 from distjax.replica.global_value import GlobalValue, as_user_value
-from distjax.servers.code import Code, aval_of_atom, trace_code
-from distjax.servers.rows import in_shards
+from distjax.servers.cutting.code import Code, aval_of_atom, trace_code
+from distjax.servers.cutting.rows import in_shards
+from distjax.servers.cutting.staging import ServerMerge
 from distjax.servers.server_storage import Part, parts_of, sizes_of
-from distjax.servers.staging import ServerMerge
 from distjax.variables.variable import Variable
 
 

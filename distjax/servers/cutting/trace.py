@@ -28,7 +28,7 @@ from distjax.replica.arguments import (
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.run import ReplicaTrace, trace_replica
 from distjax.replica.static import mark_modules
-from distjax.servers.assembly import assemble_plan
+from distjax.servers.cutting.assembly import assemble_plan
 from distjax.servers.extended import ServedStrategy
 from distjax.servers.plan import Plan
 from distjax.typing import ArrayLike, DTypeLike, PyTree

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax.servers.code import aval_of_atom, eval_equation
+from distjax.servers.cutting.code import aval_of_atom, eval_equation
 
 #: Each element of the result is made of the elements of the operands at its place.
 ELEMENTWISE = frozenset(

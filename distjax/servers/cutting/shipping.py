@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from distjax.errors import message
-from distjax.servers.code import Code
-from distjax.servers.sizes import num_bytes
+from distjax.servers.cutting.code import Code
+from distjax.servers.cutting.sizes import num_bytes
 
 #: Bytes of arrays that the programs of one step may close over.
 MOST_BYTES = 16 << 20

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from distjax.servers.code import Code, aval_of_atom, eval_equation, open_code, trace_code
-from distjax.servers.row_rules import (
+from distjax.servers.cutting.code import Code, aval_of_atom, eval_equation, open_code, trace_code
+from distjax.servers.cutting.row_rules import (
     Place,
     keeps_elements,
     look_up,

@@ -18,8 +18,8 @@ from distjax.placement.topology import Topology
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.run import ReplicaTrace
-from distjax.servers.answers import join_answers
-from distjax.servers.code import (
+from distjax.servers.cutting.answers import join_answers
+from distjax.servers.cutting.code import (
     NOTHING_RUN,
     Code,
     NamedCode,
@@ -27,19 +27,25 @@ from distjax.servers.code import (
     off_devices,
     trace_code,
 )
-from distjax.servers.extended import ParameterServerExtended
-from distjax.servers.least_bytes import (
+from distjax.servers.cutting.least_bytes import (
     equations_at_worker,
     move_to_worker,
     opened,
     slices_of_operands,
 )
-from distjax.servers.owners import ServerShare, cut_by_owner
+from distjax.servers.cutting.owners import ServerShare, cut_by_owner
+from distjax.servers.cutting.shipping import require_small
+from distjax.servers.cutting.staging import (
+    TracedStage,
+    find_snapshot,
+    open_calls,
+    read_parts,
+    split_stages,
+)
+from distjax.servers.cutting.update import Update, trace_update
+from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.plan import Plan, Push, Stage
 from distjax.servers.server_storage import parts_of
-from distjax.servers.shipping import require_small
-from distjax.servers.staging import TracedStage, find_snapshot, open_calls, read_parts, split_stages
-from distjax.servers.update import Update, trace_update
 from distjax.variables.variable import Variable
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Var
-from distjax.servers.code import Code, in_own_buffers
+from distjax.servers.cutting.code import Code, in_own_buffers
+from distjax.servers.cutting.update import Update
 from distjax.servers.server_storage import Part
-from distjax.servers.update import Update
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from distjax.placement.topology import Topology
 from distjax.replica.analysis import CALLS, MERGE_NAME
 from distjax.replica.merge import BatchedMerge, CotangentMerge, Merge, TangentMerge
 from distjax.replica.user_merge import UserMerge, WeakMerge
-from distjax.servers.code import eval_opened, trace_code
+from distjax.servers.cutting.code import eval_opened, trace_code
 from distjax.servers.server_storage import Part, parts_of
 from distjax.variables.state import variable_p
 from distjax.variables.variable import Variable

@@ -1,0 +1,1 @@
+"""From a step to its plan: what workers run, and what each server runs."""

@@ -171,6 +171,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
         return jax.jit(body, donate_argnums=donate_argnums)
 
+    known_to_span = (discovered,) if former is None else (discovered, former)
     build = Build(
         name=step.name,
         signatures=Signatures(jit_anew),
@@ -179,10 +180,8 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         stepped=SteppedArrays(),
         read_arrays=tuple(v.stored for v in reads),
         lock=_make_lock(threaded),
-        spans_devices=discovered.spans_devices or (former is not None and former.spans_devices),
-        spans_processes=any(v.spans_processes for v in threaded)
-        or discovered.spans_processes
-        or (former is not None and former.spans_processes),
+        spans_devices=any(each.spans_devices for each in known_to_span),
+        spans_processes=any(each.spans_processes for each in (*known_to_span, *threaded)),
         is_in_job=job() is not None,
         offered=offered,
         is_remote=any(v.stored.is_remote for v in writes),

@@ -220,18 +220,16 @@ def _tell_findings(
         why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
         observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
     if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
-        before = num_reported()
-        check_state(
-            fn, given.names, given.partitioned, given.values, traced.result, results, outer.meant
-        )
+        before, was = num_reported(), (given.names, given.partitioned, given.values)
+        check_state(fn, *was, traced.result, results, outer.meant)
         if num_reported() == before:
             ends, paths, own = traced.jaxpr.outvars, traced.result.paths, results
             if options.settles_rest:
-                own = [x for x, path in zip(results, paths, strict=True) if path.startswith("[0]")]
-                paths = [path.removeprefix("[0]") for path in paths[: len(own)]]
+                paths = [path.removeprefix("[0]") for path in paths if path.startswith("[0]")]
+                own = results[: len(paths)]
             note_lone_updates(env, ends[: len(own)], paths, own, given, outer.meant)
-    ends = traced.jaxpr.outvars[: len(results)] if env else []
-    return [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in ends]
+    outvars = traced.jaxpr.outvars[: len(results)] if env else []
+    return [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

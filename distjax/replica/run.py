@@ -220,8 +220,8 @@ def _tell_findings(
         why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
         observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
     if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
-        before, was = num_reported(), (given.names, given.partitioned, given.values)
-        check_state(fn, *was, traced.result, results, outer.meant)
+        before = num_reported()
+        check_state(fn, given, traced.result, results, outer.meant)
         if num_reported() == before:
             ends, paths, own = traced.jaxpr.outvars, traced.result.paths, results
             if options.settles_rest:

@@ -15,6 +15,7 @@ from distjax.context.finding import Finding
 from distjax.context.findings import STATE, calling_line, report
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
+from distjax.replica.examine import Given
 from distjax.replica.global_value import GlobalValue
 
 
@@ -51,15 +52,13 @@ class _Tree(NamedTuple):
 
 def check_state(
     fn: Callable[..., Any],
-    names: Sequence[str],
-    partitioned: PartitionedTree,
-    global_values: Sequence[GlobalValue],
+    given: Given,
     result: PartitionedTree,
     results: Sequence[GlobalValue],
     meant: Mapping[int, tuple[Any, str]],
 ) -> None:
     """Warns (for Flax parameters: raises) where state went in M and came out T."""
-    args, kwargs = _take_apart(partitioned, global_values).children()
+    args, kwargs = _take_apart(given.partitioned, given.values).children()
     candidates = _subtrees(_take_apart(result, results))
     for arg in (*args.children(), *kwargs.children()):
         if arg.treedef.node_data() is None:  # a lone value is no state
@@ -70,7 +69,7 @@ def check_state(
             changed = _changed_leaves(arg, candidate)
             if changed:
                 reasons = [meant.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
-                paths = [user_path(leaf.path, names) for leaf in changed]
+                paths = [user_path(leaf.path, given.names) for leaf in changed]
                 for reason in dict.fromkeys(reasons):
                     own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
                     _report(fn, arg, own, reason)

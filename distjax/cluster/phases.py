@@ -13,6 +13,8 @@ import time
 from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
+from distjax.errors import describe_value, message
+
 
 class Phase(NamedTuple):
     """What a thread is at.
@@ -38,22 +40,38 @@ _by_thread: dict[int, Phase] = {}
 
 
 def phase(what: str) -> contextlib.AbstractContextManager[None]:
-    """Says that this process is at slow work of its own meanwhile, and not stuck.
+    """Tells the other processes that this one is at slow work, and not stuck.
 
     In a job of several processes the others wait for this one at the next meeting or
-    program. They do so for `meeting_timeout` and `step_deadline`, but for a process that is
-    in a phase, up to `phase_timeout` (see `initialize`). Compiling, waiting for data,
-    checkpoints and programs of this process alone are phases of themselves.
+    program: for `meeting_timeout` or `step_deadline`, and while it is in a phase for up to
+    `phase_timeout` (see `initialize`). Compiling, waiting for data, checkpoints and programs
+    that this process runs alone are phases without being named.
 
     Args:
-      what: what it is at, for the others' errors.
+      what: what the process is doing, for the errors of the others.
+
+    Raises:
+      TypeError: `what` is no text.
 
     Example:
       >>> if jax.process_index() == 0:
       ...     with dj.phase("drawing samples"):
       ...         pass  # minutes of Python
     """
+    _require_text(what)  # else the watch would end the job when it tells the others
     return _phase(what, is_work=True)
+
+
+def _require_text(what: object) -> None:
+    if not isinstance(what, str):
+        raise TypeError(
+            message(
+                "dj.phase needs a text",
+                got=describe_value(what),
+                why="it says what this process is at, in the errors of the others",
+                fix="with dj.phase('drawing samples'):",
+            )
+        )
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:

@@ -8,6 +8,7 @@ which costs less than awaiting the oldest at every start. Elsewhere nothing is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -50,6 +51,7 @@ def throttle(token: jax.Array | None) -> None:
             return
         started = tuple(_in_flight)
     for each in reversed(started):  # once the newest is done, the others cost next to nothing
-        each.block_until_ready()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # what has failed tells its reader
+            each.block_until_ready()
     with _lock:  # not before: other threads would start as many again meanwhile
         _in_flight[:] = [each for each in _in_flight if not any(each is s for s in started)]

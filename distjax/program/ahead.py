@@ -46,7 +46,7 @@ class LoweredProgram:
         return CompiledProgram(compiled, self._call_with, compiler_options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
+        return _find_attribute(self, "_lowered", name)
 
     def _call_with(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Calls the function with the static arguments that it was lowered for."""
@@ -94,4 +94,11 @@ class CompiledProgram:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+        return _find_attribute(self, "_compiled", name)
+
+
+def _find_attribute(stage: LoweredProgram | CompiledProgram, of: str, name: str) -> Any:
+    """Returns an attribute of JAX's own stage, which a copy under way does not have yet."""
+    if of not in vars(stage):
+        raise AttributeError(name)
+    return getattr(vars(stage)[of], name)

@@ -57,7 +57,7 @@ class OneDevice:
 
     def _is_special(self, eqn: JaxprEqn) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        if name in _ALL_MAPPED or name == "custom_vmap_call":
+        if name in _ALL_MAPPED or name in ("composite", "custom_vmap_call"):
             return True
         if name == "pure_callback":
             return params.get("vmap_method") is None

@@ -321,6 +321,18 @@ def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
     assert heard(9.0)
 
 
+def test_a_phase_is_named_by_a_text():
+    """Anything else would end the job later, in the thread that tells the others of it."""
+    with pytest.raises(TypeError) as caught:
+        phase(3)
+    assert str(caught.value) == (
+        "dj.phase needs a text.\n"
+        "  Got: int (3).\n"
+        "  Why: it says what this process is at, in the errors of the others.\n"
+        "  Fix: with dj.phase('drawing samples'):"
+    )
+
+
 def test_phases_of_one_thread_are_nested():
     names = lambda: [p.what for p in phases()]
     with phase("outer"):

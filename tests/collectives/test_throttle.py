@@ -69,6 +69,20 @@ def test_all_are_awaited_when_too_many_are_in_flight(empty_queue, monkeypatch):
     assert [t.awaited for t in tokens] == [True] * throttle.MAX_IN_FLIGHT + [False] * 2
 
 
+def test_a_program_that_has_failed_stops_no_later_one(empty_queue, monkeypatch):
+    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
+    tokens = [Token() for _ in range(2 * throttle.MAX_IN_FLIGHT)]
+
+    def fail():
+        raise jax.errors.JaxRuntimeError("told to who reads its results")
+
+    tokens[3].block_until_ready = fail
+    for token in tokens:
+        throttle.throttle(token)
+    assert [i for i, t in enumerate(tokens) if not t.awaited] == [3]
+    assert not throttle._in_flight
+
+
 def test_nothing_is_recorded_without_a_token_or_in_a_trace(empty_queue):
     throttle.throttle(None)
     jax.jit(lambda x: (throttle.throttle(x), x)[1])(1.0)

@@ -1,5 +1,7 @@
 """`lower(*args).compile()` gives what is called with the user's arguments, compiled once."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,13 @@ def test_a_compiled_step_writes_its_variables(pair):
         result = compiled(pair.per_replica(X))
     np.testing.assert_array_equal(result.stacked, X + 1)
     assert float(total.value) == 2 * X.sum()
+
+
+def test_both_stages_can_be_copied():
+    lowered = dj.jit(lambda x: 2 * x).lower(X)
+    compiled = copy.copy(copy.copy(lowered).compile())
+    np.testing.assert_array_equal(compiled(X), 2 * X)
+    assert "HloModule" in compiled.as_text()
 
 
 def test_options_are_for_looking_at():

@@ -32,6 +32,7 @@ def partly_sent(x):
     return lax.ppermute(x, "replica", [(1, 0), (2, 3)]) + x
 
 
+summed = lax.composite(lambda x: x + lax.psum(x, "replica"), "tests.summed")  # has no vmap
 reversed_jvp = jax.custom_jvp(partly_sent)
 reversed_jvp.defjvp(lambda primals, tangents: (reversed_jvp(*primals), -tangents[0]))
 reversed_vjp = jax.custom_vjp(partly_sent)
@@ -107,6 +108,7 @@ BODIES = {
     "grad_of_custom_jvp": jax.grad(lambda x: jnp.sum(jnp.sin(reversed_jvp(x)))),
     "grad_of_custom_vjp": jax.grad(lambda x: jnp.sum(jnp.sin(reversed_vjp(x)))),
     "in_vmap": lambda x: jax.vmap(lambda y: lax.psum(y, "replica", axis_index_groups=GROUPS))(x),
+    "composite": lambda x: lax.scan(lambda c, row: (c, summed(row)), 0, summed(x)),
     "in_composite": lax.composite(partly_sent, "tests.partly_sent"),
     "grad_of_remat_of_scan": jax.grad(
         jax.checkpoint(

@@ -89,13 +89,15 @@ class CompiledFunction:
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> LoweredProgram:
         """Returns the program for these arguments, lowered but not run."""
-        program, marked = self._program(frames.current()), self.mark_arguments(args, kwargs)
+        frame = frames.current()
+        program, marked = self._program(frame), self.mark_arguments(args, kwargs)
         if user_mesh.has_user_mesh():
             lowered = self._under_user_mesh(program, program.lower, *marked)
         else:
             lowered = program.lower(*marked)
         static_kwargs = {k: v for k, v in kwargs.items() if k in self._static}
-        return LoweredProgram(lowered, self, args, marked[0], static_kwargs)
+        call = functools.partial(_call_within, frame, self)
+        return LoweredProgram(lowered, call, args, marked[0], static_kwargs)
 
     def _under_user_mesh(
         self,
@@ -155,6 +157,14 @@ class CompiledFunction:
             for i, a in enumerate(args)
         )
         return args, {k: as_static(v, k) if k in self._static else v for k, v in kwargs.items()}
+
+
+def _call_within(frame: Frame, fn: CompiledFunction, *args: PyTree, **kwargs: PyTree) -> Any:
+    """Calls a function under the strategy that it was lowered under."""
+    if frames.current().strategy is frame.strategy:
+        return fn(*args, **kwargs)
+    with frames.with_frame(frame):
+        return fn(*args, **kwargs)
 
 
 def _off_their_devices(tree: PyTree) -> Any:

@@ -91,3 +91,13 @@ def test_a_loop_compiled_ahead_is_that_of_jax():
         pmap(train, axis_name="i").lower(w, xs).compile()(w, xs) for pmap in (dj.pmap, jax.pmap)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_compiled_program_stays_with_the_strategy_it_was_lowered_under(pair):
+    fn = dj.jit(lambda x: dj.get_strategy().num_replicas_in_sync * x)
+    with pair.scope():
+        compiled = fn.lower(X).compile()
+    np.testing.assert_array_equal(compiled(X), 2 * X)
+    np.testing.assert_array_equal(fn(X), X)
+    with dj.VirtualStrategy(3).scope():
+        np.testing.assert_array_equal(compiled(X), 2 * X)

@@ -40,6 +40,8 @@ STEPS = {
     "of columns": lambda a, b, ids: a + b[ids, 2].sum(),
     "small ids": lambda a, b, ids: a + b[ids.astype(jnp.int8)].sum(),
     "row at": lambda a, b, ids: a * b[ids[0]],
+    "row 7": lambda a, b, ids: a * jax.lax.dynamic_slice(b, (7, 1), (1, 1)),
+    "added to itself": lambda a, b, ids: a.at[jnp.arange(ROWS)[::-1]].add(a) + b,
     "last row": lambda a, b, ids: a * b[-1] + b[4:7].sum(),
     "cond": lambda a, b, ids: jax.lax.cond(ids[0] > 2, lambda: (a + b) * 2, lambda: b),
     "cond of sums": lambda a, b, ids: jax.lax.cond(

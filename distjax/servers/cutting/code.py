@@ -126,7 +126,7 @@ def eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
       args: an operand for each place, whatever the equation has there: a constant, or one name at
         several places, of which each may get another part.
     """
-    names = [Var(aval_of_atom(atom)) for atom in eqn.invars]
+    names: list[Any] = [Var(aval_of_atom(atom)) for atom in eqn.invars]
     named = eqn.replace(invars=names)
     return jax_compat.eval_jaxpr(
         jax_compat.new_jaxpr(like, (), names, eqn.outvars, [named]), (), args

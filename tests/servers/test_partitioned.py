@@ -194,11 +194,19 @@ def test_answers_of_several_servers_are_joined_by_the_worker():
             v = dj.Variable(jnp.arange(10.0), name="v")
             w = dj.Variable(jnp.arange(3.0), name="w")
 
+        def halve(carry):
+            return carry[0] + 1, carry[1] / 2
+
         def step(x):
             def merge(s, x):
                 v.assign_add(x * v.value)
                 w.assign_add(jnp.ones(3))
-                return {"norm": jnp.sqrt(v.value @ v.value), "mixed": w.value * v.value[2] + x}
+                halved = jax.lax.while_loop(lambda c: c[0] < 2, halve, (0, v.value))[1]
+                return {
+                    "norm": jnp.sqrt(v.value @ v.value),
+                    "mixed": w.value * v.value[2] + x,
+                    "made with others": (jnp.argsort(-v.value), halved),
+                }
 
             found = dj.get_replica_context().merge_call(merge, args=(x * 2,))
             v.assign_sub(found["norm"] * jnp.ones(10))

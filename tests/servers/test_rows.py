@@ -40,6 +40,8 @@ STEPS = {
     "of columns": lambda a, b, ids: a + b[ids, 2].sum(),
     "small ids": lambda a, b, ids: a + b[ids.astype(jnp.int8)].sum(),
     "row at": lambda a, b, ids: a * b[ids[0]],
+    "row 7": lambda a, b, ids: a * jax.lax.dynamic_slice(b, (7, 1), (1, 1)),
+    "added to itself": lambda a, b, ids: a.at[jnp.arange(ROWS)[::-1]].add(a) + b,
     "last row": lambda a, b, ids: a * b[-1] + b[4:7].sum(),
     "cond": lambda a, b, ids: jax.lax.cond(ids[0] > 2, lambda: (a + b) * 2, lambda: b),
     "cond of sums": lambda a, b, ids: jax.lax.cond(
@@ -98,21 +100,28 @@ def test_any_code_in_shards_is_what_it_is_whole(names, taken, made):
     assert_same_in_shards(names, taken, made)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32"])
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32", "uint64"])
 def test_indices_of_any_width(dtype):
-    table, ids = jnp.arange(600.0).reshape(300, 2), jnp.array([0, 100, 127, 3], dtype)
-    one = jnp.array(120, dtype)
+    with jax.enable_x64(dtype == "uint64"):
+        table, one = jnp.arange(1200.0).reshape(600, 2), jnp.array(120, dtype)
+        ids = jnp.array([0, 100, 127, 3, 55], dtype)  # 55 is 311 in 8 bits
+        beyond = jnp.array([599, np.iinfo(dtype).max] if one.itemsize > 1 else [255], dtype)
 
-    def fn(table, ids, one):
-        return (
-            table.at[ids].add(1.0),
-            table[ids],
-            jax.lax.dynamic_slice(table, (one, one * 0), (1, 2)),
-        )
+        def fn(table, ids, one, beyond):
+            taken = [jnp.take(table, beyond, axis=0, mode=mode) for mode in ("clip", "fill")]
+            return (
+                table.at[ids].add(1.0),
+                table.at[beyond].add(1.0),
+                table[ids],
+                jax.lax.dynamic_slice(table, (one, one * 0), (1, 2)),
+                *taken,
+            )
 
-    code = in_shards(trace_code(fn, [table, ids, one]), [(140, 160), WHOLE, WHOLE], [WHOLE] * 3)
-    found = code(table[:140], table[140:], ids, one)
-    jax.tree.map(np.testing.assert_array_equal, found, fn(table, ids, one))
+        arrays = [table, ids, one, beyond]
+        code = trace_code(fn, arrays)
+        code = in_shards(code, [(311, 289), *[WHOLE] * 3], [WHOLE] * len(code.outputs))
+        found = code(table[:311], table[311:], *arrays[1:])
+        jax.tree.map(np.testing.assert_array_equal, found, fn(*arrays))
 
 
 def densely(a, b, ids):

@@ -57,7 +57,8 @@ class _Homes:
         for eqn in code.jaxpr.eqns:
             each = [eqn]
             if len(eqn.outvars) > 1 and not eqn.effects:
-                each = [e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out)]
+                made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
+                each = list(dict.fromkeys(made))  # one that makes all or nothing: once
             self.eqns += each
             for one in each:
                 homes = frozenset[int | None]().union(*map(self._of, one.invars))

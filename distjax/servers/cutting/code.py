@@ -118,11 +118,19 @@ def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
 
 
 def eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of the jaxpr `like` under whatever trace is current."""
-    pairs = zip(eqn.invars, args, strict=True)
-    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
-    alone = jax_compat.new_jaxpr(like, (), list(values), eqn.outvars, [eqn])
-    return jax_compat.eval_jaxpr(alone, (), list(values.values()))
+    """Evaluates one equation of the jaxpr `like` under whatever trace is current.
+
+    Args:
+      like: what holds it.
+      eqn: the equation.
+      args: an operand for each place, whatever the equation has there: a constant, or one name at
+        several places, of which each may get another part.
+    """
+    names: list[Any] = [Var(aval_of_atom(atom)) for atom in eqn.invars]
+    named = eqn.replace(invars=names)
+    return jax_compat.eval_jaxpr(
+        jax_compat.new_jaxpr(like, (), names, eqn.outvars, [named]), (), args
+    )
 
 
 def eval_opened(

@@ -141,7 +141,10 @@ def _in_shard(indices: jax.Array, column: int, start: int) -> jax.Array:
 
 def _wide(indices: jax.Array) -> jax.Array:
     """Returns indices of a dtype that has all rows, and numbers below 0."""
-    return indices if indices.dtype.itemsize > 4 else indices.astype(jnp.int32)
+    wide = jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32
+    if indices.dtype in (jnp.uint32, jnp.uint64):  # what is beyond all rows stays there
+        indices = jnp.minimum(indices, jnp.array(jnp.iinfo(wide).max, indices.dtype))
+    return indices.astype(wide)
 
 
 # -- lookups ------------------------------------------------------------------
@@ -173,6 +176,7 @@ def _gathered(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -
     if not is_by_row or dims.operand_batching_dims:
         return None
     column, shape = dims.start_index_map.index(0), shape_of(eqn.outvars[0])
+    indices = _wide(indices)
     batch = [i for i in range(len(shape)) if i not in dims.offset_dims]
     result = None
     for start, shard in zip(_starts(shards), shards, strict=True):
@@ -188,11 +192,11 @@ def _gathered(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -
 def _sliced_at(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> Any:
     if eqn.params["slice_sizes"][0] != 1:
         return None
+    first, *more = map(_wide, others)
     result = None
     for start, shard in zip(_starts(shards), shards, strict=True):
-        first, *more = map(_wide, others)
         (row,) = eval_equation(jaxpr, eqn, [shard, first - start, *more])
-        result = row if result is None else jnp.where(others[0] >= start, row, result)
+        result = row if result is None else jnp.where(first >= start, row, result)
     return result
 
 

@@ -90,7 +90,7 @@ def _start_here() -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
     }
-    atexit.register(_end, folder)
+    atexit.register(_end, folder, os.getpid())
     with _environment(settings):
         # Three things that were read in the environment in which ray was imported.
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -108,10 +108,14 @@ def _start_here() -> None:
     _started = True
 
 
-def _end(folder: str) -> None:
+def _end(folder: str, pid: int) -> None:
+    """Ends the cluster of a process; one forked of it has none."""
     global _started
     import ray
 
+    if os.getpid() != pid:
+        return
+    end_all(pid)  # first: a call of Ray's after its end would start another cluster
     ray.shutdown()
     _started = False
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,7 @@
 """What is started, what it listens at, what it leaves; and what is refused."""
 
 import ipaddress
+import os
 import pathlib
 import sys
 
@@ -114,3 +115,18 @@ def test_a_callback_is_refused_where_a_program_is_read_too():
     exported = export.export(jax.jit(call), disabled_checks=allowed)(jnp.float32(1))
     with pytest.raises(UnsupportedError, match="(?s)^a program that is shipped.*python_cpu_callb"):
         StableFunction(bytes(exported.serialize()))(jnp.float32(1))
+
+
+def test_nobody_calls_ray_when_its_cluster_ends(cluster, monkeypatch, tmp_path):
+    import ray
+
+    from distjax.servers.on_ray import cluster as module
+
+    ended = []
+    monkeypatch.setattr(module, "_started", True)
+    monkeypatch.setattr(module, "end_all", lambda pid: ended.append("threads"))
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("cluster"))
+    module._end(str(tmp_path), os.getpid() + 1)  # as in a process that was forked
+    assert not ended and tmp_path.exists() and module._started
+    module._end(str(tmp_path), os.getpid())
+    assert ended == ["threads", "cluster"] and not tmp_path.exists()

@@ -28,11 +28,16 @@ def load(monkeypatch):
         return importlib.import_module(name)
 
     before = dict(sys.modules)
+    forget_examples()
     yield load_module
+    forget_examples()
+    sys.modules.update(before)
+
+
+def forget_examples():
     for name, module in [*sys.modules.items()]:
         if Path(getattr(module, "__file__", None) or "").is_relative_to(EXAMPLES):
             del sys.modules[name]
-    sys.modules.update(before)
 
 
 def batch_of(strategy, *arrays):

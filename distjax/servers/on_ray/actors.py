@@ -12,6 +12,7 @@ import jax
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from distjax.context.thread_settings import ProgramModes
 from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
 from distjax.servers.engine import Task
@@ -95,12 +96,12 @@ class ServerActor:
         names: tuple[Sequence[str], Sequence[str]],
         arrays: Sequence[OnWire],
         pulled: int | None,
-        x64: bool,
+        modes: ProgramModes,
     ) -> tuple[int, list[OnWire]]:
         """Returns version and answers of `Server.push`."""
         operands = for_programs(arrays, self._device)
         program = self._plans[plan][stage]
-        with jax.enable_x64(x64):
+        with modes():
             answer = self._server.push(
                 closure, stage, attempt, program, *names, operands, pulled=pulled
             )
@@ -134,7 +135,7 @@ class Order:
       closure: the number of the closure.
       attempt: 1, 2, ...
       arrays: the flat arguments.
-      x64: whether JAX is in 64-bit mode where it was scheduled.
+      modes: of JAX, where it was scheduled.
     """
 
     plan: int
@@ -142,7 +143,7 @@ class Order:
     closure: int
     attempt: int
     arrays: Sequence[OnWire]
-    x64: bool
+    modes: ProgramModes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +229,7 @@ class WorkerActor:
         if order.plan not in self._plans or order.epoch != self._epoch:
             return Unknown()
         try:
-            with jax.enable_x64(order.x64):
+            with order.modes():
                 return act(order)
         except _Gone as gone:
             return ServerGone(gone.server)
@@ -315,7 +316,7 @@ class _FarServers:
                 (p.push.takes, p.push.writes),
                 arrays,
                 p.pulled,
-                order.x64,
+                order.modes,
             )
             for p, arrays in zip(parcels, sent, strict=True)
         }

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
-
+from distjax.context.thread_settings import ProgramModes
 from distjax.servers.engine import Ran, Task
 from distjax.servers.on_ray.server import RayServer
 from distjax.servers.on_ray.wire import from_wire, to_wire
@@ -62,14 +61,13 @@ class Sent:
         from distjax.servers.on_ray.actors import Order
 
         self._host, self._worker, self._process, self._task = host, worker, process, task
-        config: Any = jax.config
         self._order = Order(
             host.number_of(task.plan),
             host.epoch,
             task.closure,
             task.attempt,
             to_wire(task.arrays),
-            config.jax_enable_x64,
+            ProgramModes.of_this_thread(),
         )
         self._call: tuple[str, tuple[int, ...]] = ("run", ())
         self._answer: Any = None

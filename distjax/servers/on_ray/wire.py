@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.placement.transfer import transfer_each
 
 
 class Disguised(NamedTuple):
@@ -52,7 +54,8 @@ def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
 def from_wire(sent: Sequence[OnWire], device: jax.Device | None = None) -> list[jax.Array]:
     """Returns arrays on a device; on a CPU in the memory in which they came, where that is so."""
     with jax.enable_x64(True):  # or 64 bits would be cut, whoever may have sent them
-        arrays: list[jax.Array] = jax.device_put([_as_host(x) for x in sent], device)
+        sharding = None if device is None else SingleDeviceSharding(device)
+        arrays: list[jax.Array] = transfer_each([_as_host(x) for x in sent], sharding)
         return list(map(_as_key, sent, arrays))
 
 

@@ -15,7 +15,10 @@ class Counters:
 
     def __init__(self, strategy):
         self.strategy = strategy
+        loads = strategy.extended.at_servers.loads
         with strategy.scope():
+            # Both servers are to have something: one of which nothing is used may die unseen.
+            self.filler = dj.Variable(jnp.zeros(max(loads) - min(loads), jnp.int8))
             self.near, self.far, self.chained = (
                 dj.Variable(jnp.int32(0), aggregation=dj.VariableAggregation.SUM) for _ in range(3)
             )

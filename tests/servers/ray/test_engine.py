@@ -261,3 +261,23 @@ def test_processes_end_with_their_strategy(cluster, collect_garbage):
     del strategy
     collect_garbage()
     assert ended(pids)
+
+
+def test_what_jax_checks_goes_with_a_closure(coordinator, served):
+    with served.scope():
+        v = dj.Variable(jnp.ones(3), name="v")
+
+    def step(x):
+        at_server = lambda strategy, x: strategy.extended.update(
+            v, lambda v, x: v.assign(jnp.log(x) + v.value), args=(x,)
+        )
+        dj.get_replica_context().merge_call(at_server, args=(x,))
+
+    with jax.debug_nans(True):
+        coordinator.schedule(step, args=(np.float32(-1),))
+    with pytest.raises(FloatingPointError):
+        coordinator.join()
+    np.testing.assert_array_equal(v.value, np.ones(3))
+    coordinator.schedule(step, args=(np.float32(-1),))
+    coordinator.join()
+    assert np.isnan(v.value).all()

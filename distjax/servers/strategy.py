@@ -123,6 +123,7 @@ class ParameterServerStrategy(Strategy):
 
 def _as_engine(engine: Engine | str) -> Engine:
     if isinstance(engine, Engine):
+        _require_unused(engine)
         return engine
     if engine == "threads":
         return ThreadEngine()
@@ -132,6 +133,20 @@ def _as_engine(engine: Engine | str) -> Engine:
             got=describe_value(engine),
             why="it runs workers and servers",
             fix="dj.ParameterServerStrategy(engine=dj.servers.ThreadEngine())",
+        )
+    )
+
+
+def _require_unused(engine: Engine) -> None:
+    if not engine.servers:
+        return
+    kind = type(engine).__name__
+    raise ValueError(
+        message(
+            "ParameterServerStrategy needs an engine of its own",
+            got=f"a {kind} that another strategy has",
+            why="an engine holds the servers of one strategy",
+            fix=f"engine={kind}(...) for each strategy",
         )
     )
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from distjax.errors import message
 from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
 from distjax.servers.engine import Engine, Ran, Task
@@ -61,15 +60,6 @@ class ThreadEngine(Engine):
         server_devices: Sequence[jax.Device],
         max_staleness: int | None,
     ) -> None:
-        if self._servers:
-            raise ValueError(
-                message(
-                    "ParameterServerStrategy needs an engine of its own",
-                    got="a ThreadEngine that another strategy has",
-                    why="an engine holds the servers of one strategy",
-                    fix='engine=dj.servers.ThreadEngine(), or engine="threads"',
-                )
-            )
         self._worker_devices = tuple(worker_devices)
         self._servers = [Server(i, device) for i, device in enumerate(server_devices)]
         self._gate = None if max_staleness is None else Gate(max_staleness)

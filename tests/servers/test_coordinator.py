@@ -529,9 +529,9 @@ def test_refusals():
         outside = dj.OneDeviceStrategy()
         with pytest.raises(dj.errors.ContextError, match="^schedule needs to be called outside"):
             outside.run(lambda: coordinator.schedule(counter(), one(1)))
-    strategy = make()
+    engine = make().engine
     with pytest.raises(ValueError, match="^ParameterServerStrategy needs an engine of its own"):
-        strategy.engine.start([], [], None)
+        dj.ParameterServerStrategy(engine=engine)
 
 
 # -- strategy.run ----------------------------------------------------------------

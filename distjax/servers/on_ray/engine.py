@@ -96,15 +96,6 @@ class RayEngine(Engine):
         server_devices: Sequence[jax.Device],
         max_staleness: int | None,
     ) -> None:
-        if self._servers:
-            raise ValueError(
-                message(
-                    "ParameterServerStrategy needs an engine of its own",
-                    got="a RayEngine that another strategy has",
-                    why="an engine holds the servers of one strategy",
-                    fix="engine=dj.servers.RayEngine()",
-                )
-            )
         self._gate = None if max_staleness is None else Gate(max_staleness)
         # No circles: processes end when the last one lets go of the engine, not some time later.
         make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))

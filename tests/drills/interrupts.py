@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import logging
+import multiprocessing
 import pathlib
 import random
 import signal
@@ -29,6 +30,18 @@ MEAN = dj.VariableAggregation.MEAN
 
 class Alarm(BaseException):
     """Raised where the program stands when the alarm goes off, as KeyboardInterrupt is."""
+
+
+class StateOfJaxLost(Exception):
+    """JAX has lost the state of the thread, as an interrupted trace may: see Limits of the README.
+
+    Args:
+      interrupts: how many there were before.
+      done: how many operations.
+    """
+
+    def __init__(self, interrupts: int, done: int):
+        super().__init__(f"none lost of {done}, then JAX's own state, at interrupt {interrupts}")
 
 
 class Failure(Exception):
@@ -176,9 +189,14 @@ def drill(campaign: Campaign, interrupts: int, chance: random.Random) -> int:
     for _ in range(3):  # first calls have limits of their own
         campaign.operate()
     done = campaign.count()
-    for _ in range(interrupts):
-        _ring_after(chance.uniform(campaign.seconds / 100, campaign.seconds), campaign.operate)
-        now = campaign.count()
+    for number in range(interrupts):
+        try:
+            _ring_after(chance.uniform(campaign.seconds / 100, campaign.seconds), campaign.operate)
+            now = campaign.count()
+        except AttributeError as error:
+            if "process_primitive" not in str(error):
+                raise
+            raise StateOfJaxLost(number, done) from error
         if now < done:
             raise Failure(f"{done} operations became {now}")
         done = now
@@ -205,14 +223,19 @@ def _ring_after(seconds: float, operate: Callable[[], object]) -> None:
     _has_rung = False
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        while not _has_rung:
-            operate()
+        _repeat(operate)
     except BaseException as error:
         causes: BaseException | None = error
         while not isinstance(causes, Alarm):
             if causes is None:
                 raise
             causes = causes.__cause__ or causes.__context__
+
+
+def _repeat(operate: Callable[[], object]) -> None:
+    """A function: Python 3.13 handles signals at the end of a loop outside the `try` around it."""
+    while not _has_rung:
+        operate()
 
 
 CAMPAIGNS = {
@@ -236,28 +259,40 @@ def main() -> None:
     parser.add_argument("--interrupts", type=int, default=5000, help="of each kind (5000)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     options = parser.parse_args()
+    failures = 0
+    print(f"{'operation':12} {'strategy':9} {'interrupts':>10}  result", flush=True)
+    for kind, name in itertools.product(CAMPAIGNS, STRATEGIES):
+        number = -(-options.interrupts // len(STRATEGIES))
+        if kind == "checkpoints":
+            number = -(-number // 50)  # each writes a directory
+        # A process each: what JAX may lose is a thread's, and signals reach the main thread only.
+        row = multiprocessing.get_context("spawn").Process(
+            target=_run_row, args=(kind, name, number, options.seed)
+        )
+        row.start()
+        row.join()
+        failures += row.exitcode != 0
+    sys.exit(bool(failures))
+
+
+def _run_row(kind: str, name: str, number: int, seed: int) -> None:
+    """Runs a campaign under a strategy, and prints its row; ends with 1 if it failed."""
     jax.config.update("jax_num_cpu_devices", 2)
     logging.disable(logging.CRITICAL)  # orbax tells of each save
     signal.signal(signal.SIGALRM, _ring)
-    failures = 0
-    print(f"{'operation':12} {'strategy':9} {'interrupts':>10}  result", flush=True)
-    for (kind, make), (name, make_strategy) in itertools.product(
-        CAMPAIGNS.items(), STRATEGIES.items()
-    ):
-        number = -(-options.interrupts // len(STRATEGIES))
-        if make is save_and_restore:
-            number = -(-number // 50)  # each writes a directory
-        with tempfile.TemporaryDirectory(prefix="distjax-interrupts-") as folder:
-            try:
-                campaign = make(make_strategy(), pathlib.Path(folder))
-                done = drill(campaign, number, random.Random(options.seed))
-                result = f"none lost of {done}"
-            except Failure as error:
-                failures, result = failures + 1, f"FAILED: {error}"
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        print(f"{kind:12} {name:9} {number:10}  {result}", flush=True)
-    sys.exit(bool(failures))
+    has_failed = False
+    with tempfile.TemporaryDirectory(prefix="distjax-interrupts-") as folder:
+        try:
+            campaign = CAMPAIGNS[kind](STRATEGIES[name](), pathlib.Path(folder))
+            result = f"none lost of {drill(campaign, number, random.Random(seed))}"
+        except StateOfJaxLost as lost:
+            result = str(lost)
+        except Failure as error:
+            has_failed, result = True, f"FAILED: {error}"
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    print(f"{kind:12} {name:9} {number:10}  {result}", flush=True)
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 import distjax as dj
 from benchmarks.report import Benchmark
-from benchmarks.servers import SIZES, make_batch, make_step, step_seconds, warm_up
+from benchmarks.servers import SIZES, batch_of, make_step, step_seconds, warm_up
 from benchmarks.timing import interleave, loop_seconds
 
 NUM_WORKERS = 2
@@ -30,7 +30,7 @@ class Holder:
 def measure_steps(size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
     """One row: microseconds a step, of two workers and of one device."""
     hidden, examples, num_steps = size
-    batch = make_batch(examples)
+    batch = batch_of(examples)
     alone = dj.OneDeviceStrategy()
     own_step = make_step(alone, hidden)
     served = dj.ParameterServerStrategy(NUM_WORKERS, engine=dj.servers.RayEngine())

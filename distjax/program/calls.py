@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +33,6 @@ from distjax.program.output_spec import OutputSpec, spec_of
 from distjax.program.signatures import Signature
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
-from distjax.variables.storage import StoredArray
 
 #: Makes the user's results final; called once more where a signal raises in it.
 Finish = Callable[[Any], Any]
@@ -199,18 +198,20 @@ def _start_remote_writer(
         before = [x if s.is_remote else jnp.copy(x) for s, x in zip(stored, before, strict=True)]
         returned = signature.jitted(before, build.collect_read(), kwargs, *args)
         jax.block_until_ready(returned[0])
+        spec = spec_of(returned)
+
+        def conclude() -> Any:
+            for each, array in zip(stored, returned[0], strict=True):
+                each.swap(array)
+            result = spec.unpack(returned[2])
+            return result if finish is None else finish(result)
+
         try:
-            _send(stored, returned[0])
+            result = conclude()
         except BaseException:
-            _send(stored, returned[0])  # a signal raised in it: all of them, or none
+            conclude()  # a signal raised in it: all of the step, or nothing
             raise
-        result = spec_of(returned).unpack(returned[2])
-    return finish(result) if finish is not None else result, spec_of(returned)
-
-
-def _send(stored: Sequence[StoredArray], arrays: Sequence[jax.Array]) -> None:
-    for each, array in zip(stored, arrays, strict=True):
-        each.swap(array)
+    return result, spec
 
 
 def _begin(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import distjax as dj
 from tests.interrupts import campaign, in_packages
@@ -126,3 +127,28 @@ def test_an_interrupt_at_any_line_sends_all_or_nothing(served):
 
     frames = in_packages("distjax.program.calls", "distjax.servers.server_storage")
     campaign(lambda: (float(a.value[0]), step), check, frames, limit=200)
+
+
+def test_an_interrupt_keeps_objects_with_what_was_sent(served):
+    a, _ = make_pair(served)
+    count = nnx.Variable(jnp.zeros(3))
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.count = count
+
+    counter = Counter()
+
+    @dj.jit
+    def step():
+        a.assign_add(jnp.ones(3))
+        counter.count[...] = counter.count[...] + 1
+
+    step()
+    step()
+
+    def check(before, outcome):
+        assert float(a.value[0]) == float(counter.count[...][0]), "sent, and written back"
+
+    frames = in_packages("distjax.program.calls", "distjax.servers.server_storage")
+    campaign(lambda: (None, step), check, frames, limit=200)

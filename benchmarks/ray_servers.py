@@ -55,7 +55,7 @@ def measure_pull(num_pairs: int) -> dict[str, Any]:
     pull = lambda: jax.block_until_ready(strategy.servers[0].read(keys))
     bare = lambda: ray.get(holder.read.remote())
     loop_seconds(pull, 2), loop_seconds(bare, 2)
-    pairs = interleave(lambda: loop_seconds(pull, 5), lambda: loop_seconds(bare, 5), num_pairs)
+    pairs = interleave(lambda: loop_seconds(pull, 2), lambda: loop_seconds(bare, 2), num_pairs)
     return _row("pull of 100 MB, ray.get", pairs)
 
 
@@ -71,8 +71,8 @@ def _row(what: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
 def run(quick: bool) -> list[dict[str, Any]]:
     """A row for each size of the step, and one for a pull."""
     sizes = SIZES[:1] if quick else SIZES
-    num_pairs = 2 if quick else 6
-    return [*(measure_steps(size, num_pairs) for size in sizes), measure_pull(num_pairs)]
+    num_pairs, num_pulls = (2, 6) if quick else (6, 40)
+    return [*(measure_steps(size, num_pairs) for size in sizes), measure_pull(num_pulls)]
 
 
 BENCHMARK = Benchmark(

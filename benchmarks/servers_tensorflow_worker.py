@@ -1,11 +1,14 @@
-"""TensorFlow's parameter servers in one process: the other side of `servers_tensorflow`.
+"""TensorFlow's parameter servers: the other side of `servers_tensorflow`.
 
 Runs in an environment that has TensorFlow 2.21 and nothing of JAX. Reads a number of steps from
-each line of its input, schedules as many, and answers with the seconds of one.
+each line of its input, schedules as many, and answers with the seconds of one. The servers of the
+cluster are in this process, or in one each.
 """
 
+import json
 import os
 import socket
+import subprocess
 import sys
 import time
 
@@ -16,10 +19,11 @@ import numpy as np
 import tensorflow as tf
 
 _INPUTS, _CLASSES = 784, 10
+_SERVER = "server"  # an argument: be one of a cluster
 
 
-def start_cluster(num_workers):
-    """Returns servers in this process, workers and one parameter server, and where they are."""
+def start_cluster(num_workers, are_apart):
+    """Returns the servers, workers and one of parameters, and where they are."""
     # Held until all are known: a connection of one server might take the port of the next.
     sockets = [socket.socket() for _ in range(num_workers + 1)]
     for each in sockets:
@@ -27,12 +31,29 @@ def start_cluster(num_workers):
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
         each.close()
-    cluster = tf.train.ClusterSpec({"worker": addresses[:-1], "ps": addresses[-1:]})
+    cluster = {"worker": addresses[:-1], "ps": addresses[-1:]}
     tasks = [("worker", i) for i in range(num_workers)] + [("ps", 0)]
+    start = start_process if are_apart else start_server
+    servers = [start(cluster, job, i) for job, i in tasks]
+    spec = tf.train.ClusterSpec(cluster)
+    return servers, tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
+
+
+def start_server(cluster, job, index):
+    """Returns one server, in this process."""
     # Each function holds a thread while it reads what another server has: with fewer, all wait.
-    threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=num_workers + 2)
-    servers = [tf.distribute.Server(cluster, job, i, "grpc", threads) for job, i in tasks]
-    return servers, tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+    threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=len(cluster["worker"]) + 2)
+    return tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, "grpc", threads)
+
+
+def start_process(cluster, job, index):
+    """Returns one server, in a process that ends with this one: its input is a pipe of ours."""
+    command = [sys.executable, "-m", "benchmarks.servers_tensorflow_worker", _SERVER]
+    return subprocess.Popen(
+        [*command, json.dumps(cluster), job, str(index)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def make_step(strategy, hidden):
@@ -70,9 +91,9 @@ def make_step(strategy, hidden):
     return step
 
 
-def main(num_workers, hidden, examples):
+def main(num_workers, hidden, examples, are_apart):
     """Answers lines until there are none."""
-    servers, resolver = start_cluster(num_workers)
+    servers, resolver = start_cluster(num_workers, are_apart)
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     step = make_step(strategy, hidden)
@@ -89,5 +110,15 @@ def main(num_workers, hidden, examples):
     os._exit(0 if servers else 1)  # the coordinator's threads never end
 
 
+def serve(cluster, job, index):
+    """Is one server, until the process that started it has ended."""
+    server = start_server(json.loads(cluster), job, int(index))
+    sys.stdin.read()
+    os._exit(0 if server else 1)
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1] == _SERVER:
+        serve(*sys.argv[2:])
+    else:
+        main(*map(int, sys.argv[1:]))

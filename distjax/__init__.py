@@ -1,7 +1,7 @@
 """distjax: the programming model of tf.distribute for JAX.
 
-A step is written as if for one replica; a strategy says where replicas and
-variables live; `merge_call` talks across replicas.
+Write a step as if for one replica; a strategy decides where replicas and variables
+live, and `merge_call` communicates across replicas.
 """
 
 import importlib as _importlib
@@ -111,8 +111,8 @@ __all__ = [
     "visualize",
 ]
 
-#: Imported when first asked for, so that `import distjax` imports no optional library. What these
-#: and this module export is public; all other modules are private.
+#: Imported on first access, so that `import distjax` imports no optional library. Everything
+#: exported by these modules and this one is public; all other modules are private.
 _LAZY = frozenset(
     {"checkpoint", "compat", "flax", "layers", "losses", "metrics", "optim", "parts", "servers"}
 )

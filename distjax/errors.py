@@ -1,7 +1,7 @@
-"""The errors of distjax, and the one way their texts are built.
+"""The errors of distjax, and the one function that builds their messages.
 
-Every message has four parts: what was expected in the user's own names, what
-came instead, why that is so, and the fix as code. The first line stands alone.
+Every message has four parts: what was expected, in the user's own names; what came
+instead; why; and the fix, as code. The first line makes sense on its own.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ class StrategyMismatchError(RuntimeError):
 
 
 class LocalityError(ValueError):
-    """A value lives in another way, or on other devices, than the call needs."""
+    """A value has the wrong locality, or lives on the wrong devices, for the call."""
 
 
 class AggregationError(ValueError):
-    """A variable cannot be written or read so with its aggregation."""
+    """A variable's aggregation does not allow this read or write."""
 
 
 class MergeError(RuntimeError):
-    """A ``merge_call`` or a replica-axis collective stands where none can run."""
+    """A ``merge_call`` or replica-axis collective is used where it cannot run."""
 
 
 class DivergenceError(MergeError, LocalityError):
-    """A loop or branch whose predicate differs per replica holds a collective.
+    """A collective is inside a loop or branch whose predicate differs per replica.
 
-    It is a wrong place for a collective and a predicate of the wrong locality
-    at once, so it can be caught as either.
+    That is both a misplaced collective and a predicate of the wrong locality, so it can
+    be caught as either.
     """
 
 
 class UnsupportedError(ContextError, NotImplementedError):
-    """The active strategy does not have what the call needs."""
+    """The active strategy does not support the call."""
 
 
 class LocalityWarning(UserWarning):
-    """State went into a step equal on every replica and came out different."""
+    """State that was equal on every replica going into a step differs coming out."""
 
 
 class ReductionWarning(UserWarning):
-    """Values of replicas are combined in a way that is probably wrong."""
+    """Replicas' values are combined in a way that is probably wrong."""
 
 
 class CheckError(ValueError):
-    """`dj.check` found something in a step.
+    """`dj.check` found problems in a step.
 
     Attributes:
-      findings: all of it, as `distjax.diagnostics.Finding`.
+      findings: every finding, as `distjax.diagnostics.Finding`.
     """
 
     def __init__(self, text: str, findings: tuple[object, ...] = ()):
@@ -60,7 +60,7 @@ class CheckError(ValueError):
 
 
 class RecompilationWarning(UserWarning):
-    """The same function is compiled again and again."""
+    """The same function keeps being recompiled."""
 
 
 class BatchError(ValueError):
@@ -76,35 +76,35 @@ class CheckpointError(RuntimeError):
 
 
 class ClusterError(RuntimeError):
-    """The processes of a job do not agree, or one of them is gone."""
+    """The processes of a job disagree, or one of them is gone."""
 
 
 class AgreementError(ClusterError):
-    """Processes of a job do different things: a program, a value, a batch, a save."""
+    """The processes of a job diverge: in a program, a value, a batch or a save."""
 
 
 class PeerLostError(ClusterError):
-    """Another process of the job has ended, or cannot be reached."""
+    """Another process of the job has exited or is unreachable."""
 
 
 class PreemptedError(ClusterError):
-    """The job was told to end, and has saved its state."""
+    """The job was told to stop, and has saved its state."""
 
 
 class StuckError(ClusterError):
-    """A process does not come to where the others are, or a program does not complete."""
+    """A process does not reach the point where the others wait, or a program hangs."""
 
 
 class ClusterWarning(UserWarning):
-    """A program of several processes does what it probably does not mean."""
+    """A multi-process program does something that is probably unintended."""
 
 
 class ServerLostError(RuntimeError):
-    """A parameter server is gone, and what was done since its last snapshot with it."""
+    """A parameter server is gone, along with all updates since its last snapshot."""
 
 
 class ClosureError(RuntimeError):
-    """A closure is given up: every worker that ran it was lost.
+    """A closure was abandoned because every worker that ran it was lost.
 
     Attributes:
       attempts: what happened at each attempt, in order.
@@ -116,11 +116,11 @@ class ClosureError(RuntimeError):
 
 
 class EndOfDataError(IndexError):
-    """A closure needs another element of a per-worker dataset, and all workers' data has ended."""
+    """A closure needs another dataset element, but every worker's data has ended."""
 
 
 def message(expected: str, *, got: str, why: str, fix: str) -> str:
-    """Returns the text of an error in the four parts that every message has.
+    """Returns an error message in the standard four parts.
 
     Example:
       >>> print(message("f() needs a tuple of arguments", got="an int (5)",
@@ -134,7 +134,7 @@ def message(expected: str, *, got: str, why: str, fix: str) -> str:
 
 
 def as_part(text: str) -> str:
-    """Returns a text of another process, which may have parts itself, as a part of a message.
+    """Returns another process's text, possibly multi-part, as one part of a message.
 
     Example:
       >>> inner = message("f() needs x", got="y", why="z", fix="f(x)")
@@ -151,7 +151,7 @@ def as_part(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns type, shape and dtype of `value`, never its whole content."""
+    """Returns the type, shape and dtype of `value`, never its full contents."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}"

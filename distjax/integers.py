@@ -1,4 +1,4 @@
-"""What counts as an integer where a user gives a number of something, or an axis."""
+"""What counts as an integer where a user passes a count or an axis."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import numpy as np
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether `value` is an int of Python or of numpy, and no bool."""
+    """Returns whether `value` is a Python or NumPy integer, excluding bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -1,6 +1,7 @@
-"""The only door to what differs between JAX versions, and to its machinery.
+"""The only module that deals with JAX version differences and JAX internals.
 
-It uses `jax.*`, `jax.core`, `jax.extend.core` and `jax.interpreters` only, of JAX 0.10.2 to 0.12.
+It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` and
+`jax.interpreters`. Two internal modules are reached through public functions; see "processes".
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from distjax.typing import ArrayLike, DTypeLike, PyTree
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:2])
 
-#: Before JAX 0.12 a CPU process with several devices hangs when about 30
-#: programs with collectives are enqueued and none is awaited.
+#: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/throttle.py`.
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
 
 Primitive = jec.Primitive
@@ -46,9 +46,9 @@ is_undefined_primal = ad.is_undefined_primal
 
 
 def only_compiles(devices: Iterable[jax.Device]) -> bool:
-    """Returns whether `devices` are described, not present: programs compile, none runs.
+    """Returns whether `devices` can only be compiled for, not run on.
 
-    Such devices come from `jax.experimental.topologies`. JAX has no public question for them.
+    Such devices come from `jax.experimental.topologies`. JAX has no public API to ask.
     """
     return any(type(d.client).__name__ == "CompileOnlyPyClient" for d in devices)
 
@@ -57,31 +57,31 @@ def only_compiles(devices: Iterable[jax.Device]) -> bool:
 
 
 def current_trace() -> core.Trace:
-    """Returns the JAX trace that operations of this thread go to."""
+    """Returns the JAX trace that receives this thread's operations."""
     return jec.find_top_trace(())
 
 
 _EVAL_TRACE = current_trace()
-#: The type of the current trace (`find_top_trace`) where no trace is under way.
+#: The type of the current trace (`find_top_trace`) when nothing is being traced.
 EVAL_TRACE_TYPE = type(_EVAL_TRACE)
 
 
 def in_trace(trace: core.Trace) -> AbstractContextManager[Any]:
-    """Returns a context in which operations go to `trace`."""
+    """Returns a context in which operations are recorded in `trace`."""
     return jec.set_current_trace(trace)
 
 
 def outside_traces() -> AbstractContextManager[Any]:
-    """Returns a context in which operations run at once, whatever trace is under way.
+    """Returns a context in which operations run eagerly, even while tracing.
 
-    In `jax.ensure_compile_time_eval` the body of a `jit` without arguments runs
-    operation by operation; here it is compiled.
+    Unlike under `jax.ensure_compile_time_eval`, a `jit` without arguments is compiled here
+    rather than run operation by operation.
     """
     return jec.set_current_trace(_EVAL_TRACE)
 
 
 def tracing() -> bool:
-    """Returns whether any JAX trace (jit, grad, vmap, ...) is under way."""
+    """Returns whether any JAX trace (jit, grad, vmap, ...) is active."""
     return type(jec.find_top_trace(())) is not EVAL_TRACE_TYPE
 
 
@@ -89,7 +89,7 @@ def staging() -> bool:
     """Returns whether operations on constants are staged (as under `jit`)."""
     if not tracing():
         return False
-    zero = np.int32(0)  # of one dtype on both sides, in 64-bit mode too
+    zero = np.int32(0)  # the same dtype on both sides, in 64-bit mode too
     return isinstance(jax.lax.add(zero, zero), Tracer)
 
 
@@ -98,11 +98,11 @@ def trace_jaxpr(
 ) -> tuple[jec.Jaxpr, list[Any]]:
     """Traces `fn` and returns its jaxpr and the constants it closed over.
 
-    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function,
-    avals and axis names, not by our frames. So each trace under way has an axis name
-    of its own, and no inner function hands back another trace's tracer. When the trace
-    ends the name is used again, and with it the traces of jnp's own functions, unless
-    the trace was `forget_inner_traces`.
+    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function, avals and
+    axis names, but not by distjax's frames. So each active trace has an axis name of its
+    own, which keeps inner functions from returning another trace's tracers. When the trace
+    ends its name is reused, and with it the cached traces of jnp's own functions, unless
+    `forget_inner_traces` was called for the trace.
     """
     lease = _TraceName()
 
@@ -122,12 +122,12 @@ def trace_jaxpr(
 
 
 class _TraceName:
-    """The axis name of one trace under way.
+    """The axis name that identifies one active trace.
 
     Attributes:
-      name: the name, which no other trace under way has.
+      name: the name, shared with no other active trace.
       trace: the trace, once it has begun.
-      is_reusable: whether another trace may have the name after this one.
+      is_reusable: whether a later trace may reuse the name.
     """
 
     _free: ClassVar[list[str]] = []
@@ -144,7 +144,7 @@ class _TraceName:
         self.under_way.append(self)
 
     def end(self) -> None:
-        """Gives the name back."""
+        """Releases the name."""
         self.under_way.remove(self)
         self.trace = None
         if self.is_reusable:
@@ -152,9 +152,9 @@ class _TraceName:
 
 
 def forget_inner_traces(trace: core.Trace) -> None:
-    """Says that a function inside `trace` depends on more than JAX knows of.
+    """Keeps later traces from reusing what JAX cached for functions inside `trace`.
 
-    JAX may keep the trace of that inner function: no later trace must find it.
+    For an inner function that depends on more than JAX's cache key covers.
     """
     is_inside = False
     for lease in tuple(_TraceName.under_way):  # outermost first
@@ -163,13 +163,13 @@ def forget_inner_traces(trace: core.Trace) -> None:
 
 
 def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:
-    """Returns shapes and dtypes of what ``fn`` returns, by one trace."""
+    """Returns the avals of what ``fn`` returns, by tracing it once."""
     jaxpr, _ = trace_jaxpr(fn, ())
     return [v.aval for v in jaxpr.outvars]
 
 
 def aval_of(value: ArrayLike) -> ShapedArray:
-    """Returns shape, dtype and weak type of an array or Python number."""
+    """Returns the shape, dtype and weak type of an array or Python number."""
     aval = jax.typeof(value)
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -178,7 +178,7 @@ def aval_of(value: ArrayLike) -> ShapedArray:
 
 
 def open_jaxpr(closed: jec.Jaxpr | jec.ClosedJaxpr) -> tuple[jec.Jaxpr, list[Any]]:
-    """Returns (jaxpr, consts) of a jaxpr, closed or not; JAX 0.12 has one class for both."""
+    """Returns (jaxpr, consts), closed or not; JAX 0.12 has one class for both."""
     jaxpr: Any = getattr(closed, "jaxpr", closed)
     return jaxpr, list(getattr(closed, "consts", None) or ())
 
@@ -190,7 +190,7 @@ def new_jaxpr(
     outvars: Sequence[Any],
     eqns: Sequence[Any],
 ) -> jec.Jaxpr:
-    """Returns a jaxpr made of equations of the jaxpr `like`."""
+    """Returns a jaxpr built from equations of the jaxpr `like`."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     info = like.debug_info._replace(arg_names=None, result_paths=None)
     return jec.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info)
@@ -204,7 +204,7 @@ def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
 def live_equations(
     eqns: Sequence[Any], outvars: Sequence[Any], keep_effects: bool = True
 ) -> list[Any]:
-    """Returns the equations that `outvars` depend on, and those with effects."""
+    """Returns the equations that `outvars` depend on, plus those with effects."""
     needed = {v for v in outvars if not isinstance(v, Literal)}
     live = []
     for eqn in reversed(eqns):
@@ -215,14 +215,18 @@ def live_equations(
 
 
 def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
-    """Returns `jaxpr` cut down to the equations that `outvars` depend on."""
+    """Returns `jaxpr` reduced to the equations that `outvars` depend on."""
     eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
-    return new_jaxpr(jaxpr, jaxpr.constvars, jaxpr.invars, outvars, eqns)
+    like = new_jaxpr(jaxpr, (), jaxpr.invars, outvars, eqns)
+    # A new jaxpr would take its constants as arguments in JAX 0.12; one that has them keeps them.
+    return jaxpr.replace(
+        outvars=like.outvars, eqns=like.eqns, effects=like.effects, debug_info=like.debug_info
+    )
 
 
 def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
-    """Yields the jaxprs that an equation holds in its parameters."""
-    # A `call_hi_primitive` has them in an object (`custom_root` is one from JAX 0.12 on).
+    """Yields the jaxprs held in an equation's parameters."""
+    # `call_hi_primitive` keeps them in an object (`custom_root` is one as of JAX 0.12).
     hidden = getattr(eqn.params.get("_prim"), "params", {})
     inner = {key: getattr(value, "jaxpr", value) for key, value in hidden.items()}
     for sub in jec.jaxprs_in_params({**eqn.params, **inner}):
@@ -230,10 +234,10 @@ def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
 
 
 def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
-    """Returns the jaxpr that a `custom_linear_solve` or `custom_root` runs, and on which operands.
+    """Returns (jaxpr, operand indices) of a `custom_linear_solve` or `custom_root`.
 
-    None for other equations. Its other jaxprs are for derivatives, whose rules JAX has
-    applied by the time anybody sees the equation.
+    None for other equations. Their remaining jaxprs are for derivatives, and JAX has applied
+    those rules by the time the equation is visible.
     """
     if eqn.primitive.name == "custom_linear_solve":
         lengths = eqn.params["const_lengths"]
@@ -241,14 +245,14 @@ def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
         operands = [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
         return open_jaxpr(eqn.params["jaxprs"].solve)[0], operands
     hidden = getattr(eqn.params.get("_prim"), "params", {})
-    if "solve_jaxpr" in hidden:  # `custom_root` from JAX 0.12 on; before it is a `custom_jvp_call`
+    if "solve_jaxpr" in hidden:  # `custom_root` from JAX 0.12 on; before, a `custom_jvp_call`
         jaxpr, _ = open_jaxpr(hidden["solve_jaxpr"])
         return jaxpr, list(range(len(jaxpr.invars)))
     return None
 
 
 def meshes_of(jaxpr: jec.Jaxpr) -> Iterator[Any]:
-    """Yields the meshes that equations name, at any depth."""
+    """Yields the meshes named by equations at any depth."""
     for eqn in jaxpr.eqns:
         mesh = getattr(eqn.params.get("sharding"), "mesh", eqn.params.get("mesh"))
         if hasattr(mesh, "size"):
@@ -258,7 +262,7 @@ def meshes_of(jaxpr: jec.Jaxpr) -> Iterator[Any]:
 
 
 def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
-    """Returns whether a mesh has devices of several processes; of an abstract one nobody knows."""
+    """Returns whether a mesh spans several processes; False for abstract meshes."""
     return getattr(mesh, "is_multi_process", False)
 
 
@@ -266,13 +270,13 @@ def scan_sizes(eqn: jec.JaxprEqn) -> tuple[int, int]:
     """Returns (number of constants, number of carries) of a `scan` equation."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    # JAX 0.12 keeps the operands' tree in place of their numbers.
+    # JAX 0.12 stores the operands' tree instead of their counts.
     consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
     return len(list(consts)), len(list(carry))
 
 
 def source_line(eqn: jec.JaxprEqn) -> str:
-    """Returns "file:line (function)" of the user's line behind an equation."""
+    """Returns "file:line (function)" of the user's line that made an equation."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not is_library_file(frame.file_name):
@@ -281,7 +285,7 @@ def source_line(eqn: jec.JaxprEqn) -> str:
 
 
 def user_stacklevel() -> int:
-    """Returns the `stacklevel` for a warning of our caller that points at the user's line."""
+    """Returns the `stacklevel` that points a caller's warning at the user's line."""
     frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -292,13 +296,13 @@ _LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, jax.__file__)
 )
 
-#: What stands for a file where a user types: Python's and IPython's prompts, doctests. Other
-#: names in brackets are of code that a library makes.
+#: File names of code typed by the user: Python and IPython prompts, doctests. Other names in
+#: angle brackets belong to code generated by libraries.
 _PROMPTS = ("<stdin", "<python-input", "<ipython-input", "<console", "<doctest")
 
 
 def is_library_file(name: str) -> bool:
-    """Returns whether a source file belongs to distjax or JAX, or is none of the user's."""
+    """Returns whether a source file belongs to distjax, JAX or generated code."""
     if name.startswith("<"):
         return not name.startswith(_PROMPTS)
     return name.startswith(_LIBRARY_FOLDERS)
@@ -308,12 +312,12 @@ def is_library_file(name: str) -> bool:
 
 
 def is_key_dtype(dtype: DTypeLike | None) -> bool:
-    """Returns whether `dtype` is that of typed PRNG keys."""
+    """Returns whether `dtype` is a typed PRNG key dtype."""
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def key_impl(dtype: DTypeLike) -> str:
-    """Returns the name of the implementation of PRNG keys, which JAX tells of arrays only."""
+    """Returns the PRNG implementation of a key dtype; JAX reveals it for arrays only."""
     return str(jax.random.key_impl(jax.lax.empty((), dtype)))
 
 
@@ -324,17 +328,17 @@ def another_handle(array: jax.Array) -> jax.Array:
 
 
 def is_device_mismatch(error: Exception) -> bool:
-    """Returns whether JAX refused arrays because they are on different devices."""
+    """Returns whether JAX rejected arrays because they are on different devices."""
     return "incompatible devices" in str(error)
 
 
 def is_broken_cache(error: Exception) -> bool:
-    """Returns whether an interrupt has left the cache of a `jax.jit` unusable."""
+    """Returns whether an interrupt has corrupted the cache of a `jax.jit`."""
     return isinstance(error, RecursionError) and "Recursively calling <weakref" in str(error)
 
 
 def as_uncommitted(array: jax.Array) -> jax.Array:
-    """Returns a copy, by way of the host, that JAX puts wherever it is used."""
+    """Returns an uncommitted copy of `array`, made via the host."""
     if is_key_dtype(array.dtype):
         data = as_uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=key_impl(array.dtype))
@@ -342,43 +346,43 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
 
 
 # -- processes ----------------------------------------------------------------
-# JAX has no public form of these questions. The two modules that answer them are found by a public
-# function of each; on JAX 0.10.2 to 0.12 the names are the same.
+# JAX has no public API for these. The two internal modules are located through a public function
+# of each; the names used are the same in JAX 0.10.2 to 0.12.
 
 _distributed: Any = sys.modules[jax.distributed.initialize.__module__]
 _backends: Any = sys.modules[jeb.register_backend_factory.__module__]
-_config: Any = jax.config  # its type does not know its options
+_config: Any = jax.config  # type checkers do not know its options
 _first_uses: list[str] = []
 _gloo_hosts: list[str] = []
 
 
 def coordination_client() -> Any:
-    """Returns JAX's client of the coordination service, or None without one."""
+    """Returns JAX's coordination service client, or None if there is none."""
     return _distributed.global_state.client
 
 
 def detect_cluster(*known_method_and_timeout: object) -> tuple[Any, Any, Any, Any]:
-    """Returns coordinator address, number of processes, process id and local devices.
+    """Detects (coordinator address, number of processes, process id, local devices).
 
-    What JAX finds out about the cluster that this process was started in.
+    Uses JAX's detection of the cluster that started this process.
 
     Args:
-      known_method_and_timeout: the four as far as they are known (None: not), JAX's name of
-        a way to find out the rest (None: any), and how many seconds that may take.
+      known_method_and_timeout: the four values where known (else None), JAX's name of a
+        detection method (None: any), and the timeout in seconds.
     """
     detect = _distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
     return detect(*known_method_and_timeout)
 
 
 def first_use_of_a_backend() -> str | None:
-    """Returns where a backend was first used, or None: it may still become part of a job."""
+    """Returns where a backend was first used; None: the process can still join a job."""
     if not _backends.backends_are_initialized():
         return None
     return _first_uses[-1] if _first_uses else "a line that is not known"
 
 
 def make_gloo_listen_at(host: str) -> None:
-    """Has CPU collectives listen at `host`; of itself JAX asks what the machine's name means."""
+    """Makes CPU collectives listen at `host`; by default JAX resolves the hostname."""
     _gloo_hosts[:] = [host]
     jeb.register_backend_factory("cpu", _make_cpu_client, priority=0, fail_quietly=False)
 
@@ -392,5 +396,5 @@ def _make_cpu_client() -> Any:
     return _backends.make_cpu_client(make(coordination_client(), hostname=_gloo_hosts[0]))
 
 
-if not _backends.backends_are_initialized():  # in the place of JAX's own, to know the line
+if not _backends.backends_are_initialized():  # replaces JAX's factory to record the line
     jeb.register_backend_factory("cpu", _make_cpu_client, priority=0, fail_quietly=False)

@@ -1,4 +1,4 @@
-"""The modes that a user names: how values of replicas combine, and when copies meet."""
+"""Enums: how replicas' values are combined, and when copies are synchronized."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class ReduceOp(enum.Enum):
-    """How values of replicas combine: their sum or their mean.
+    """How the replicas' values are combined: their sum or their mean.
 
     Source: tf.distribute.ReduceOp.
     """
@@ -16,10 +16,11 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together.
+    """When the copies of a variable are synchronized.
 
-    AUTO is ON_WRITE. NONE is refused under a strategy. Source:
-    tf.VariableSynchronization.
+    AUTO means ON_WRITE. NONE is rejected under a strategy.
+
+    Source: tf.VariableSynchronization.
     """
 
     AUTO = "AUTO"
@@ -29,7 +30,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How values of replicas combine when they meet in a variable.
+    """How values written to a variable by several replicas are combined.
 
     Source: tf.VariableAggregation.
     """

@@ -1,4 +1,4 @@
-"""Tables of what distjax reports, as aligned text and as HTML for notebooks."""
+"""Tables for distjax's reports, as aligned text and as HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A caption over rows of texts.
+    """A caption followed by rows of text.
 
     Attributes:
-      caption: the line above.
-      header: the names of the columns; () leaves them out.
+      caption: the line above the rows.
+      header: the column names; () omits them.
       rows: the cells, row by row.
     """
 
@@ -23,7 +23,7 @@ class Table:
 
 
 def as_text(tables: Sequence[Table]) -> str:
-    """Returns the tables one below the other, columns aligned.
+    """Returns the tables one below another, with columns aligned.
 
     Example:
       >>> print(as_text([Table("Sizes:", ("name", "bytes"), (("w", "8 B"), ("bias", "4 B")))]))
@@ -46,7 +46,7 @@ def _lines(table: Table) -> list[str]:
 
 
 def as_html(tables: Sequence[Table]) -> str:
-    """Returns the tables as HTML, every text escaped.
+    """Returns the tables as HTML, with all text escaped.
 
     Example:
       >>> as_html([Table("a < b", (), (("x", "1"),))])
@@ -67,7 +67,7 @@ def _html(table: Table) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Returns a number of bytes as people read it.
+    """Returns a number of bytes in human-readable form.
 
     Example:
       >>> format_bytes(12), format_bytes(1536), format_bytes(3 * 2**30)

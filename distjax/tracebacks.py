@@ -1,4 +1,4 @@
-"""The traceback of an error in a user's function: the user's lines, as JAX has it."""
+"""Tracebacks of errors in user functions, reduced to user lines as JAX does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax
 
 from distjax.jax_compat import is_library_file
 
-_config: Any = jax.config  # its options are no attributes that a type checker knows
+_config: Any = jax.config  # type checkers do not know its options
 
 
 def keep_user_lines(error: BaseException) -> None:
-    """Takes the frames of distjax and JAX below the caller out of the traceback of `error`.
+    """Drops distjax and JAX frames below the caller from the traceback of `error`.
 
-    A step is called from within a trace: a dozen frames of ours would stand between the
-    line that runs it and the line that is wrong. JAX_TRACEBACK_FILTERING=off keeps them.
+    A step runs inside a trace, so a dozen library frames would separate the line that runs
+    it from the line that is wrong. JAX_TRACEBACK_FILTERING=off keeps them.
     """
     if _config.jax_traceback_filtering == "off" or error.__traceback__ is None:
         return

@@ -1,7 +1,7 @@
-"""Calls that a signal does not stop half-way, and waits that it may stop anywhere.
+"""Calls that a signal cannot cut short, and waits that it can always interrupt.
 
-A signal (Ctrl-C) raises in the main thread, between two steps of its Python code. What
-another thread does goes on; and a wait for it that is one call in C is either over or not.
+A signal (Ctrl-C) raises in the main thread, between two bytecode instructions. Other
+threads keep running, and a wait that is a single C call has either finished or not.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ T = TypeVar("T")
 
 
 class Bell:
-    """Wakes threads that wait until something is so.
+    """Wakes threads that wait for a condition.
 
-    A `threading.Condition` that a signal interrupts may keep its lock, or raise
-    "release unlocked lock" in place of KeyboardInterrupt: it is written in Python. A
-    queue in C has no such moments. Whoever changes what is waited for rings after it;
-    a ring that nobody heard yet stands for all.
+    `threading.Condition` is written in Python, so a signal may leave its lock held, or make
+    it raise "release unlocked lock" instead of KeyboardInterrupt. A queue implemented in C
+    has no such windows. Change the awaited state first, then ring; a ring that nobody has
+    heard yet stands for all later ones.
     """
 
     def __init__(self) -> None:
         self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def ring(self) -> None:
-        """Makes who waits look again."""
+        """Makes waiting threads check again."""
         if self._rings.empty():
             self._rings.put(None)
 
     def wait_until(self, is_so: Callable[[], object], timeout: float | None = None) -> None:
-        """Returns when ``is_so()``, or after a silence of `timeout` seconds."""
+        """Returns once ``is_so()`` is true, or after `timeout` seconds without a ring."""
         try:
             while not is_so():
                 self._rings.get(timeout=timeout)
         except queue.Empty:
             pass
         finally:
-            self.ring()  # this one was heard here; others may wait for the same
+            self.ring()  # this thread consumed the ring; others may be waiting too
 
 
 class UninterruptedCalls:
-    """Calls functions on a thread of its own, one after the other.
+    """Runs functions on a dedicated thread, one at a time.
 
-    A signal ends the wait of the main thread, while the call goes on to its end. The next
-    call waits for it. In the midst of a save, orbax leaves a step that looks complete
-    and is not.
+    A signal ends the main thread's wait, while the call runs to completion; the next call
+    waits for it. For example, interrupting orbax in the middle of a save leaves a step that
+    looks complete but is not.
 
     Args:
-      prepare: is called before each call, on the thread of the caller.
+      prepare: called on the caller's thread before each call.
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -68,7 +68,7 @@ class UninterruptedCalls:
         return call.result()
 
     def complete(self, fn: Callable[[], T]) -> T:
-        """Returns ``fn()``; a signal raises before it has begun, or when it is done."""
+        """Returns ``fn()``; a signal raises either before it begins or after it is done."""
         self._prepare()
         call = _Call(fn, self._one_at_a_time)
         try:
@@ -84,46 +84,46 @@ class UninterruptedCalls:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "distjax-uninterrupted")
         try:
             self._thread.submit(call.run)
-        except BaseException as error:  # a signal, while the thread starts
+        except BaseException as error:  # a signal while the thread was starting
             thread, self._thread = self._thread, None
             thread.shutdown(wait=False)
             raise find_interrupt(error) from None
 
     def close(self) -> None:
-        """Ends the thread when what was called is done; a later call starts another."""
+        """Ends the thread once pending calls are done; a later call starts a new one."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
 
 
 class _Call(Generic[T]):
-    """A call on another thread.
+    """A call that runs on another thread.
 
     Args:
-      fn: what is called.
-      lock: held meanwhile.
+      fn: the function to call.
+      lock: held while it runs.
     """
 
     def __init__(self, fn: Callable[[], T], lock: threading.Lock):
         self._fn = fn
         self._lock = lock
-        self._permits = [True]  # who takes it runs the call, or cancels it
+        self._permits = [True]  # whoever takes it runs the call or cancels it
         self._outcomes: list[tuple[T, None] | tuple[None, BaseException]] = []
         self._ended = Bell()
 
     def run(self) -> None:
-        """Calls, in the thread that runs calls, unless it is cancelled."""
+        """Runs the call on the worker thread, unless it was cancelled."""
         with self._lock:
             if not self.cancel():
                 return
             try:
                 self._outcomes.append((self._fn(), None))
-            except BaseException as error:  # raised where the result is waited for
+            except BaseException as error:  # re-raised by `result`
                 self._outcomes.append((None, error))
         self._ended.ring()
 
     def cancel(self) -> bool:
-        """Returns whether the call has not begun; then it will not."""
+        """Takes the only permit to run; returns False if it was already taken."""
         try:
             self._permits.pop()
         except IndexError:
@@ -143,13 +143,13 @@ class _Call(Generic[T]):
         try:
             raise error
         finally:
-            del error  # or error, traceback and this frame would keep each other alive
+            del error  # else error, traceback and this frame keep each other alive
 
 
 def call_uninterrupted(fn: Callable[[], T]) -> T:
-    """Returns ``fn()``, called on a thread that no signal reaches, in this thread's context.
+    """Returns ``fn()``, run in this context on a thread that receives no signals.
 
-    A signal is raised here when the call has ended, or before it begins.
+    A signal is raised here before the call begins or after it ends.
     """
     context = contextvars.copy_context()
     call = _Call(lambda: context.run(fn), threading.Lock())
@@ -163,10 +163,10 @@ def call_uninterrupted(fn: Callable[[], T]) -> T:
 
 
 def find_interrupt(error: BaseException) -> BaseException:
-    """Returns the signal's exception that `error` hides, or `error`.
+    """Returns the signal's exception hidden behind `error`, or `error` itself.
 
-    A signal that raises in a lock of `threading` makes it raise another error on its way
-    out: "release unlocked lock".
+    A signal that raises inside a lock of `threading` makes the lock raise another error
+    while unwinding: "release unlocked lock".
     """
     inner = error
     while isinstance(inner, Exception) and inner.__context__ is not None:

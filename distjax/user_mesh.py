@@ -1,6 +1,7 @@
-"""The mesh that code runs under: that of a `shard_map`, and one that the user has set.
+"""The mesh that code runs under: that of a `shard_map`, or one set by the user.
 
-It is drift of JAX too, and stands apart from `jax_compat` as one subject.
+It also smooths over JAX version differences, but is separate from `jax_compat` because it
+is a topic of its own.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _R = TypeVar("_R")
 
 
 def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
-    """Returns the mesh context of a `shard_map` over `axis_name`: other axes stay Auto."""
+    """Returns the mesh context of a `shard_map` over `axis_name`, other axes Auto."""
     abstract = mesh.abstract_mesh.update_axis_types({axis_name: jax.sharding.AxisType.Manual})
     return jax.sharding.use_abstract_mesh(abstract)
 
 
 def outside_manual_axes() -> AbstractContextManager[Any]:
-    """Returns a context for code that is not part of the `shard_map` around it.
+    """Returns a context for code that is not part of the enclosing `shard_map`.
 
-    What is inside chooses its own mesh; a mesh that the user has set stays.
+    Code inside chooses its own mesh; a mesh set by the user stays in effect.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return nullcontext()
@@ -36,23 +37,24 @@ def outside_manual_axes() -> AbstractContextManager[Any]:
 
 
 def has_user_mesh() -> bool:
-    """Returns whether the user has set a mesh (`jax.set_mesh`); not inside a `shard_map`."""
+    """Returns whether the user set a mesh (`jax.set_mesh`); False in `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return not (mesh.empty or mesh.manual_axes)
 
 
 def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``fn``, called without the mesh that the user has set.
+    """Wraps ``fn`` to run without the user's mesh.
 
-    JAX holds the devices of all that runs against that mesh, and ours have meshes of their
-    own. Arguments of Explicit meshes are taken off them: JAX combines them with nothing else.
+    JAX checks the devices of everything that runs against that mesh, while distjax uses its
+    own meshes. Arguments on Explicit meshes are moved off them, because JAX combines such
+    arrays only with arrays on the same mesh.
     """
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not has_user_mesh():
             return fn(*args, **kwargs)
-        with outside_traces():  # JAX sets no mesh in a trace, but we only take one away
+        with outside_traces():  # JAX sets no mesh in a trace; we only remove one
             no_mesh = jax.set_mesh(None)
         with no_mesh:
             args, kwargs = off_explicit_meshes((args, kwargs))
@@ -62,14 +64,14 @@ def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def off_explicit_meshes(tree: PyTree) -> Any:
-    """Returns `tree`, its arrays of Explicit meshes as arrays that JAX puts where they are used."""
+    """Returns `tree` with arrays on Explicit meshes replaced by uncommitted copies."""
     off_mesh = lambda leaf: as_uncommitted(leaf) if _is_explicit(leaf) else leaf
-    is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns of one as a leaf
+    is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns about iterators as leaves
     return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
 
 
 def has_explicit_mesh(tree: PyTree) -> bool:
-    """Returns whether an array of `tree` lives on a mesh with Explicit axes."""
+    """Returns whether any array in `tree` lives on a mesh with Explicit axes."""
     return any(map(_is_explicit, jax.tree.leaves(tree)))
 
 

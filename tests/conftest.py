@@ -10,7 +10,8 @@ import tempfile
 # Read when JAX is imported; children inherit them.
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most programs run once: a quarter of the time of the tests would be LLVM making them fast.
-_QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+# Nearly all of them are small: parts for several threads are more work, not less time.
+_QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # A quarter of the time there; 0.12 has no such flag.
     _QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
@@ -36,7 +37,7 @@ from tests.processes.laws import HOW
 from tests.processes.laws import ROWS as SPANNING
 
 # Traces are many small objects that live for one test: by default a collection runs every 700.
-gc.set_threshold(20_000, *gc.get_threshold()[1:])
+gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 REPLICA_COUNTS = (1, 2, 3, 8)
 
@@ -52,6 +53,7 @@ def _table():
             yield f"{part}{n}", functools.partial(dj.ShardedStrategy, partition=part), n
         yield f"central{n}", dj.CentralStorageStrategy, n
     yield "servers", lambda devices: dj.ParameterServerStrategy(2, 2), 1
+    yield "groups", lambda devices: dj.ParameterServerStrategy([devices[:2], devices[2:]], 2), 4
     for n in (1, 2, 3):  # two devices for each replica: eight devices have no R = 8
         make = functools.partial(dj.MirroredStrategy, model_axes={"model": 2})
         yield f"two_each{n}", make, 2 * n
@@ -80,6 +82,10 @@ NOT_AT_SERVERS = {
     "test_a_per_replica_value_is_not_assigned_across": "a worker has bare values",
 }
 
+#: Laws that hold of replicas that are the workers of parameter servers, too: the rest is that of
+#: `servers`, or of replicas on one device.
+OF_GROUPS = ("test_merging", "test_running", "test_updating")
+
 
 def pytest_generate_tests(metafunc):
     """Laws (`tests/conformance`) run over the whole table, other tests over the sample."""
@@ -87,8 +93,15 @@ def pytest_generate_tests(metafunc):
         is_law = metafunc.definition.path.parent.name == "conformance"
         rows = [*STRATEGIES, *SPANNING] if is_law else SAMPLE
         if metafunc.function.__name__ in NOT_AT_SERVERS:
-            rows = [row for row in rows if row != "servers"]
+            rows = [row for row in rows if row not in ("servers", "groups")]
+        if metafunc.definition.path.stem not in OF_GROUPS:
+            rows = [row for row in rows if row != "groups"]
         metafunc.parametrize("strategy", rows, indirect=True)
+
+
+def pytest_collection_finish():
+    """Does not look again at what lives as long as the run: modules, and a lot of tests."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -36,8 +36,9 @@ def everywhere(strategy, number):
 
 def num_copies(strategy, variable):
     """Returns how many copies of `variable` `local_results` and `update` speak of: 1 or R."""
-    split_or_central = dj.locality(variable).kind in ("partitioned", "host")
-    return 1 if split_or_central else strategy.num_replicas_in_sync
+    kind = dj.locality(variable).kind
+    is_one = kind in ("partitioned", "host") or kind.startswith(("at ", "in shards"))
+    return 1 if is_one else strategy.num_replicas_in_sync
 
 
 def num_local_copies(strategy, variable):

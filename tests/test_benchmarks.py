@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.processes.jobs import ROOT
+from tests.processes.warm import ROOT
 
 
 def test_the_command_line_knows_every_benchmark():

@@ -51,6 +51,19 @@ def test_lines_of_an_error_of_distjax():
     assert names_of(caught.value)[1:] == ["run", "writes"]
 
 
+def test_lines_of_an_error_in_a_step_that_is_checked(strategy):
+    with pytest.raises(NameError) as caught:
+        dj.check(step, jnp.ones(2), strategy=strategy)
+    assert names_of(caught.value)[1:] == ["check", "lower_step", "lower", "step", "inner"]
+
+
+def test_lines_of_an_error_in_a_closure():
+    with dj.Coordinator(dj.ParameterServerStrategy(1)) as coordinator:
+        with pytest.raises(NameError) as caught:
+            coordinator.schedule(step, args=(jnp.ones(2),))
+    assert names_of(caught.value)[1:] == ["schedule", "step", "inner"]
+
+
 def test_all_lines_when_jax_is_asked_for_them():
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")

@@ -1,4 +1,4 @@
-"""Checkpoints on orbax: saved while training goes on, restored onto any strategy."""
+"""Checkpoints on orbax: saved while training runs, restored onto any strategy."""
 
 try:
     import orbax.checkpoint as _orbax

@@ -1,4 +1,4 @@
-"""Checkpointer: the facade of checkpoints."""
+"""Checkpointer: the public interface to checkpoints."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class Checkpointer:
 
     A tree may hold variables, arrays, PRNG keys, PerReplica values, Python
     numbers, Flax NNX objects and linen train states, `dj.optim` optimizers,
-    `dj.metrics`, and iterators over data (their position). A variable is saved as
-    its one value in cross-replica context (of components: their sum, mean or
-    first, by its aggregation) under its path in the tree, so it can be restored
-    to a variable of any strategy, or to an array.
+    `dj.metrics`, and data iterators (their position). A variable is saved as
+    its one value in cross-replica context (components: their sum, mean or first,
+    by its aggregation) under its path in the tree, so it can be restored to a
+    variable of any strategy, or to an array.
 
     Args:
-      directory: where; made by the first save.
-      max_to_keep: how many steps are kept, the latest ones; None: all.
-      best_metric: keep the best by this metric in their place, and the latest.
+      directory: the directory of the steps; created by the first save.
+      max_to_keep: how many of the latest steps to keep; None: all.
+      best_metric: keep the best steps by this metric instead, plus the latest.
       best_mode: "max" or "min": which is better.
-      local: in a job of several processes, whether this is a matter of this process
-        alone, for values that are wholly here. Without it all processes construct it, save
-        and restore together, and the directory is one that they share.
+      local: in a job of several processes, whether this process checkpoints on its
+        own, for values it holds in full. Otherwise all processes construct it, save and
+        restore together, and share the directory.
 
     Raises:
-      CheckpointError: `directory` is a file, a directory of something else, or in a job
-        one that not all processes share.
-      TypeError: `directory` is no path.
-      ValueError: other arguments that are none of these.
+      CheckpointError: `directory` is a file, holds something else, or, in a job, is
+        not shared by all processes.
+      TypeError: `directory` is not a path.
+      ValueError: an invalid `max_to_keep` or `best_mode`.
 
     Example:
       >>> import tempfile
@@ -81,26 +81,25 @@ class Checkpointer:
     # -- saving ---------------------------------------------------------------
 
     def save(self, step: int, tree: PyTree, *, metrics: Mapping[str, Any] | None = None) -> None:
-        """Saves the values that `tree` has now; they are written in the background.
+        """Saves the current values of `tree`, writing them in the background.
 
-        Training may go on at once. A save that is still under way is awaited first.
-        A step is there when it is complete, or not at all, whenever the process is
-        killed.
+        Training may continue at once. Waits first for a save still in progress.
+        A step is either complete or absent, whenever the process is killed.
 
         Args:
-          step: its number, greater than those in the directory.
-          tree: any pytree of what the class names.
-          metrics: numbers by name, kept with the step.
+          step: its number, greater than any in the directory.
+          tree: any pytree of the values listed by the class.
+          metrics: numbers by name, stored with the step.
 
         Context: cross-replica or default, outside of traces.
         Cost: a reduction per sync-on-read variable, a copy of the values to the host.
 
         Raises:
-          CheckpointError: a leaf that cannot be saved, a step that is there or is not
-            after the latest, a disk that is full; or the save before this one failed.
+          CheckpointError: a leaf that cannot be saved, a step that exists or is not
+            after the latest, a full disk; or the previous save failed.
           AggregationError: a sync-on-read variable with aggregation NONE.
           ContextError: in a replica function, or in a trace.
-          ValueError: no step number, or metrics without the `best_metric`.
+          ValueError: an invalid step number, or metrics without the `best_metric`.
         """
         wanted = as_tree(tree, "save")
         step = _require_step(step)
@@ -108,7 +107,7 @@ class Checkpointer:
         self._require_after_latest(step)
         leaves = wanted.leaves.values()
         _require_of_all_processes(leaves, self._storage.job)
-        # In the default context variables of every strategy can be read.
+        # In the default context, variables of every strategy can be read.
         with frames.with_stack(()), pause_writers(leaves):
             description = describe(step, leaves, metrics, self._storage.job)
             arrays = {
@@ -119,10 +118,10 @@ class Checkpointer:
         self._storage.write(step, arrays, description, metrics)
 
     def wait(self) -> None:
-        """Returns when the save under way is complete.
+        """Blocks until the save in progress is complete.
 
         Raises:
-          CheckpointError: it failed; `from` what orbax or the disk said.
+          CheckpointError: it failed; chained to the error of orbax or the disk.
         """
         self._storage.wait()
 
@@ -130,12 +129,12 @@ class Checkpointer:
         """Removes a step.
 
         Raises:
-          CheckpointError: there is no such step, or it cannot be removed.
+          CheckpointError: the step does not exist or cannot be removed.
         """
         self._storage.delete(self._existing(step))
 
     def close(self) -> None:
-        """Waits, and ends the threads that write. Raises as `wait` does."""
+        """Waits, then stops the writer threads. Raises as `wait` does."""
         self._storage.close()
 
     def __enter__(self) -> Checkpointer:
@@ -154,29 +153,29 @@ class Checkpointer:
         partial: bool = False,
         rename: Mapping[str, str] | None = None,
     ) -> Any:
-        """Returns `tree` with the saved values: variables are restored in place.
+        """Returns `tree` with the saved values; variables are restored in place.
 
-        So are Flax NNX objects, optimizers, metrics and iterators. Arrays and numbers
-        in the tree returned are new; they live where those of `tree` do. An interrupt
-        (Ctrl-C) leaves all as it was, or all restored.
+        So are Flax NNX objects, optimizers, metrics and iterators. Arrays and numbers in
+        the returned tree are new, and live where those of `tree` do. An interrupt (Ctrl-C)
+        leaves everything unchanged, or everything restored.
 
         Args:
           tree: of the structure that was saved; variables and arrays are
             interchangeable, and `jax.ShapeDtypeStruct` may stand for an array.
-          step: which; default: the latest.
+          step: which step; default: the latest.
           partial: restore the keys that both have, and leave the others alone.
-          rename: keys of the checkpoint, or beginnings of keys up to a "/", and what
-            they are called in `tree`.
+          rename: maps keys of the checkpoint, or prefixes of keys up to a "/", to
+            their names in `tree`.
 
-        Locality: as `tree` has it. A sync-on-read variable with aggregation SUM gets
-          its value divided among the components, integers without loss.
+        Locality: that of `tree`. A sync-on-read variable with aggregation SUM gets
+          its value divided among the components, losslessly for integers.
         Context: cross-replica or default, outside of traces.
 
         Raises:
           CheckpointError: no such step; keys that are missing, extra or of another
-            shape (all are listed, and nothing is changed); damaged files; or the save
-            under way failed.
-          AggregationError, ContextError: as `save`.
+            shape (all are listed, nothing is changed); damaged files; or the save in
+            progress failed.
+          AggregationError, ContextError: as for `save`.
         """
         wanted = as_tree(tree, "restore")
         saved = Saved(self._storage, self._existing(step), rename or {})
@@ -188,38 +187,38 @@ class Checkpointer:
         """Returns a restore for variables that do not exist yet: see `DelayedRestore`.
 
         Args:
-          step: which; default: the latest.
-          rename: as in `restore`.
+          step: which step; default: the latest.
+          rename: as for `restore`.
 
         Raises:
           CheckpointError: no such step.
         """
         return DelayedRestore(Saved(self._storage, self._existing(step), rename or {}))
 
-    # -- looking --------------------------------------------------------------
+    # -- querying -------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
-        """Returns the complete steps, in order. Waits for the save under way."""
+        """Returns the complete steps in order, after waiting for a save in progress."""
         self.wait()
         return self._storage.steps()
 
     def latest_step(self) -> int | None:
-        """Returns the latest complete step, None without one. Waits as `all_steps`."""
+        """Returns the latest complete step, or None. Waits as `all_steps` does."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step that is best by `best_metric`, None without one.
+        """Returns the best step by `best_metric`, or None.
 
-        Waits as `all_steps`.
+        Waits as `all_steps` does.
         """
         self.wait()
         return self._storage.best_step()
 
     def description(self, step: int | None = None) -> dict[str, Any]:
-        """Returns what a step says of the run that wrote it, as JSON.
+        """Returns a step's description of the run that wrote it, as JSON.
 
         Versions of distjax and JAX, strategies and their numbers of replicas, step,
-        metrics, and form, shape, dtype and kind of what each key holds.
+        metrics, and the form, shape, dtype and kind of each key.
         """
         return self._storage.description(self._existing(step))
 

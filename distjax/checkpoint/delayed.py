@@ -11,9 +11,9 @@ from distjax.typing import PyTree
 
 
 class DelayedRestore:
-    """Restores each key of a checkpoint once, when a tree that has it is given.
+    """Restores each key of a checkpoint once, when a tree containing it is passed.
 
-    For state that comes to be late: variables made on a first call, the slots of an
+    For state that is created late: variables made on a first call, the slots of an
     optimizer. Made by `Checkpointer.delayed`, which chooses the step.
 
     Example:
@@ -40,18 +40,18 @@ class DelayedRestore:
 
     @property
     def remaining(self) -> tuple[str, ...]:
-        """The keys that no tree has taken yet, as the tree calls them."""
+        """The keys not yet restored, under their names in the tree."""
         return tuple(self._left)
 
     def restore(self, tree: PyTree) -> Any:
-        """Returns `tree` with the saved values of those of its keys that had none yet.
+        """Returns `tree` with saved values for those of its keys not yet restored.
 
         Other keys of `tree` are left alone.
 
-        Locality, Context: as `Checkpointer.restore`.
+        Locality, Context: as for `Checkpointer.restore`.
 
         Raises:
-          CheckpointError: a value of another shape; nothing is changed, and the key
+          CheckpointError: a value of the wrong shape; nothing is changed, and the key
             remains.
         """
         wanted = as_tree(tree, "restore")
@@ -64,7 +64,7 @@ class DelayedRestore:
         return restored
 
     def require_all(self) -> None:
-        """Raises a CheckpointError that lists the keys that remain, if any do."""
+        """Raises a CheckpointError listing the keys that remain, if any."""
         if not self._left:
             return
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it, as JSON."""
+"""A checkpoint's description of the run that wrote it, as JSON."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from distjax.checkpoint.specs import Spec
 from distjax.cluster.job import Job
 from distjax.context import frames
 
-#: Counts up when older versions can no longer read what is written.
+#: Incremented when older versions can no longer read what is written.
 FORMAT = 1
 
 
 def describe(
     step: int, leaves: Iterable[Leaf], metrics: Mapping[str, float], joined: Job | None
 ) -> dict[str, Any]:
-    """Returns versions, strategies, step, metrics and what each key holds, as JSON.
+    """Returns versions, strategies, step, metrics and each key's contents, as JSON.
 
-    What is no array (numbers, states of iterators) is held in it.
+    Values that are not arrays (numbers, iterator states) are stored in it.
 
     Args:
       step: its number.
-      leaves: of the tree.
+      leaves: the leaves of the tree.
       metrics: by name.
       joined: the job whose processes save together; None: one process.
     """
@@ -53,5 +53,5 @@ def describe(
 
 
 def saved_specs(description: Mapping[str, Any]) -> dict[str, Spec]:
-    """Returns what each key of a described checkpoint holds."""
+    """Returns the spec of each key of a described checkpoint."""
     return {key: Spec.from_json(entry) for key, entry in description["keys"].items()}

@@ -1,4 +1,4 @@
-"""The directory of checkpoints: what it may hold, and that all processes of a job see the same."""
+"""The checkpoint directory: what it may hold; all processes must see the same."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
 from distjax.errors import CheckpointError, describe_value, message
 
-#: The end of the name of what orbax has not completed.
+#: The suffix of what orbax has not completed.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
-#: How long a process looks for what another one wrote: file systems of networks take a moment.
+#: How long a process looks for another's file: network file systems take a moment.
 _LOOK_SECONDS = 5.0
 
 
 def require_checkpoint_directory(directory: object) -> None:
-    """Raises unless `directory` is a path of checkpoints, or of nothing yet.
+    """Raises unless `directory` is a path to checkpoints, or to nothing yet.
 
     Raises:
-      CheckpointError: it is a file, or a folder of something else.
-      TypeError: it is no path.
+      CheckpointError: it is a file, or a directory of something else.
+      TypeError: it is not a path.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(
@@ -72,15 +72,15 @@ def _some(names: Sequence[str]) -> str:
 
 
 def require_shared_directory(joined: Job, directory: str) -> None:
-    """Makes the directory, and raises on every process unless all of them see the same one.
+    """Creates the directory, and raises on every process unless all see the same one.
 
-    Process 0 leaves a file there until the others have seen it; where it cannot write, they
+    Process 0 leaves a file there until the others have seen it; if it cannot write, they
     compare the names of the steps.
 
     Raises:
       CheckpointError: a process sees another directory; nothing is left in it.
     """
-    occasion = "the construction of a Checkpointer"  # its path may have another name elsewhere
+    occasion = "the construction of a Checkpointer"  # the path may be spelled differently elsewhere
     token = hear_from_first(occasion, lambda: _leave_token(directory))
     try:
         sees = _sees(directory, token) if token is not None else _names(directory)

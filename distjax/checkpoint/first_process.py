@@ -1,8 +1,8 @@
-"""What one process looks up, and all processes of a job hear.
+"""Lookups that one process makes for all processes of a job.
 
-A file system may answer one process otherwise than another: of a folder that was just made, or a
-step that was just removed. What follows is a barrier for all of them, so process 0 looks and the
-others hear.
+A file system may answer processes differently about a directory just created, or a step
+just removed. Since a barrier for all of them follows, process 0 looks and tells the
+others.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from distjax.errors import CheckpointError
 
 
 def hear_from_first(occasion: str, look: Callable[[], Any]) -> Any:
-    """Returns what ``look()`` returns on process 0, on every process; JSON.
+    """Returns process 0's ``look()``, a JSON value, on every process.
 
     Args:
       occasion: what all of them are about to do, for errors.
-      look: called on process 0 only, or where there is no job.
+      look: called on process 0 only, or locally if there is no job.
 
     Raises:
-      CheckpointError: as ``look`` raises it on process 0, on every process.
-      ClusterError: a process does not come, or does something else.
+      CheckpointError: on every process, if ``look`` raises it on process 0.
+      ClusterError: a process does not arrive, or does something else.
     """
     joined = job()
     if joined is None:

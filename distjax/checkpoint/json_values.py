@@ -1,4 +1,4 @@
-"""States and numbers as JSON that gives back exactly what went in."""
+"""Lossless JSON encoding of states and numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def encode(value: object) -> Any:
     """Returns `value` as JSON.
 
     Raises:
-      TypeError: something in it is neither a number, text, bytes, list, tuple, dict
-        nor numpy array.
+      TypeError: it contains something other than numbers, text, bytes, lists, tuples,
+        dicts and numpy arrays.
     """
     if type(value) in _PLAIN:
         return value
@@ -36,12 +36,12 @@ def encode(value: object) -> Any:
 
 
 def encode_array(array: np.ndarray) -> Any:
-    """Returns an array as JSON, also of a dtype that is not numpy's: in a wider one."""
+    """Returns an array as JSON; non-numpy dtypes are widened."""
     return encode(array if array.dtype.kind in "biufc" else array.astype(np.float32))
 
 
 def decode(saved: PyTree) -> Any:
-    """Returns the value that `encode` was given."""
+    """Returns the value passed to `encode`."""
     if not isinstance(saved, dict):
         return saved
     ((kind, content),) = saved.items()

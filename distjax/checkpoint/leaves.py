@@ -1,4 +1,4 @@
-"""What stands at the leaves of a tree: how each kind is saved and put back."""
+"""The leaves of a tree: how each kind is saved and put back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from distjax import jax_compat
 from distjax.checkpoint import json_values
 from distjax.checkpoint.specs import NUMBER_TYPES, Spec, array_spec, dtype_name
-from distjax.checkpoint.state_objects import is_stateful
+from distjax.checkpoint.state_objects import keeps_own_state
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -27,7 +27,7 @@ from distjax.variables.variable import Variable
 
 
 def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
-    """Returns a context in which the variables among `leaves` have values that fit together."""
+    """Returns a context in which the variables among `leaves` are mutually consistent."""
     stack = contextlib.ExitStack()
     for strategy in {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}:
         stack.enter_context(strategy.extended.pause_writers())
@@ -39,8 +39,8 @@ class Leaf(abc.ABC):
 
     Attributes:
       key: the path to it, joined by "/".
-      value: what stands there.
-      lives: how it is described in the checkpoint's JSON.
+      value: the leaf's value.
+      lives: its description in the checkpoint's JSON.
     """
 
     key: str
@@ -50,23 +50,23 @@ class Leaf(abc.ABC):
     @property
     @abc.abstractmethod
     def spec(self) -> Spec:
-        """What it holds."""
+        """The leaf's form, shape and dtype."""
 
     @abc.abstractmethod
     def snapshot(self) -> Any:
-        """Returns the value as it is now: an array as orbax takes it, or JSON."""
+        """Returns the current value: an array for orbax, or JSON."""
 
     @abc.abstractmethod
     def sharding(self) -> Sharding | None:
-        """Returns where the saved array is read to; None: host memory."""
+        """Returns the sharding to read the saved array into; None: host memory."""
 
     @abc.abstractmethod
     def restore(self, saved: PyTree) -> Any:
-        """Returns the leaf with a saved array or JSON in it: in place, or a new one."""
+        """Returns the leaf with a saved array or JSON value: in place, or a new one."""
 
 
 def make_leaf(key: str, value: PyTree) -> Leaf:
-    """Returns the leaf that `value` is.
+    """Returns the leaf for `value`.
 
     Raises:
       CheckpointError: a value of no known kind.
@@ -77,7 +77,7 @@ def make_leaf(key: str, value: PyTree) -> Leaf:
         return PerReplicaLeaf(key, value)
     if type(value) in NUMBER_TYPES.values():
         return NumberLeaf(key, value)
-    if is_stateful(value):
+    if keeps_own_state(value):
         return StateLeaf(key, value)
     if _is_array(value):
         return ArrayLeaf(key, value)
@@ -119,7 +119,7 @@ class VariableLeaf(Leaf):
         return f"{v.layout.kind} variable, {v.synchronization.name} {v.aggregation.name}"
 
     def require_one_value(self, action: str) -> None:
-        """Raises an AggregationError if nothing says how components are one value."""
+        """Raises an AggregationError if nothing says how to combine the components."""
         if self.value.policy.cross_read is not Combine.REFUSE:
             return
         raise AggregationError(
@@ -137,7 +137,7 @@ class VariableLeaf(Leaf):
         return _as_writable(self.value.value)
 
     def sharding(self) -> Sharding | None:
-        # What is stored in another form, or once per replica, is laid out by the assignment.
+        # An encoded or per-replica array gets its layout from the assignment.
         v = self.value
         is_value = v.layout.unencoded(v.shape) == v.layout and not is_host_memory(v.sharding)
         return v.sharding if is_value and not self.spec.is_key else None
@@ -172,7 +172,7 @@ class ArrayLeaf(Leaf):
         return _as_writable(self.value)
 
     def require_of_all_processes(self) -> None:
-        """Raises a CheckpointError for an array that lives on this process's devices alone."""
+        """Raises a CheckpointError for an array on devices of this process alone."""
         if isinstance(self.value, jax.Array) and self.value.is_fully_addressable:
             raise CheckpointError(
                 message(
@@ -192,10 +192,10 @@ class ArrayLeaf(Leaf):
         return target if target.memory_kind in (None, default) else None
 
     def _place(self) -> Sharding | None:
-        """Returns where the restored array lives; None: wherever JAX puts it.
+        """Returns the restored array's sharding; None: wherever JAX puts it.
 
-        An array that is committed to no device stays so, or it could no longer be
-        combined with arrays of a strategy.
+        An uncommitted array stays uncommitted, or it could no longer be combined
+        with arrays of a strategy.
         """
         if isinstance(self.value, jax.Array):
             return self.value.sharding if self.value.committed else None
@@ -213,7 +213,7 @@ class ArrayLeaf(Leaf):
 
 @dataclasses.dataclass(frozen=True)
 class PerReplicaLeaf(Leaf):
-    """A PerReplica: all its values. It fits the same number of replicas only."""
+    """A PerReplica with all its values. It fits only the same number of replicas."""
 
     key: str
     value: PerReplica
@@ -298,16 +298,16 @@ class StateLeaf(Leaf):
 # -- arrays -------------------------------------------------------------------
 
 
-#: What tensorstore, through which orbax writes, does not know. Restored, it is what it was.
+#: Dtypes unknown to tensorstore, through which orbax writes. Restoring converts them back.
 _WRITTEN_AS_BYTES = (jnp.dtype(jnp.uint2), jnp.dtype(jnp.uint4))
 
 
 def _as_writable(value: PyTree) -> Any:
-    """Returns the array that orbax is to write, PRNG keys as their data.
+    """Returns the array for orbax to write, with PRNG keys as their data.
 
-    It needs no copy here: orbax copies numpy arrays, and arrays on an accelerator,
-    before its `save` returns; on a CPU JAX does not give a buffer that numpy looks at
-    to a program that donates it (measured with 0.10.2 and 0.12; tests hold it).
+    No copy is needed here: orbax copies numpy arrays and accelerator arrays before its
+    `save` returns; on a CPU, JAX does not let a program donate a buffer that numpy
+    views (measured with 0.10.2 and 0.12; pinned by tests).
     """
     if not isinstance(value, jax.Array):
         value = np.asarray(value)
@@ -319,7 +319,7 @@ def _as_writable(value: PyTree) -> Any:
 
 
 def _array(spec: Spec, saved: PyTree) -> Any:
-    """Returns the array for `spec` of what was saved (None: an empty array)."""
+    """Returns the array for `spec` from its saved form (None: an empty array)."""
     if saved is None:
         saved = np.zeros(spec.stored_shape, np.uint32 if spec.is_key else spec.dtype)
     if not isinstance(saved, (jax.Array, np.ndarray)):

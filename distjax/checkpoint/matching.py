@@ -1,4 +1,4 @@
-"""Which saved key goes to which place of a tree."""
+"""Decides which saved key goes where in a tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Difference:
     Attributes:
       missing: keys of the tree that the checkpoint does not hold.
       extra: keys of the checkpoint that the tree does not have.
-      unlike: keys of both that hold values which do not fit.
+      unlike: keys of both whose values do not fit.
     """
 
     missing: dict[str, Spec]
@@ -35,14 +35,14 @@ def match_keys(
     partial: bool,
     where: str,
 ) -> dict[str, str]:
-    """Returns the saved key for each key of a tree that is restored.
+    """Returns the saved key for each key of a tree to restore.
 
     Args:
-      wanted: what the tree has, by key.
-      saved: what the checkpoint has, by key.
-      names: the saved keys by what they are called in the tree: see `rename_keys`.
-      partial: whether keys that only one of them has are left alone.
-      where: the checkpoint, in an error text.
+      wanted: the specs of the tree, by key.
+      saved: the specs of the checkpoint, by key.
+      names: maps names in the tree to saved keys: see `rename_keys`.
+      partial: whether to ignore keys that only one of them has.
+      where: the checkpoint, for error texts.
 
     Raises:
       CheckpointError: the keys differ, or a value does not fit.
@@ -65,16 +65,16 @@ def match_keys(
 
 
 def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> dict[str, str]:
-    """Returns the saved keys by what they are called in the tree.
+    """Returns the saved keys by their names in the tree.
 
     Args:
       saved: the keys of the checkpoint.
-      rename: keys of the checkpoint, or beginnings of keys up to a "/", and what
-        they are called in the tree; the longest that fits wins.
-      where: the checkpoint, in an error text.
+      rename: maps keys of the checkpoint, or prefixes of keys up to a "/", to their
+        names in the tree; the longest match wins.
+      where: the checkpoint, for error texts.
 
     Raises:
-      CheckpointError: a rename of nothing, or two keys of one name.
+      CheckpointError: a rename that matches nothing, or two keys with one name.
     """
     names: dict[str, str] = {}
     used: set[str] = set()

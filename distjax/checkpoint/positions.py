@@ -1,4 +1,4 @@
-"""Positions in the data, of which each process of a job may have its own."""
+"""Positions in the data, which may differ per process of a job."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from distjax.cluster.meeting import exchange
 from distjax.errors import CheckpointError, message
 from distjax.typing import PyTree
 
-#: Marks, in a checkpoint's JSON, states by process: no form of `json_values` is called so.
+#: Marks states stored by process in a checkpoint's JSON; no tag of `json_values` has this name.
 _BY_PROCESS = "processes"
 
 
 def gather_states(joined: Job | None, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns states as a checkpoint holds them: by process where these differ."""
+    """Returns states in checkpoint form: by process where these differ."""
     if joined is None or not states:
         return dict(states)
     texts = exchange(joined, "the save of the position in the data", json.dumps(states))
@@ -32,7 +32,7 @@ def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
     """Returns this process's part of a saved state.
 
     Raises:
-      CheckpointError: other processes saved one each, and there were more or fewer.
+      CheckpointError: it was saved per process, by a different number of processes.
     """
     if not (isinstance(saved, dict) and _BY_PROCESS in saved):
         return saved
@@ -52,11 +52,11 @@ def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
 
 
 def first_failure(joined: Job | None, failure: tuple[str, str]) -> tuple[str, str]:
-    """Returns key and text of the first process that could not take its state.
+    """Returns the key and text of the first process that could not take its state.
 
     Args:
       joined: the job; None: one process.
-      failure: of this process; two empty texts: it has taken all of them.
+      failure: this process's failure; two empty texts: none.
     """
     if joined is None:
         return failure

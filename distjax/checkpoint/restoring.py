@@ -1,4 +1,4 @@
-"""From saved values back into a tree: all is read and checked before anything is changed."""
+"""Restores saved values: reads and checks everything before changing anything."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distjax.errors import CheckpointError, message
 
 
 class Saved:
-    """One step of a storage, to be restored, with the keys as the tree calls them.
+    """One step of a storage, to be restored under the tree's names for its keys.
 
     Attributes:
-      names: the saved keys by what they are called in the tree.
+      names: the saved keys by their names in the tree.
 
     Raises:
-      CheckpointError: not a checkpoint of distjax, or a rename that does not fit.
+      CheckpointError: not a distjax checkpoint, or a rename that does not fit.
     """
 
     def __init__(self, storage: Storage, step: int, rename: Mapping[str, str]):
@@ -35,9 +35,9 @@ class Saved:
         self.names = rename_keys(self._specs, rename, self._where)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
-        """Returns the tree with the saved values of the keys `names` in it.
+        """Returns the tree with the saved values of its keys `names`.
 
-        A signal that raises meanwhile leaves all of it as it was, or all restored.
+        A signal that raises meanwhile leaves everything unchanged, or everything restored.
 
         Raises:
           CheckpointError: the keys differ, or files are damaged.
@@ -49,7 +49,7 @@ class Saved:
 
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
         """Puts values that were read and checked into the tree."""
-        # In the default context variables of every strategy can be written.
+        # In the default context, variables of every strategy can be written.
         with frames.with_stack(()), pause_writers(wanted.leaves.values()):
             leaves = {k: leaf for k, leaf in wanted.leaves.items() if k in values}
             states = [(x, values[k]) for k, x in leaves.items() if isinstance(x, StateLeaf)]
@@ -63,7 +63,7 @@ class Saved:
             return wanted.rebuilt(now)
 
     def _values(self, wanted: Tree, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the saved array (None for an empty one), number or state of each key."""
+        """Returns each key's saved array (None for an empty one), number or state."""
         in_json = self._description["values"]
         in_arrays = {
             k: old
@@ -77,7 +77,7 @@ class Saved:
 
 
 def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: str) -> None:
-    """Sets the states of iterators, which may refuse; then all are as they were."""
+    """Sets the states of iterators; if one rejects its state, puts all of them back."""
     before: list[tuple[Any, Any]] = []
     failure, cause = ("", ""), None
     for leaf, state in states:

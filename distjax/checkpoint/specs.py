@@ -1,4 +1,4 @@
-"""Spec: what one key of a checkpoint holds, and whether it fits a place in a tree."""
+"""Spec: the contents of a checkpoint key, and whether they fit a tree's place."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from distjax import jax_compat
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.conversion import dtype_rank
 
-#: Python numbers by how much they can hold; text converts to nothing else.
+#: Python number types in widening order; text converts to nothing else.
 NUMBER_TYPES: dict[str, type] = {t.__name__: t for t in (bool, int, float, complex, str)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Form, shape and dtype of what one key holds.
+    """Form, shape and dtype of the value at one key.
 
     Attributes:
       form: "array", "number" (a Python number or text) or "state" (of an iterator).
       shape: the shape of one value.
-      dtype: its dtype, "key<impl>" for PRNG keys; the type's name for a number.
+      dtype: its dtype, "key<impl>" for PRNG keys; the type name for a number.
       num_replicas: R of a PerReplica, else None.
     """
 
@@ -74,24 +74,24 @@ class Spec:
 
 
 def array_spec(value: PyTree, num_replicas: int | None = None) -> Spec:
-    """Returns the spec of an array; [R, ...] where `num_replicas` is given."""
+    """Returns the spec of an array, or of [R, ...] if `num_replicas` is given."""
     shape = tuple(value.shape) if num_replicas is None else tuple(value.shape[1:])
     return Spec("array", shape, dtype_name(value.dtype), num_replicas)
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Returns the name of a dtype, with the implementation for PRNG keys."""
+    """Returns the name of a dtype, including the implementation of PRNG keys."""
     if jax_compat.is_key_dtype(dtype):
         return f"key<{jax_compat.key_impl(dtype)}>"
     return jnp.dtype(dtype).name
 
 
 def fits(saved: Spec, wanted: Spec) -> bool:
-    """Returns whether a saved value can stand where `wanted` is.
+    """Returns whether a saved value can be restored where `wanted` is.
 
-    A Python number and an array of no axes stand for each other (a step counter
-    begins as one and becomes the other). A conversion that loses information,
-    as from float to int, does not fit.
+    A Python number and a scalar array are interchangeable (a step counter starts
+    as one and becomes the other). A conversion that loses information, such as
+    float to int, does not fit.
     """
     if "state" in (saved.form, wanted.form):
         return saved.form == wanted.form

@@ -1,4 +1,4 @@
-"""Objects that a checkpoint looks into, though JAX takes them for leaves."""
+"""Objects that a checkpoint searches for state, though JAX treats them as leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
 
-#: Objects whose attributes are no part of a user's state.
+#: Objects whose attributes are not part of a user's state.
 _CLOSED = (
     *(type, types.FunctionType, types.MethodType, types.ModuleType),
     *(Strategy, StrategyExtended, DefaultExtended),
@@ -22,39 +22,42 @@ _CLOSED = (
 
 
 def is_nnx(value: object) -> bool:
-    """Returns whether `value` is a Flax NNX object or a state of one."""
-    nnx = sys.modules.get("flax.nnx")  # not imported yet: nothing can be of it
+    """Returns whether `value` is a Flax NNX object or the state of one."""
+    nnx = sys.modules.get("flax.nnx")  # if not imported, nothing can be one
     return nnx is not None and isinstance(value, (nnx.Pytree, nnx.State))
 
 
-def is_stateful(value: object) -> bool:
-    """Returns whether `value` has a state of its own, as an iterator over data has."""
+def keeps_own_state(value: object) -> bool:
+    """Returns whether `value` has a state of its own, as data iterators do.
+
+    Its class is asked: any object may come here, and a look at its attributes may run its code.
+    """
     methods = (getattr(type(value), name, None) for name in ("get_state", "set_state"))
     return all(callable(method) for method in methods)
 
 
 def keeps_variables(value: object) -> bool:
-    """Returns whether `value` says which variables it keeps."""
+    """Returns whether `value` declares the variables it keeps."""
     return callable(getattr(type(value), "kept_variables", None))
 
 
 def is_node(value: object) -> bool:
-    """Returns whether `value` is looked at by distjax rather than flattened by JAX."""
+    """Returns whether distjax handles `value` itself, rather than JAX flattening it."""
     return (
         isinstance(value, Variable)
         or is_per_replica(value)
         or is_nnx(value)
-        or is_stateful(value)
+        or keeps_own_state(value)
         or keeps_variables(value)
     )
 
 
 def inside_of(value: PyTree) -> dict[str, Any] | None:
-    """Returns by path what `value` keeps; None: it is no object to look into.
+    """Returns the state that `value` keeps, by path; None if there is none to find.
 
-    That is the variables, NNX objects and iterators in ``value.kept_variables()``,
-    or else among its attributes and theirs, each once. Arrays and numbers there
-    could not be restored in place, so they are no part of it.
+    This is the variables, NNX objects and iterators in ``value.kept_variables()``,
+    or else among its attributes, recursively, each once. Arrays and numbers there
+    are excluded, since they could not be restored in place.
     """
     if keeps_variables(value):
         return dict(_find_objects("", value.kept_variables(), set()))
@@ -75,7 +78,7 @@ def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[st
 
 
 def _children(value: PyTree) -> list[tuple[str, Any]]:
-    if hasattr(value, "_asdict"):  # a namedtuple, as optax states are
+    if hasattr(value, "_asdict"):  # a namedtuple, e.g. an optax state
         value = value._asdict()
     if isinstance(value, Mapping):
         return [(str(key), child) for key, child in value.items()]

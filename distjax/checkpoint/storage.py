@@ -1,4 +1,4 @@
-"""Steps in a directory: written in the background and read by orbax."""
+"""Steps in a directory, written in the background and read by orbax."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from distjax.errors import CheckpointError, message
 from distjax.placement.transfer import require_wholly_here
 from distjax.uninterrupted import UninterruptedCalls
 
-_VALUES, _DESCRIPTION = "values", "description"  # names of folders in that of a step
-#: Steps go here by a rename before their files are removed, so that a process killed meanwhile
-#: leaves no step with half of its files.
+_VALUES, _DESCRIPTION = "values", "description"  # subdirectories of a step
+#: Steps are moved here by a rename before their files are removed, so that a process killed
+#: meanwhile leaves no step with half of its files.
 _REMOVED = ".removed"
 _NUM_LOOKS = 5
 T = TypeVar("T")
@@ -38,22 +38,22 @@ T = TypeVar("T")
 class Storage:
     """The checkpoints in one directory.
 
-    Orbax writes a step to a folder of another name and renames it when it is
-    complete, so that a process that is killed leaves complete steps only.
+    Orbax writes a step to a directory of another name and renames it when complete,
+    so that a killed process leaves only complete steps.
 
     Attributes:
-      job: whose all processes take part; None: this process alone.
+      job: the job all of whose processes take part; None: this process alone.
 
     Args:
-      directory: where the steps are; made by the first `write`.
-      max_to_keep: how many steps are kept; None: all.
-      best_metric: the metric by which they are chosen; the latest is kept too.
+      directory: the directory of the steps; created by the first `write`.
+      max_to_keep: how many steps to keep; None: all.
+      best_metric: the metric that selects them; the latest is kept too.
       best_mode: "max" or "min".
       local: whether they are this process's alone, in a job of several.
 
     Raises:
-      CheckpointError: `directory` is a file, or a folder of something else.
-      TypeError: it is no path.
+      CheckpointError: `directory` is a file, or holds something else.
+      TypeError: it is not a path.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
-        # Orbax takes a signal that raises in it for an error. Its devices meet: see `begin_launch`.
+        # Orbax takes a signal's exception for its own error, and syncs devices: see `begin_launch`.
         self._calls = UninterruptedCalls(ledger.wait if self.job is not None else lambda: None)
 
     def place(self, step: int) -> str:
-        """Returns how error texts call the checkpoint of `step`."""
+        """Returns the name of the checkpoint of `step` in error texts."""
         return f"the checkpoint of step {step} in {self.directory!r}"
 
     # -- writing --------------------------------------------------------------
@@ -94,17 +94,17 @@ class Storage:
         description: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """Starts writing a step; what was under way before is complete when this returns.
+        """Starts writing a step, after completing the one in progress.
 
         Raises:
-          CheckpointError: it cannot be written, or the step before could not.
+          CheckpointError: this step, or the one before, cannot be written.
         """
         self.wait()
-        if self._is_alone_in_a_job:  # orbax refuses arrays of one process there
+        if self._is_alone_in_a_job:  # orbax rejects single-process arrays there
             for key, array in arrays.items():
                 require_wholly_here(array, repr(key))
             arrays = {key: np.array(array) for key, array in arrays.items()}
-            if jax.process_index() != 0:  # where it writes no arrays of one process at all
+            if jax.process_index() != 0:  # orbax writes no single-process arrays here at all
                 values = {key: json_values.encode_array(array) for key, array in arrays.items()}
                 description = {**description, "values": {**description["values"], **values}}
                 arrays = {}
@@ -115,20 +115,20 @@ class Storage:
             if self._writer is None:
                 make_writer = functools.partial(self._make_manager, is_writer=True)
                 self._writer = self._calls.call(make_writer)
-            self._under_way = step  # first, so that one that a signal interrupts is awaited too
+            self._under_way = step  # set first, so that an interrupted save is awaited too
             _with_a_save_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
             self._calls.call(functools.partial(save, step, metrics=dict(metrics), force=True))
 
     def complete(self, change: Callable[[], T]) -> T:
-        """Returns ``change()``; a signal raises before it has begun, or when it is done."""
+        """Returns ``change()``; a signal raises before it begins or after it ends."""
         return self._calls.complete(_with_settings(change))
 
     def wait(self) -> None:
-        """Returns when what is under way is complete.
+        """Blocks until the save in progress is complete.
 
         Raises:
-          CheckpointError: it could not be written.
+          CheckpointError: the save failed.
         """
         if self._under_way is not None and self._writer is not None:
             with self._guard_write(self._under_way):
@@ -164,7 +164,7 @@ class Storage:
         shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
 
     def close(self) -> None:
-        """Waits, and ends orbax's threads."""
+        """Waits, then stops orbax's threads."""
         try:
             self.wait()
         finally:
@@ -175,15 +175,15 @@ class Storage:
 
     @contextlib.contextmanager
     def _guard_write(self, step: int) -> Generator[None]:
-        """Turns what goes wrong into a CheckpointError, and starts afresh after it."""
+        """Turns failures into a CheckpointError and discards the writer."""
         try:
             with phase(f"writing {self.place(step)}"):
                 yield
         except Exception as error:
             self._set_complete()
-            failed, self._writer = self._writer, None  # it counts the step as there
+            failed, self._writer = self._writer, None  # it counts the step as present
             if failed is not None:
-                with contextlib.suppress(Exception):  # it may say the same once more
+                with contextlib.suppress(Exception):  # it may raise the same error again
                     failed.close()
             raise CheckpointError(
                 message(
@@ -204,13 +204,13 @@ class Storage:
         return self._ask("a look at the steps", lambda manager: sorted(manager.all_steps())) or []
 
     def best_step(self) -> int | None:
-        """Returns the step that is best by the metric; None where there is none."""
+        """Returns the best step by the metric, or None."""
         if self._best_metric is None:
             return None
         return self._ask("a look at the best step", lambda manager: manager.best_step())
 
     def description(self, step: int) -> dict[str, Any]:
-        """Returns what the step says of itself.
+        """Returns the step's description.
 
         Raises:
           CheckpointError: it was not written by distjax, or is damaged.
@@ -266,7 +266,7 @@ class Storage:
             ) from error
 
     def _ask(self, occasion: str, look: Callable[[ocp.CheckpointManager], Any]) -> Any:
-        """Returns ``look(manager)`` of process 0, on every process; None: no directory yet."""
+        """Returns process 0's ``look(manager)`` on every process; None: no directory yet."""
 
         def answer() -> Any:
             if not os.path.isdir(self.directory):
@@ -276,11 +276,11 @@ class Storage:
         return answer() if self.job is None else hear_from_first(occasion, answer)
 
     def _look(self, look: Callable[[ocp.CheckpointManager], T], alone: bool = False) -> T:
-        """Returns ``look(manager)``, with a manager that has looked at the directory just now.
+        """Returns ``look(manager)``, with a manager that has just read the directory.
 
         Args:
-          look: what is done.
-          alone: whether this process does it without the others of the job.
+          look: the query.
+          alone: whether this process runs it without the rest of the job.
         """
 
         def call() -> T:
@@ -308,7 +308,7 @@ class Storage:
         metric = self._best_metric
         processes = _of_processes(alone or self.job is None)
         handlers = None
-        if self._is_alone_in_a_job:  # orbax's own ones are of process 0
+        if self._is_alone_in_a_job:  # orbax's default handlers belong to process 0
             handlers = {
                 _DESCRIPTION: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
                 _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
@@ -318,7 +318,7 @@ class Storage:
         options = ocp.CheckpointManagerOptions(
             create=False,
             multiprocessing_options=processes,
-            # What a killed process left. A reader may look on while another process writes.
+            # Remains of a killed process. A reader may run while another process writes.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,
             preservation_policy=self._preservation_policy(),
@@ -335,7 +335,7 @@ class Storage:
         return policies.AnyPreservationPolicy([policies.LatestN(1), best])
 
     def _quality(self, metrics: Mapping[str, float]) -> float:
-        """Returns a number that is greater for better metrics; NaN is the worst."""
+        """Returns a number that grows with the quality of the metrics; NaN is the worst."""
         value = float(metrics.get(self._best_metric or "", math.nan))
         if math.isnan(value):
             return -math.inf
@@ -343,7 +343,7 @@ class Storage:
 
 
 def _of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
-    """Returns which processes take part: all of the job, or this one alone."""
+    """Returns which processes take part: the whole job, or this one alone."""
     if job() is None or not alone:
         return ocp.options.MultiprocessingOptions()
     own = jax.process_index()
@@ -353,7 +353,7 @@ def _of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
 
 
 def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
-    """Returns `fn` with the settings of this thread, for another one to call."""
+    """Returns `fn` bound to this thread's settings, to be called on another thread."""
     settings = settings_of_this_thread()
 
     def call() -> T:
@@ -364,7 +364,7 @@ def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
 
 
 def _retry_look(look: Callable[[], T]) -> T:
-    """Returns ``look()``; looks again where another process removed a step meanwhile."""
+    """Returns ``look()``, retrying if another process removes a step meanwhile."""
     for _ in range(_NUM_LOOKS - 1):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return look()
@@ -383,7 +383,7 @@ def _first_line(error: BaseException) -> str:
 
 # -- the end of the program ---------------------------------------------------
 
-#: Held here, so that one that nobody else holds any more completes its step too.
+#: Keeps storages alive until their save completes, even if nothing else references them.
 _with_a_save_under_way: set[Storage] = set()
 
 
@@ -392,8 +392,8 @@ def _wait_for_all() -> None:
         storage.wait()
 
 
-# A program may end with a save. Functions of `atexit` are called when Python has closed its
-# thread pools already, and orbax cannot complete a step without them.
+# A program may end with a save. `atexit` functions run after Python has closed its thread
+# pools, without which orbax cannot complete a step.
 _register: Any = getattr(threading, "_register_atexit", None)
 if _register is not None:
     _register(_wait_for_all)

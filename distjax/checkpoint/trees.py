@@ -1,4 +1,4 @@
-"""Trees of what a checkpoint holds: their keys, and putting values back."""
+"""Trees for checkpoints: their keys, and rebuilding them from values."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from distjax.context import frames
 from distjax.errors import CheckpointError, ContextError, message
 from distjax.typing import PyTree
 
-#: Makes a tree again of what stands at each key now.
+#: Rebuilds a tree from the value at each key.
 _Rebuild = Callable[[Mapping[str, Any]], Any]
 
-#: The key of a tree that is one leaf.
+#: The key of a tree that is a single leaf.
 _ROOT_KEY = "value"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The leaves of a tree by key, in order, and how they make the tree again.
+    """The leaves of a tree by key, in order, and how to rebuild the tree.
 
     Attributes:
       leaves: by key.
-      rebuilt: returns the tree, given what stands at each key now.
+      rebuilt: returns the tree, given the value at each key.
     """
 
     leaves: dict[str, Leaf]
@@ -38,7 +38,7 @@ class Tree:
 
 
 def as_tree(value: PyTree, method: str) -> Tree:
-    """Returns the leaves of any pytree, of the Flax NNX objects and distjax objects in it.
+    """Returns the leaves of a pytree, including those inside NNX and distjax objects.
 
     Keys are paths joined by "/": ``{"model": [w]}`` has ``model/0``. A variable
     and an array at one place have the same key.
@@ -50,7 +50,7 @@ def as_tree(value: PyTree, method: str) -> Tree:
     Raises:
       ContextError: in a replica function or a trace.
       CheckpointError: two leaves with one key, or a leaf of no known kind.
-      AggregationError: a variable whose components are not one value.
+      AggregationError: a variable whose components have no single value.
     """
     _require_outside(method)
     leaves: list[Leaf] = []
@@ -74,7 +74,7 @@ def as_tree(value: PyTree, method: str) -> Tree:
 
 
 def _visit(prefix: str, value: PyTree, leaves: list[Leaf]) -> Callable[[Mapping[str, Any]], Any]:
-    """Appends the leaves of `value`; returns what makes it again of values by key."""
+    """Appends the leaves of `value`; returns a function that rebuilds it by key."""
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)
     parts = [_visit_node(_join_path(prefix, path), node, leaves) for path, node in paths]
     return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
@@ -86,17 +86,17 @@ def _visit_node(key: str, node: PyTree, leaves: list[Leaf]) -> _Rebuild:
     inside = inside_of(node)
     if inside is not None:
         own = _visit(key, inside, leaves)
-        return lambda values: (own(values), node)[1]  # what is inside is restored in place
+        return lambda values: (own(values), node)[1]  # its contents are restored in place
     leaf = make_leaf(key or _ROOT_KEY, node)
     leaves.append(leaf)
     return lambda values: values[leaf.key]
 
 
 def _visit_nnx(key: str, node: PyTree, leaves: list[Leaf]) -> _Rebuild:
-    """Visits the state of a module, optimizer, metric or Rngs, which is updated in place."""
+    """Visits the state of an NNX object (module, Rngs, ...), restored in place."""
     nnx = sys.modules["flax.nnx"]
     state = node if isinstance(node, nnx.State) else nnx.state(node)
-    held = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x  # past its hooks
+    held = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x  # bypass its hooks
     inside = _visit(key, nnx.to_pure_dict(state, held), leaves)
 
     def rebuilt(values: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Addresses of the processes of a job: what they mean on this machine, and what listens where."""
+"""Addresses of a job's processes: how they resolve, and what listens where."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import socket
 
 from distjax.errors import ClusterError, message
 
-#: What binds every interface of a machine.
+#: Hosts that mean all interfaces of a machine.
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 def split_address(address: object, name: str) -> tuple[str, int]:
-    """Returns host and port of "host:port" or "[::1]:port", or raises."""
+    """Returns (host, port) of "host:port" or "[::1]:port", or raises ClusterError."""
     if isinstance(address, str):
         host, colon, port = address.strip().rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
@@ -28,12 +28,12 @@ def split_address(address: object, name: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Returns "host:port", an IPv6 address in brackets."""
+    """Returns "host:port", with IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve_host(host: str, port: int) -> str:
-    """Returns the IP address that `host` means here, of IPv4 where it has one.
+    """Returns the IP address of `host`, preferring IPv4.
 
     Raises:
       OSError: the name has no address.
@@ -44,9 +44,9 @@ def resolve_host(host: str, port: int) -> str:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Returns the IP address of this machine's interface by which it reaches `host`.
+    """Returns the IP address of the local interface that reaches `host`.
 
-    Connecting a UDP socket sends nothing: it asks the routing table.
+    Connecting a UDP socket sends nothing; it only consults the routing table.
     """
     address = resolve_host(host, port)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -56,10 +56,10 @@ def local_address_towards(host: str, port: int) -> str:
 
 
 def collectives_host(coordinator_address: str, bind_address: str | None) -> str:
-    """Returns the IP address at which the collectives of this process listen.
+    """Returns the IP address at which this process's collectives listen.
 
-    It is the interface that reaches the coordinator: loopback for one on loopback. Where
-    the coordinator was bound to an address of its own, that one.
+    It is that of the interface that reaches the coordinator, so loopback for a coordinator on
+    loopback. A coordinator bound to a specific address uses that one.
     """
     if bind_address is not None:
         host, port = split_address(bind_address, "coordinator_bind_address")

@@ -1,9 +1,9 @@
-"""Agreement: processes of a job compare what they are about to do, and go on only if it is equal.
+"""Agreement: processes compare what they will do, and go on only if it is equal.
 
-Processes that do different things do not crash of themselves: collectives of equal size pair up,
-and both train on wrong numbers. So where a program is traced, a variable made or a batch taken,
-they meet. The verdict is the same on all, and so is the error. What is sent is a digest; texts are
-sent only where digests differ.
+Processes that do different things do not crash by themselves: collectives of equal size pair up,
+and all train on wrong numbers. So the processes meet where a program is traced, a variable is
+created or a batch is taken. All get the same verdict, and the same error. They exchange digests,
+and texts only where digests differ.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import threading
 import zlib
 from collections.abc import Sequence
 
-from distjax.cluster.facts import Fact
+from distjax.cluster.facts import ComparedFact
 from distjax.cluster.job import job
 from distjax.cluster.meeting import difference_text, exchange
 from distjax.errors import AgreementError
 
-#: What a text is cut to before it is sent: the service bounds its messages.
+#: Texts are truncated to this before sending, as the service limits message sizes.
 _MAX_TEXT = 2_000_000
-#: What is shown of a line.
+#: The most characters shown of a line.
 _MAX_LINE = 200
 
 _agreed: set[str] = set()
 _one_at_a_time = threading.RLock()
 
 
-def agree(occasion: str, facts: Sequence[Fact], *, known_by: Sequence[Fact] = ()) -> None:
-    """Returns when every process of the job has said the same; at once where there is no job.
+def agree(
+    occasion: str, facts: Sequence[ComparedFact], *, known_by: Sequence[ComparedFact] = ()
+) -> None:
+    """Waits until all processes of the job pass equal facts; a no-op without a job.
 
     Args:
-      occasion: what this process is about to do, as "the first call of step".
-      facts: what has to be equal, at most one by each name.
-      known_by: those of them that need no meeting where they were agreed on before, whatever the
-        others are now: one process alone may come here again.
+      occasion: what this process is about to do, such as "the first call of step".
+      facts: what must be equal, each under its own name.
+      known_by: a subset that makes the meeting unnecessary if it has been agreed on before,
+        whatever the other facts are now, since this process alone may get here again.
 
     Raises:
-      AgreementError: processes differ. The same text on all of them; nothing has changed.
-      StuckError, PeerLostError: a process did not come.
+      AgreementError: processes differ. All raise the same text, and nothing has changed.
+      StuckError, PeerLostError: a process did not arrive.
     """
     joined = job()
     if joined is None:
@@ -63,7 +65,7 @@ def agree(occasion: str, facts: Sequence[Fact], *, known_by: Sequence[Fact] = ()
             _agreed.add(known)
 
 
-def _as_text(facts: Sequence[Fact]) -> str:
+def _as_text(facts: Sequence[ComparedFact]) -> str:
     return json.dumps([*map(dataclasses.astuple, facts)])
 
 
@@ -82,7 +84,7 @@ def _unpack(packed: str) -> str:
 def _parse(said: str) -> dict[str, str]:
     try:
         return dict(json.loads(said))
-    except ValueError:  # cut
+    except ValueError:  # truncated
         return {"what they do": said}
 
 

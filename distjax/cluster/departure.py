@@ -1,9 +1,9 @@
-"""How the processes of a job hear that one of them ends early, and end too.
+"""How the processes of a job learn that one of them exits early, and exit too.
 
-Who ends early says so in the coordination service, under one key, where a thread of every process
-waits for it. The first one is the cause; what the others run into then is not. Process 0 holds that
-service: JAX aborts the others as soon as it is gone. So all say that they have read the key,
-and process 0 leaves last, after a bounded wait.
+A process that exits early says so in the coordination service, under a single key for which a
+thread of every process waits. The first one is the cause; errors that the others then run into
+are not. Process 0 hosts that service, and JAX aborts the others as soon as it is gone. So all
+acknowledge that they have read the key, and process 0 exits last, after a bounded wait.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from distjax.cluster.lines import as_line, as_plain, parse_line
 from distjax.errors import as_part, message
 
 _CAUSE, _LEFT = "distjax/departure/cause", "distjax/departure/left"
-#: How long the ending of a process may take for the others' sake.
+#: How long a process may delay its exit for the others' sake.
 _LEAVE_SECONDS = 3.0
 _WATCH_SECONDS = 60.0
-#: What process 0 leaves the others between their last word and their end.
+#: How long process 0 stays after the last acknowledgment, so that the others can exit.
 _LAST_SECONDS = 0.3
 
-#: Taken for good by the thread that ends this process, so that it is one.
+#: Acquired for good by the one thread that ends this process.
 _end = threading.Lock()
 
 
 def begin_to_end() -> None:
-    """Returns when this thread may end the process: it is the first that wants to."""
+    """Returns in the first thread that wants to end the process; blocks all others."""
     _end.acquire()
 
 
 def leave(joined: Job, code: int, text: str, others_code: int = PEER_LOST) -> NoReturn:
     """Ends this process with `code`, and the others with `others_code` and `text`.
 
-    To be called after `begin_to_end`. Where another process has left before, the others have
-    its code and text.
+    Call after `begin_to_end`. If another process has already left, its code and text are
+    the ones that the others get.
     """
-    flush_outputs()  # from its last word on JAX may abort this process
+    flush_outputs()  # once it has announced its exit, JAX may abort this process
     telling = threading.Thread(target=_tell, args=(joined, text, others_code), daemon=True)
     telling.start()
-    telling.join(_LEAVE_SECONDS)  # a coordinator that does not answer holds nobody back
+    telling.join(_LEAVE_SECONDS)  # an unresponsive coordinator must not block the exit
     end_at_once(code)
 
 
@@ -62,7 +62,7 @@ def _tell(joined: Job, text: str, others_code: int) -> None:
     deadline = time.monotonic() + _LEAVE_SECONDS
     own, client = joined.process_id, joined.client
     cause = {"process": own, "code": others_code, "text": as_plain(text, 2000)}
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody was first
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
         client.key_value_set(_CAUSE, as_line(cause))
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{_LEFT}/{own}", "", allow_overwrite=True)
@@ -74,14 +74,15 @@ def _tell(joined: Job, text: str, others_code: int) -> None:
 
 
 def start_watch(joined: Job, exit_status: Callable[[], int]) -> Callable[[], None]:
-    """Has a thread wait for the departure of a process, and returns what ends the thread.
+    """Starts a thread that waits for the departure of a process; returns its stopper.
 
     Args:
       joined: the job.
-      exit_status: asked when another process has left: a code that this one keeps, or 0.
+      exit_status: called when another process has left: returns a code that this process
+        keeps, or 0.
 
     Returns:
-      A function for the end of the program, when all processes have come to it.
+      A function to call at the end of the program, when all processes have reached it.
     """
     watch = threading.Thread(
         target=_watch, args=(joined, exit_status), name="distjax-departures", daemon=True
@@ -104,7 +105,7 @@ def _watch(joined: Job, exit_status: Callable[[], int]) -> None:
             break
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                return  # the coordinator is gone, or JAX has left it
+                return  # the coordinator is gone, or JAX has disconnected from it
     match parse_line(line):
         case {"process": int(left), "code": int(code), "text": str(text)}:
             if left != joined.process_id:
@@ -112,11 +113,11 @@ def _watch(joined: Job, exit_status: Callable[[], int]) -> None:
                     print_stacks()
                 _follow(joined, exit_status() or code, joined.name_process(left), text)
         case _:
-            return  # the program has come to its end
+            return  # a regular end of the program
 
 
 def _follow(joined: Job, code: int, who: str, text: str) -> None:
-    """Ends this process, as another one of its job has ended."""
+    """Ends this process because another one of its job has ended."""
     said = message(
         f"{joined.name_process(joined.process_id)} needs all processes of its job",
         got=f"the end of {who}: {as_part(as_plain(text, 2000))}",

@@ -1,10 +1,10 @@
-"""How a process of a job ends: with a code that says why, and never long after the others.
+"""How a process of a job exits: with a code that says why, soon after the others.
 
-At its exit JAX waits for all processes, and aborts (134) where one does not come: the code that
-Python had for the end is lost, and the others sit in a collective meanwhile. So an exception that
-nobody catches ends the process at once, after it is printed; and at the end of the program the
-processes meet once more, in a wait of ours that ends before JAX's. In IPython and at Python's
-prompt an exception ends nothing, and nothing here does.
+At exit, JAX waits for all processes and aborts (134) if one does not arrive; Python's exit code is
+then lost, and meanwhile the others hang in a collective. So an uncaught exception ends the process
+at once after it is printed, and at the end of the program the processes meet once more, in a wait
+that times out before JAX's does. In IPython and at Python's prompt an exception does not end the
+process, and neither does anything here.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from distjax.cluster.meeting import come_and_hear, require_equal, who_came
 from distjax.cluster.watch import Watch
 from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckError, message
 
-#: The part of `shutdown_timeout` that the last meeting waits: JAX's own wait would abort.
+#: The fraction of `shutdown_timeout` for the last meeting; JAX's own wait would abort.
 _SHARE = 0.8
 _PLACE = "distjax/end"
 
 
 class _Ending:
-    """What this module puts in the place of Python's hooks, once in a process.
+    """Replacements for Python's exit hooks, installed once per process.
 
     Attributes:
-      pid: the process that did it; its forked children end as they like.
-      code: what `sys.exit` was last asked to end with.
+      pid: the process that installed them; forked children exit as usual.
+      code: the exit code last passed to `sys.exit`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Ending:
         threading.excepthook = self._on_uncaught_in_thread
 
     def watch(self, joined: Job) -> None:
-        """Has this process end when another one does, and the end of the program be a meeting."""
+        """Makes this process end when another does, and end the program with a meeting."""
         self._exit, sys.exit = sys.exit, self._remember_and_exit
         self._stop_watch = start_watch(joined, lambda: self.code)
         self._watch = Watch(joined)
@@ -59,10 +59,10 @@ class _Ending:
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Stands for `sys.excepthook`."""
+        """Replaces `sys.excepthook`."""
         is_end = self._is_end(error)
         if is_end:
-            begin_to_end()  # before it is printed, which another thread's end would cut off
+            begin_to_end()  # before printing, which another thread's exit would cut short
         try:
             self._former_hook(kind, error, trace)
         finally:
@@ -70,9 +70,9 @@ class _Ending:
                 _end_after(error)
 
     def _on_uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        """Stands for `threading.excepthook`."""
+        """Replaces `threading.excepthook`."""
         error = args.exc_value or args.exc_type()
-        is_end = not isinstance(error, SystemExit) and self._is_end(error)  # SystemExit: its own
+        is_end = not isinstance(error, SystemExit) and self._is_end(error)  # ends only its thread
         if is_end:
             begin_to_end()
         try:
@@ -86,15 +86,15 @@ class _Ending:
         return is_ours and os.getpid() == self.pid and not is_interactive()
 
     def _remember_and_exit(self, status: str | int | None = None, /) -> NoReturn:
-        """Stands for `sys.exit`: Python tells nobody else with what code it ends."""
+        """Replaces `sys.exit`, since Python reveals its exit code nowhere else."""
         self.code = status if isinstance(status, int) else int(status is not None)
         self._exit(status)
 
     def _meet(self) -> None:
-        """Returns when all processes have come to their end; else ends this one."""
+        """Returns when all processes have reached their end; otherwise ends this one."""
         joined = job()
         if joined is None or jax_compat.coordination_client() is None:
-            return  # the user has left it, by jax.distributed.shutdown()
+            return  # the user has left the job, by jax.distributed.shutdown()
         if os.getpid() != self.pid:
             return
         self._watch.come_to_the_end()
@@ -107,7 +107,7 @@ class _Ending:
             begin_to_end()
             print(error, file=sys.stderr)
             if isinstance(error, AgreementError):
-                leave(joined, DIFFERENT, str(error), DIFFERENT)  # it may be the first
+                leave(joined, DIFFERENT, str(error), DIFFERENT)  # this one may be the first
             leave(joined, self.code or PEER_LOST, "it came to its end alone")
         self._watch.stop()
         self._stop_watch()
@@ -117,19 +117,19 @@ def _end_after(error: BaseException) -> NoReturn:
     joined, code = job(), exit_code(error)
     if joined is None:
         end_at_once(code)
-    is_of_all = isinstance(error, (AgreementError, StuckError))  # they come to it at any moment
+    is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment
     text = "".join(traceback.format_exception_only(error)).strip()
     leave(joined, code, text, code if is_of_all else PEER_LOST)
 
 
 def _wait_for_all(joined: Job) -> None:
-    """Returns when all processes have come to their end, and have launched the same.
+    """Waits until all processes have reached the end and launched the same programs.
 
-    One that is still at work, as at a checkpoint, is awaited for as long as that may take.
+    A process that is still at slow work, such as a checkpoint, is given as long as that may take.
 
     Raises:
-      PeerLostError: one has not come.
-      AgreementError: they have launched different programs.
+      PeerLostError: a process has not arrived.
+      AgreementError: the processes have launched different programs.
     """
     seconds = _SHARE * joined.timeouts.shutdown
     try:
@@ -162,7 +162,7 @@ _endings: list[_Ending] = []
 
 
 def watch_the_end() -> _Ending:
-    """Puts our hooks in the place of Python's, once, and returns them."""
+    """Installs our exit hooks once, and returns them."""
     if not _endings:
         _endings.append(_Ending())
     return _endings[0]

@@ -1,4 +1,4 @@
-"""The codes with which a process ends, and the one way that keeps them."""
+"""Exit codes of a process, and the only way of exiting that preserves them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distjax.errors import (
 
 UNCAUGHT, PEER_LOST, STUCK, DIFFERENT = 70, 71, 76, 77
 
-#: The code of an exception that nobody catches; the first row that holds it.
+#: Exit codes of uncaught exceptions; the first matching row counts.
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (AgreementError, DIFFERENT),
     (PeerLostError, PEER_LOST),
@@ -32,8 +32,8 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (KeyboardInterrupt, 130),
 )
 
-#: What JAX's errors say when another process is gone: gloo's sockets, NCCL, the coordinator.
-#: They begin with a status; a read of a value raises them as ValueError.
+#: JAX error messages that mean another process is gone: from gloo's sockets, NCCL, the coordinator.
+#: They begin with a status; reading a value raises them as ValueError.
 _GONE = re.compile(
     r"[A-Z_]+: .*(gloo|connection (closed|reset|refused)|socket closed|broken pipe"
     r"|coordination service|remote process exited)",
@@ -42,7 +42,7 @@ _GONE = re.compile(
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the code with which a process of a job ends after `error`."""
+    """Returns the exit code of a process of a job after `error`."""
     cause: BaseException | None = error
     while cause is not None:
         is_jax = isinstance(cause, (jax.errors.JaxRuntimeError, ValueError))
@@ -53,15 +53,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """Ends this process, without the callbacks of `atexit`, after what it said is written."""
+    """Ends this process without `atexit` callbacks, after flushing its outputs."""
     flush_outputs()
     os._exit(code)
 
 
 def flush_outputs() -> None:
-    """Writes what this process said."""
+    """Flushes logging, stdout and stderr."""
     for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
-        with contextlib.suppress(Exception):  # an output that is closed must not change the code
+        with contextlib.suppress(Exception):  # a closed output must not change the exit code
             flush()
 
 
@@ -70,12 +70,12 @@ def print_stacks() -> None:
     flush_outputs()
     try:
         faulthandler.dump_traceback(sys.stderr)
-    except (AttributeError, OSError, ValueError):  # what stands in its place is no file
+    except (AttributeError, OSError, ValueError):  # stderr was replaced by something not a file
         faulthandler.dump_traceback(2)
 
 
 def is_interactive() -> bool:
-    """Returns whether somebody sits at a prompt, where an exception ends nothing."""
+    """Returns whether this is an interactive session, which exceptions do not end."""
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         return True

@@ -1,4 +1,4 @@
-"""What processes compare, as text: a program, a value of the host."""
+"""What processes compare, as text: programs, and values on the host."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from distjax import jax_compat
 from distjax.typing import PyTree
 
-#: A callback's number among those of its process says nothing of the program.
+#: A callback's index within its process says nothing about the program.
 _NUMBERS = re.compile(r"\{index = \d+ : ui64\}")
-#: Python's text of what has none of its own: its place in this process.
+#: The address in a default repr, which is specific to this process.
 _ADDRESSES = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fact:
-    """One thing that processes compare.
+class ComparedFact:
+    """One fact that processes compare.
 
     Attributes:
       name: in the user's words, such as "argument args[0] of step".
-      text: what it is on this process; no addresses, no paths. One line or many.
+      text: its value on this process, without addresses or paths; one line or many.
     """
 
     name: str
@@ -32,19 +32,19 @@ class Fact:
 
 
 def describe_program(lowered: jax.stages.Lowered) -> str:
-    """Returns the text of a lowered program: shardings, donation and constants are part of it."""
+    """Returns a lowered program's text, including shardings, donation and constants."""
     return _NUMBERS.sub("{}", lowered.as_text())
 
 
 def describe_structure(treedef: jax.tree_util.PyTreeDef) -> str:
-    """Returns the text of a structure; objects and functions in it are known by their names."""
+    """Returns a treedef's text; objects and functions in it are identified by name."""
     return _ADDRESSES.sub("", str(treedef))
 
 
 def describe_on_host(value: PyTree) -> str:
-    """Returns shape, dtype and checksum of what every process is to have; one line.
+    """Returns shape, dtype and checksum of a value that must be equal everywhere.
 
-    Of values that lie on devices of several processes: shape and dtype, as each holds a part.
+    One line. For values that span several processes only shape and dtype, as each holds a part.
     """
     if not hasattr(value, "dtype"):
         is_number = isinstance(value, (bool, int, float, complex, str))

@@ -1,7 +1,7 @@
-"""The job that this process has joined: what other modules ask for.
+"""The job that this process has joined.
 
-`initialize` joins, and says so here. A program of one process has no job, and pays nothing for
-those of several: whoever compares processes asks ``job()`` first.
+`initialize` joins and records it here. A single-process program has no job and pays nothing for
+multi-process support: code that compares processes checks ``job()`` first.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Protocol
 
 
 class CoordinationClient(Protocol):
-    """What this process says to the others, without a device: JAX's coordination service.
+    """JAX's coordination service: how processes communicate without devices.
 
-    Times are milliseconds. A wait that ends without what it waited for raises
-    `jax.errors.JaxRuntimeError`. All that is read here was written by another process: it
-    is text, to be parsed, never executed.
+    Timeouts are in milliseconds; a wait that times out raises `jax.errors.JaxRuntimeError`.
+    Everything read here was written by another process: it is text to be parsed, never executed.
     """
 
     def wait_at_barrier(
         self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None
     ) -> None:
-        """Returns when all processes (or those named) wait here; each id serves once."""
+        """Waits for all processes (or those given); each id can be used once."""
         ...
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
@@ -30,11 +29,11 @@ class CoordinationClient(Protocol):
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Returns the keys under ``key/`` and their values; full names, in any order."""
+        """Returns the (full name, value) pairs under ``key/``, in any order."""
         ...
 
     def key_value_delete(self, key: str) -> None:
-        """Removes a key, or all under ``key/``."""
+        """Deletes a key, or everything under ``key/``."""
         ...
 
 
@@ -43,13 +42,13 @@ class Timeouts:
     """How long this job waits, in seconds.
 
     Attributes:
-      initialization: for all processes to come.
-      heartbeat: without a sign of life until a process is taken for dead.
-      shutdown: for all processes to come to their end.
+      initialization: for all processes to join.
+      heartbeat: without a heartbeat until a process is considered dead.
+      shutdown: for all processes to reach their end.
       step_deadline: from the launch of a program to its completion.
-      meeting: for all processes to come where they compare what they do.
-      phase: for slow work of one process (compiling, data, checkpoints), and for all to come where
-        it reads data or looks at a checkpoint.
+      meeting: for all processes to arrive where they compare what they do.
+      phase: for slow work of one process (compiling, data, checkpoints), and for all to arrive
+        where it reads data or looks at a checkpoint.
     """
 
     initialization: float
@@ -67,10 +66,10 @@ class Job:
     Attributes:
       process_id: this process, from 0 to `num_processes` - 1.
       num_processes: two or more.
-      client: what it says to the others.
-      timeouts: how long it waits for them.
+      client: the coordination service.
+      timeouts: how long to wait for other processes.
       hosts: "host (pid N)" of each process, by id, for errors.
-      attempt: how often the job was started again.
+      attempt: how many times the job was restarted.
     """
 
     process_id: int
@@ -89,10 +88,10 @@ _joined: list[Job] = []
 
 
 def job() -> Job | None:
-    """Returns the job that this process has joined; None: it is a program of its own."""
+    """Returns the job that this process has joined; None in a single-process program."""
     return _joined[0] if _joined else None
 
 
 def set_job(joined: Job) -> None:
-    """Says that this process has joined a job, which it does once."""
+    """Records that this process has joined a job; called once."""
     _joined[:] = [joined]

@@ -46,37 +46,39 @@ def initialize(
     phase_timeout: float = 3600.0,
     **mtls: str | bool | None,
 ) -> None:
-    """Joins the job of several processes that this process is a part of.
+    """Joins the multi-process job that this process belongs to.
 
-    To be called before any array or device is used. What is not given is taken from the
-    variables DISTJAX_COORDINATOR, DISTJAX_NUM_PROCESSES and DISTJAX_PROCESS_ID, then from
-    the cluster that JAX detects (Slurm, Open MPI, Kubernetes, TPU) or that TF_CONFIG
-    describes. Where nothing says that there is a job the program is one process, nothing
-    listens, and this returns. A second call with equal arguments does nothing.
+    Call it before any array or device is used. Arguments that are not given are taken from the
+    environment variables DISTJAX_COORDINATOR, DISTJAX_NUM_PROCESSES and DISTJAX_PROCESS_ID, then
+    from the cluster that JAX detects (Slurm, Open MPI, Kubernetes, TPU) or that TF_CONFIG
+    describes. If nothing indicates a job, the program is a single process: nothing listens, and
+    this returns. A second call with equal arguments does nothing.
 
-    In a job of several processes an exception that nobody catches ends the process, with an
-    exit code that says why, and the program ends when all processes come to its end.
+    In a multi-process job, an uncaught exception ends the process with an exit code that says
+    why, and the program ends when all processes reach its end.
 
     Args:
       coordinator_address: "host:port" of process 0. On loopback, nothing listens beyond it.
-      num_processes: how many processes there are.
-      process_id: which one this is, from 0.
-      local_device_ids: the GPUs that this process of a job uses; None: all that it sees.
+      num_processes: the number of processes.
+      process_id: the index of this process, from 0.
+      local_device_ids: the GPUs that this process of the job uses; None: all visible ones.
       coordinator_bind_address: where process 0 listens, if not at `coordinator_address`.
-      cluster_detection_method: as in `jax.distributed.initialize`; "deactivate": none.
-      initialization_timeout: seconds until all processes have to be there.
-      heartbeat_timeout: seconds without a sign of life until a process counts as lost.
-      shutdown_timeout: seconds that a process waits at its end for the others'.
-      step_deadline: seconds that a program over the processes may take, from its launch on.
-      meeting_timeout: seconds until all have to come where processes compare what they do;
+      cluster_detection_method: as in `jax.distributed.initialize`; "deactivate" turns it off.
+      initialization_timeout: seconds until all processes must have joined.
+      heartbeat_timeout: seconds without a heartbeat until a process is considered lost.
+      shutdown_timeout: seconds that a process waits at its end for the others.
+      step_deadline: seconds that a program over all processes may take from its launch.
+      meeting_timeout: seconds until all must have arrived where processes compare what they do;
         None: 60, or `step_deadline` if that is less.
       phase_timeout: seconds that one process may compile, read data or be at a checkpoint.
       **mtls: JAX's options for encrypted connections to the coordinator (`mtls_*`,
-        `verify_secure_credentials`), where JAX has them.
+        `verify_secure_credentials`), if JAX has them.
 
     Raises:
-      ClusterError: the arguments are no place in a job, a process is missing, there twice or
-        differs, a backend is in use already, or this process has joined with others.
+      ClusterError: the arguments do not describe a place in a job; a process is missing,
+        duplicated or different; a backend is already in use; or this process has already
+        joined with other arguments.
+      TypeError: an unknown option.
     """
     place = (coordinator_address, num_processes, process_id)
     waits = (initialization_timeout, heartbeat_timeout, shutdown_timeout)
@@ -91,7 +93,7 @@ def initialize(
 
 @contextlib.contextmanager
 def _ends_uncaught() -> Generator[None]:
-    """Has a `ClusterError` that nobody catches end the process with a code of its own."""
+    """Makes an uncaught `ClusterError` end the process with its own exit code."""
     try:
         yield
     except ClusterError:
@@ -100,7 +102,7 @@ def _ends_uncaught() -> Generator[None]:
 
 
 def join_if_nobody_did() -> None:
-    """Calls `initialize`, unless the program has: for a strategy over all processes."""
+    """Calls `initialize` unless already done; for strategies over all processes."""
     if not _joined_with:
         initialize()
 
@@ -124,7 +126,7 @@ def _join(settings: Settings) -> None:
 
 
 def _join_jax(settings: Settings) -> None:
-    """Joins JAX's own rendezvous, and has this process listen where it was asked to."""
+    """Joins JAX's own rendezvous; collectives listen where they were asked to."""
     assert settings.coordinator_address is not None
     host, port = addresses.split_address(settings.coordinator_address, "coordinator_address")
     bind = settings.bind_address
@@ -140,14 +142,14 @@ def _join_jax(settings: Settings) -> None:
         local_device_ids=settings.local_device_ids,
         coordinator_bind_address=bind
         or addresses.join_address(addresses.resolve_host(host, port), port),
-        cluster_detection_method="deactivate",  # it is done
+        cluster_detection_method="deactivate",  # already done
         initialization_timeout=math.ceil(timeouts.initialization),
         heartbeat_timeout_seconds=math.ceil(timeouts.heartbeat),
         shutdown_timeout_seconds=math.ceil(timeouts.shutdown),
         **dict(settings.mtls),
     )
     if threading.current_thread() is threading.main_thread() and on_sigterm is not None:
-        # JAX's preemption service has taken the signal, and a process would not die of it.
+        # JAX's preemption service has taken over SIGTERM, which would no longer end the process.
         signal.signal(signal.SIGTERM, on_sigterm)
 
 

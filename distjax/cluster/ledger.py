@@ -1,10 +1,10 @@
-"""The ledger of a process: its calls that involve the others, in order.
+"""The ledger of a process: its calls that involve other processes, in order.
 
-A call is the launch of a program over several processes, or a meeting. Programs that are compiled
-need no meeting, so processes may launch them in another order, one of them once too often, or with
-other numbers of the host. Ledgers show that: at the next meeting, where they are compared first,
-and to the watch, which compares them meanwhile. Each call adds to a checksum, and the checksums of
-the latest calls are kept, so that a process that is only behind is compared at its own count.
+A call is the launch of a program over several processes, or a meeting. Compiled programs need no
+meeting, so processes might launch them in a different order, launch one too often, or pass
+different host values. Ledgers reveal that: at the next meeting, where they are compared first, and
+to the watch, which compares them in between. Each call updates a checksum, and the checksums of
+the latest calls are kept, so that a process that is merely behind is compared at its own count.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import threading
 import zlib
 from typing import NamedTuple, Protocol
 
-#: Calls that are remembered, a power of two. No process is further ahead of another: launches are
-#: awaited.
+#: How many calls are remembered; a power of two. No process gets further ahead of another, since
+#: launches are awaited.
 _SIZE = 4096
-#: Launches that may be in flight, a power of two: their tokens are held.
+#: How many launches may be in flight, with their tokens held; a power of two.
 _NUM_AWAITED = 64
 _NUM_SHOWN = 4
 
 
 class Token(Protocol):
-    """An output of a program, ready when the program has completed."""
+    """A program output that is ready when the program has completed."""
 
     def is_ready(self) -> bool: ...
 
@@ -32,13 +32,13 @@ class Token(Protocol):
 
 
 class Call(NamedTuple):
-    """A call, as others are told of it.
+    """A call, as reported to other processes.
 
     Attributes:
-      number: from 1.
+      number: counted from 1.
       checksum: of all calls up to this one.
-      text: what it is, for people.
-      is_meeting: whether it is a meeting; else a launch.
+      text: a description for people.
+      is_meeting: whether it is a meeting rather than a launch.
     """
 
     number: int
@@ -48,12 +48,12 @@ class Call(NamedTuple):
 
 
 class Ledger:
-    """The calls of one process. A launch costs a microsecond.
+    """The calls of one process. Recording a launch costs a microsecond.
 
     Attributes:
-      count: how many there were.
+      count: the number of calls.
       checksum: of all of them.
-      starting: name and checksum of the arguments of a launch that has not returned.
+      starting: (name, checksum of the arguments) of a launch that has not returned.
     """
 
     __slots__ = (
@@ -72,21 +72,22 @@ class Ledger:
         self.count = self.checksum = self._num_meetings = 0
         self.starting: tuple[str, int] | None = None
         self._latest: Token | None = None
-        self._thread = 0  # that launched it
+        self._thread = 0  # the one that launched `_latest`
         self._launched: list[tuple[int, Token | None]] = [(0, None)] * _NUM_AWAITED
-        # Number, checksum, name, checksum of the arguments, occasion of a meeting.
+        # (number, checksum, name, checksum of the arguments, occasion of a meeting)
         self._calls: list[tuple[int, int, str, int, str]] = [(0, 0, "", 0, "")] * _SIZE
         self._one_at_a_time = threading.Lock()
 
     def begin_launch(self, name: str, arguments: int = 0) -> tuple[str, int]:
-        """Notes that a program over several processes is about to run; returns the note.
+        """Records that a program over several processes is about to run.
 
-        JAX keeps the order of launches only within a thread where a process has one CPU device:
-        another thread's program would run beside those in flight, and their collectives pair up.
+        With one CPU device per process, JAX keeps launches in order only within a thread: another
+        thread's program would run alongside those in flight, and their collectives would pair up.
+        So this first waits for the latest launch of another thread. Returns the record.
 
         Args:
           name: the user's name of the function, or that of an operation.
-          arguments: checksum of what it gets from the host.
+          arguments: checksum of its host arguments.
         """
         if self._thread != threading.get_ident():
             self.wait()
@@ -94,24 +95,24 @@ class Ledger:
         return launch
 
     def wait(self) -> None:
-        """Returns when the latest launch has completed; what has failed tells its own reader."""
+        """Waits for the latest launch to complete; its errors surface where it is read."""
         if self._latest is not None:
             with contextlib.suppress(RuntimeError, ValueError):
                 self._latest.block_until_ready()
 
     def end_launch(self, launch: tuple[str, int], token: Token | None) -> None:
-        """Notes that the program runs; `token` is ready when it has completed."""
+        """Records that the program was launched; `token` is ready when it completes."""
         self.starting = None
         self._latest, self._thread = token, threading.get_ident()
         number = self._add(*launch, "")
         self._launched[number & _NUM_AWAITED - 1] = number, token
 
     def abandon_launch(self) -> None:
-        """Notes that the program was refused, and did not run."""
+        """Records that the launch failed, so the program did not run."""
         self.starting = None
 
     def add_meeting(self, occasion: str) -> None:
-        """Notes a meeting. Those of different occasions are equal here: they tell it themselves."""
+        """Records a meeting; the checksum ignores its occasion, which meetings compare."""
         self._num_meetings += 1
         self._add("a meeting", 0, occasion)
 
@@ -124,20 +125,20 @@ class Ledger:
         return number
 
     def find(self, number: int) -> Call | None:
-        """Returns a call; None if it has not come, or is forgotten."""
+        """Returns a call; None if it has not happened yet or is forgotten."""
         found, checksum, name, arguments, meeting = self._calls[number & _SIZE - 1]
         if found != number:
             return None
         return Call(number, checksum, meeting or _show(name, arguments), bool(meeting))
 
     def find_launched(self) -> list[tuple[int, Token]]:
-        """Returns number and token of the latest launches, in order."""
+        """Returns (number, token) of the latest launches, in order."""
         launched = [(number, token) for number, token in [*self._launched] if token is not None]
         return sorted(launched, key=lambda each: each[0])
 
     def find_blocked(self) -> Call | None:
-        """Returns the launch that has not returned, as the call that it will be."""
-        with self._one_at_a_time:  # else it may return meanwhile, and would be told twice
+        """Returns the launch that has not returned, as the call it will become."""
+        with self._one_at_a_time:  # else it may return meanwhile, and be reported twice
             starting, count, former = self.starting, self.count, self.checksum
         if starting is None:
             return None
@@ -145,7 +146,7 @@ class Ledger:
         return Call(count + 1, checksum, _show(*starting))
 
     def describe(self) -> str:
-        """Returns the number of launches, the latest of them and a checksum of all, in one line."""
+        """Returns one line: number of launches, the latest of them, overall checksum."""
         calls = map(self.find, range(self.count, max(0, self.count - _SIZE), -1))
         launches = (call.text for call in calls if call is not None and not call.is_meeting)
         latest = ", ".join([*itertools.islice(launches, _NUM_SHOWN)][::-1]) or "none"
@@ -157,5 +158,5 @@ def _show(name: str, arguments: int) -> str:
     return f"{name} of arguments {arguments:08x}" if arguments else name
 
 
-#: That of this process.
+#: The ledger of this process.
 ledger = Ledger()

@@ -1,4 +1,4 @@
-"""Lines of JSON that processes send each other: bounded, and never executed."""
+"""JSON lines that processes send each other: bounded in size, never executed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def as_line(content: dict[str, Any]) -> str:
 
 
 def parse_line(line: str | bytes) -> dict[str, Any]:
-    """Returns what a line says; a stranger's line, which is no object, says nothing."""
+    """Returns the content of a line; empty if it is not a JSON object."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -21,6 +21,6 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
 
 
 def as_plain(text: object, max_length: int = 64) -> str:
-    """Returns a text from elsewhere as it may be printed: no control characters, no end of it."""
+    """Returns foreign text made printable: no control characters, truncated."""
     plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
     return plain if len(plain) <= max_length else plain[: max_length - 3] + "..."

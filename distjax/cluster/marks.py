@@ -1,4 +1,4 @@
-"""Marks: what a process says of its ledger between meetings, and what two ledgers differ in."""
+"""Marks: a process's report between meetings, and what two of them differ in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distjax.cluster.lines import as_line, as_plain, parse_line
 from distjax.cluster.phases import Phase
 
 _PLACE = "distjax/watch"
-#: How many of its latest calls a process tells.
+#: How many of its latest calls a process reports.
 _NUM_TOLD = 8
 _MAX_TEXT = 80
 
@@ -25,9 +25,9 @@ class Mark:
     Attributes:
       count: how many calls it has made.
       calls: the latest of them, in order.
-      at: what its threads are at.
-      is_busy: whether it does slow work of its own.
-      is_at_end: whether it has come to the end of the program: there are no more calls.
+      at: what its threads are doing.
+      is_busy: whether it is doing slow work of its own.
+      is_at_end: whether it has reached the end of the program, so there are no more calls.
     """
 
     count: int
@@ -46,9 +46,9 @@ def mark_of(ledger: Ledger, phases: Sequence[Phase], blocked: Call | None, at_en
 
     Args:
       ledger: its calls.
-      phases: what its threads are at.
-      blocked: a launch that does not return, as its last call.
-      at_end: whether the program has come to its end.
+      phases: what its threads are doing.
+      blocked: a launch that does not return, to be added as its last call.
+      at_end: whether the program has reached its end.
     """
     count = ledger.count
     found = map(ledger.find, range(max(1, count - _NUM_TOLD + 1), count + 1))
@@ -67,7 +67,7 @@ def as_text(mark: Mark) -> str:
 
 
 def parse_mark(line: str) -> Mark | None:
-    """Returns the mark that a line says, None if it says none."""
+    """Returns the mark in a line, or None if it is malformed."""
     try:
         told = parse_line(line)
         calls = tuple(Call(int(n), int(c), str(t), bool(m)) for n, c, t, m in told.pop("calls"))
@@ -83,7 +83,7 @@ def tell(joined: Job, text: str) -> None:
 
 
 def hear(joined: Job, process: int | None = None) -> dict[int, Mark]:
-    """Returns the marks of the others by process, or that of one of them."""
+    """Returns the marks of the other processes, or of one of them, by process."""
     place = _PLACE if process is None else f"{_PLACE}/{process}"
     told = {int(k.split("/")[-2]): v for k, v in joined.client.key_value_dir_get(place)}
     marks = {process: parse_mark(line) for process, line in told.items()}
@@ -91,15 +91,15 @@ def hear(joined: Job, process: int | None = None) -> dict[int, Mark]:
 
 
 def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] | None:
-    """Returns the first call in which two processes differ, as far as one can see.
+    """Returns the first call in which two processes differ, as far as is known.
 
     Args:
       own: the mark of this process.
       ledger: the calls of this process.
-      other: the mark of the other one.
+      other: the mark of the other process.
 
     Returns:
-      What it is here and there; None where one is only behind the other.
+      What the call is here and there; None if one is merely behind the other.
     """
     mine = {call.number: call for call in own.calls}
     for i, theirs in enumerate(other.calls):
@@ -110,6 +110,6 @@ def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] |
             return f"{where}: {ours.text}", f"{where}: {theirs.text}"
     if other.is_at_end and own.count > other.count:
         more = mine.get(other.count + 1) or ledger.find(other.count + 1)
-        if more is not None and not more.is_meeting:  # whose wait has a bound of its own
+        if more is not None and not more.is_meeting:  # meetings have their own timeout
             return f"call {more.number}: {more.text}", f"{THE_END} after {other.count} calls"
     return None

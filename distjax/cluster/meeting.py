@@ -1,7 +1,7 @@
-"""Meetings: where the processes of a job tell each other a line of text, without a device.
+"""Meetings: where the processes of a job exchange a line of text, device-free.
 
-Collectives of devices cannot do this: they hang, or pair up wrongly, where processes do different
-things. A meeting goes through the coordination service, and whoever does not come is named.
+Device collectives cannot do this: if processes do different things, they hang or pair up wrongly.
+A meeting goes through the coordination service, and errors name any process that does not arrive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distjax.cluster.marks import hear
 from distjax.cluster.phases import waiting
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
-#: Meetings are numbered, and come in the same order on every process.
+#: Meetings are numbered, and occur in the same order on every process.
 _lock = threading.RLock()
 _count = 0
 
@@ -28,20 +28,20 @@ _count = 0
 def exchange(
     joined: Job, occasion: str, text: str, seconds: float | None = None
 ) -> tuple[str, ...]:
-    """Returns what each process says, by its number; a meeting of all of them.
+    """Holds a meeting of all processes; returns each one's text, by process id.
 
     Args:
       joined: the job.
-      occasion: what this process is about to do, as "the first call of step": for errors.
-      text: what this one says; short, since process 0 hands all of it on.
-      seconds: how long the last one is awaited, unless it is at work (see `phases`); None:
-        `meeting_timeout`.
+      occasion: what this process is about to do, such as "the first call of step"; for errors.
+      text: this process's text; short, since process 0 forwards them all.
+      seconds: how long to wait for the last process, unless it is at slow work (see `phases`);
+        None: `meeting_timeout`.
 
-    Cost: a few messages for each process, and the wait for the last one.
+    Cost: a few messages per process, and the wait for the last one.
 
     Raises:
       AgreementError: processes are about to do different things; all of them raise it.
-      StuckError: a process did not come in time.
+      StuckError: a process did not arrive in time.
       PeerLostError: a process has ended.
     """
     global _count
@@ -53,7 +53,7 @@ def exchange(
         said = json.dumps([ledger.describe(), occasion, text])
         try:
             all_said = come_and_hear(joined, place, said, seconds)
-            if joined.process_id == 0 and _count > 1:  # all have left it: they are here
+            if joined.process_id == 0 and _count > 1:  # all are here, so all have left that one
                 joined.client.key_value_delete(f"distjax/meeting/{_count - 1}")
         except jax.errors.JaxRuntimeError as error:
             raise _absence(joined, occasion, place, seconds, error) from None
@@ -64,19 +64,20 @@ def exchange(
 
 
 def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:
-    """Says something at a place, and returns what each process says there, by its number.
+    """Publishes a text at a place; returns each process's text there, by process id.
 
-    A process that compiles, say, is awaited for as long as that may take, and `seconds` more.
+    A process that is at slow work, such as compiling, is given as long as that may take, plus
+    `seconds`.
 
     Raises:
-      jax.errors.JaxRuntimeError: a process did not come in time, or cannot be reached.
+      jax.errors.JaxRuntimeError: a process did not arrive in time, or cannot be reached.
     """
     joined.client.key_value_set(f"{place}/came/{joined.process_id}", said, allow_overwrite=True)
     return json.loads(_hear_all(joined, place, seconds))
 
 
 def _hear_all(joined: Job, place: str, seconds: float) -> str:
-    """Returns what all say, as process 0 hands it on when the last one has come."""
+    """Returns all texts, as forwarded by process 0 once the last one has arrived."""
     now = time.monotonic()
     deadline, bound = now + seconds, now + seconds + joined.timeouts.phase
     while True:
@@ -103,25 +104,25 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
 
 
 def who_came(joined: Job, place: str) -> dict[int, str]:
-    """Returns what those who have come to a place say, by process."""
+    """Returns the texts of the processes that have arrived at a place, by process id."""
     keys = joined.client.key_value_dir_get(f"{place}/came")
     return {int(key.rpartition("/")[2]): said for key, said in keys}
 
 
 def _may_come(joined: Job, place: str) -> bool:
-    """Returns whether those who are missing may still come: one is at work, or all are here now."""
+    """Returns whether the missing may still arrive: one is at work, or all just came."""
     came = who_came(joined, place)
     is_busy = any(mark.is_busy for i, mark in hear(joined).items() if i not in came)
     return is_busy or len(came) == joined.num_processes
 
 
 def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:
-    """Raises an `AgreementError` unless every process has said the same.
+    """Raises an `AgreementError` unless all processes said the same.
 
     Args:
       joined: the job.
-      what: in what they may differ, in the user's words.
-      said: by process; the same on all of them.
+      what: what they may differ in, in the user's words.
+      said: each process's text; this list is the same on all of them.
     """
     differ = [i for i, other in enumerate(said) if other != said[0]]
     if differ:
@@ -135,9 +136,9 @@ def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, s
     Args:
       joined: the job.
       differ: the processes that differ from process 0.
-      what: in what they differ, in the user's words.
-      first: what it is on process 0.
-      second: what it is on the first of `differ`.
+      what: what they differ in, in the user's words.
+      first: its value on process 0.
+      second: its value on the first of `differ`.
     """
     names = ", ".join(map(joined.name_process, differ))
     verb = "differs" if len(differ) == 1 else "differ"
@@ -156,12 +157,12 @@ def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, s
 def _absence(
     joined: Job, occasion: str, place: str, seconds: float, error: Exception
 ) -> StuckError | PeerLostError:
-    """Returns what to raise where others did not come, or cannot be reached."""
+    """Returns the error for processes that did not arrive or cannot be reached."""
     try:
         came, marks = who_came(joined, place), hear(joined)
         missing = [i for i in range(joined.num_processes) if i not in came]
     except jax.errors.JaxRuntimeError:
-        missing, marks = [0], {}  # the coordinator itself
+        missing, marks = [0], {}  # the coordinator itself is gone
     at = {i: f" ({mark.describe()})" for i, mark in marks.items()}
     names = ", ".join(joined.name_process(i) + at.get(i, "") for i in missing) or "a process"
     is_late = "DEADLINE_EXCEEDED" in str(error)

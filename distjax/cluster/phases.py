@@ -1,7 +1,7 @@
-"""Phases: slow work of this process alone, of which the others know while they wait for it.
+"""Phases: slow work of this process alone, reported to those waiting for it.
 
-A process that compiles, reads data or writes a checkpoint is not stuck, though the others may wait
-in a program that it has not launched. Each phase has a bound of its own, `phase_timeout`.
+A process that compiles, reads data or writes a checkpoint is not stuck, even if the others wait in
+a program that it has not launched yet. Each phase has its own time limit, `phase_timeout`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from distjax.errors import describe_value, message
 
 
 class Phase(NamedTuple):
-    """What a thread is at.
+    """What a thread is doing.
 
     Attributes:
-      what: "compiling step", for people.
+      what: a description for people, such as "compiling step".
       since: when it began, by `time.monotonic`.
-      is_work: whether the process itself is busy; else it waits for others, which has a bound
+      is_work: whether the process itself is busy; else it waits for others, which is limited
         elsewhere.
-      has_bound: whether the job ends where it is longer than `phase_timeout`.
+      has_bound: whether the job ends if it takes longer than `phase_timeout`.
     """
 
     what: str
@@ -33,32 +33,32 @@ class Phase(NamedTuple):
     has_bound: bool = True
 
 
-#: Seconds between two programs of one process alone, in which its Python reads data, say.
+#: The longest pause between programs of this process alone, in seconds, e.g. to read data.
 _PAUSE = 10.0
 
 _by_thread: dict[int, Phase] = {}
 
 
 def phase(what: str) -> contextlib.AbstractContextManager[None]:
-    """Tells the other processes that this one is at slow work, and not stuck.
+    """Tells the other processes that this one is at slow work, not stuck.
 
-    In a job of several processes the others wait for this one at the next meeting or
-    program: for `meeting_timeout` or `step_deadline`, and while it is in a phase for up to
+    In a multi-process job, the others wait for this process at the next meeting or program:
+    for `meeting_timeout` or `step_deadline`, and while it is in a phase, for up to
     `phase_timeout` (see `initialize`). Compiling, waiting for data, checkpoints and programs
-    that this process runs alone are phases without being named.
+    that this process runs alone are phases automatically.
 
     Args:
-      what: what the process is doing, for the errors of the others.
+      what: what the process is doing, for the others' errors.
 
     Raises:
-      TypeError: `what` is no text.
+      TypeError: `what` is not a string.
 
     Example:
       >>> if jax.process_index() == 0:
       ...     with dj.phase("drawing samples"):
       ...         pass  # minutes of Python
     """
-    _require_text(what)  # else the watch would end the job when it tells the others
+    _require_text(what)  # else the watch would fail, and end the job, when reporting it
     return _phase(what, is_work=True)
 
 
@@ -75,7 +75,7 @@ def _require_text(what: object) -> None:
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-    """Says that this thread waits for others meanwhile, which has a bound elsewhere."""
+    """Marks that this thread is waiting for others, which is limited elsewhere."""
     return _phase(what, is_work=False)
 
 
@@ -94,25 +94,25 @@ def _phase(what: str, is_work: bool) -> Generator[None]:
 
 
 class _OwnPrograms:
-    """Programs that this process launches alone, as an evaluation on its own devices.
+    """Programs that this process launches alone, such as evaluation on its devices.
 
-    Each is over in a moment, so they are one phase: as long as they come one after the other, and
-    no program of all processes between them. It may last, as a training of this process alone
-    does; the others wait for it no longer than for another phase.
+    Each takes only a moment, so they count as one phase for as long as they follow one another
+    without a program of all processes in between. It has no limit of its own, as this process may
+    train alone; but the others wait for it no longer than for any other phase.
     """
 
     def __init__(self) -> None:
         self._name, self._since, self._latest, self._num_calls = "", 0.0, -math.inf, 0
 
     def note(self, name: str, num_calls: int) -> None:
-        """Notes a launch; `num_calls` is how many calls the ledger has."""
+        """Records a launch; `num_calls` is the ledger's current count."""
         now = time.monotonic()
         if num_calls != self._num_calls or now - self._latest > _PAUSE:
             self._since, self._num_calls = now, num_calls
         self._name, self._latest = name, now
 
     def phases(self) -> Iterator[Phase]:
-        """Yields what they are at, if anything."""
+        """Yields the current phase, if any."""
         if time.monotonic() - self._latest <= _PAUSE:
             yield Phase(f"running {self._name} alone", self._since, True, has_bound=False)
 
@@ -121,5 +121,5 @@ own_programs = _OwnPrograms()
 
 
 def phases() -> tuple[Phase, ...]:
-    """Returns what the threads of this process are at."""
+    """Returns what the threads of this process are doing."""
     return *_by_thread.values(), *own_programs.phases()

@@ -1,10 +1,9 @@
-"""The roll call: every process tells process 0 who it is, before JAX's own rendezvous.
+"""The roll call: every process identifies itself, before JAX's own rendezvous.
 
-A rendezvous of JAX's that fails aborts the process, and no Python code learns why. So process 0
-listens first, at the address where the coordinator will, for one short connection of each
-process: a line of JSON in, when all have come or the time is over a line of JSON out, which is
-the same for all. Nothing that is read there is executed, and no more than a bounded number of
-bytes is read.
+If JAX's rendezvous fails, it aborts the process, and Python code never learns why. So process 0
+listens first, at the coordinator's address, for one short connection from each process: it reads
+one line of JSON, and when all have arrived or the time is up, it answers with one line of JSON,
+the same for all. Nothing that is read is ever executed, and the number of bytes read is bounded.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from distjax.errors import ClusterError, message
 _PROTOCOL = "distjax roll call 1"
 _RECORD_BYTES = 4096
 _VERDICT_BYTES = 1 << 20
-#: How long process 0 waits for the bytes of who has connected.
+#: How long process 0 waits for data on a new connection.
 _LINE_SECONDS = 5.0
-#: Once something is wrong, how much longer process 0 waits for the others, to tell them too.
+#: Once something is wrong, how much longer process 0 waits for the others, to tell them as well.
 _GRACE_SECONDS = 5.0
 _RETRY_SECONDS = 0.02
 
@@ -40,10 +39,10 @@ class Record:
     """Who a process says it is.
 
     Attributes:
-      process_id: its number.
-      host: the name of its machine.
-      pid: its process id there.
-      facts: (what, value) of all that has to be equal on every process.
+      process_id: its index.
+      host: its machine's name.
+      pid: its operating system process id.
+      facts: (what, value) pairs that must be equal on every process.
     """
 
     process_id: int
@@ -61,10 +60,10 @@ class Record:
 
 
 def hold_roll_call(settings: Settings) -> tuple[str, ...]:
-    """Returns "host (pid N)" of every process once all have come and agree.
+    """Returns "host (pid N)" of every process once all have arrived and agree.
 
     Raises:
-      ClusterError: a process is missing, came twice, or differs; the same on all that came.
+      ClusterError: a process is missing, duplicated or different; all present raise the same.
     """
     own = _describe_self(settings)
     call = _call_roll if settings.process_id == 0 else _answer
@@ -75,7 +74,7 @@ def hold_roll_call(settings: Settings) -> tuple[str, ...]:
 
 
 def _describe_self(settings: Settings) -> Record:
-    import distjax  # here, as it imports this module
+    import distjax  # here, to avoid an import cycle
 
     facts = {
         "num_processes": str(settings.num_processes),
@@ -93,7 +92,7 @@ def _describe_self(settings: Settings) -> Record:
 
 
 def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
-    """Returns the verdict, which all that came have been told."""
+    """Returns the verdict, after sending it to all processes that arrived."""
     began = time.monotonic()
     deadline = began + settings.timeouts.initialization
     came: dict[Record, socket.socket | None] = {own: None}
@@ -104,23 +103,23 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
             record, connection = _accept(listening, deadline)
             if record is not None and connection is not None:
                 came[record] = connections.enter_context(connection)
-        listening.close()  # what answers there from now on is the coordinator
+        listening.close()  # from now on the coordinator answers there
         in_order = sorted(came, key=lambda record: record.process_id)
         verdict = _judge(in_order, settings, time.monotonic() - began)
         for connection in filter(None, came.values()):
-            with contextlib.suppress(OSError):  # it has gone meanwhile: JAX will miss it
+            with contextlib.suppress(OSError):  # it is gone; JAX will notice
                 connection.sendall(as_line(verdict).encode())
     return verdict
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Returns the socket on which process 0 waits, at the address of the coordinator."""
+    """Returns the socket on which process 0 listens, at the coordinator's address."""
     address = settings.bind_address or settings.coordinator_address
     host, port = split_address(address, "coordinator_bind_address")
     try:
         resolved = resolve_host(host or "0.0.0.0", port)
         family = socket.AF_INET6 if ":" in resolved else socket.AF_INET
-        # The address is free again at once: what listens there next is the coordinator.
+        # The address is reusable immediately, as the coordinator listens there next.
         return socket.create_server((resolved, port), family=family, backlog=1024)
     except OSError as error:
         raise ClusterError(
@@ -137,7 +136,7 @@ def _listen(settings: Settings) -> socket.socket:
 def _accept(
     listening: socket.socket, deadline: float
 ) -> tuple[Record, socket.socket] | tuple[None, None]:
-    """Returns who has come, and its connection; strangers are sent away."""
+    """Returns a process that has arrived and its connection; rejects strangers."""
     listening.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
         connection, _ = listening.accept()
@@ -148,7 +147,7 @@ def _accept(
         connection.settimeout(_LINE_SECONDS)
         record = _parse_record(_read_line(connection, _RECORD_BYTES))
     except OSError:
-        pass  # it has gone, or says nothing
+        pass  # it is gone, or silent
     if record is None:
         connection.close()
         return None, None
@@ -156,13 +155,13 @@ def _accept(
 
 
 def _is_over(came: list[Record], settings: Settings) -> bool:
-    """Returns whether nobody else can be expected."""
+    """Returns whether no other process is to be expected."""
     missing = set(range(settings.num_processes)) - {r.process_id for r in came}
     return not missing or (len(came) >= settings.num_processes and bool(_find_wrong(came)))
 
 
 def _judge(came: list[Record], settings: Settings, waited_seconds: float) -> dict[str, Any]:
-    """Returns what all that came are told."""
+    """Returns the verdict that all present are told."""
     wrong = _find_wrong(came)
     ids = {record.process_id for record in came}
     missing = [i for i in range(settings.num_processes) if i not in ids]
@@ -184,7 +183,7 @@ def _judge(came: list[Record], settings: Settings, waited_seconds: float) -> dic
 
 
 def _find_wrong(came: list[Record]) -> dict[str, list[str]]:
-    """Returns what is wrong with those that came, as texts by their cure."""
+    """Returns what is wrong with those present: texts keyed by their fix."""
     by_id: dict[int, list[Record]] = {}
     for record in came:
         by_id.setdefault(record.process_id, []).append(record)
@@ -211,7 +210,7 @@ def _find_wrong(came: list[Record]) -> dict[str, list[str]]:
 
 
 def _answer(settings: Settings, own: Record) -> dict[str, Any]:
-    """Returns the verdict of process 0, after this process has told it who it is."""
+    """Tells process 0 who this process is, and returns its verdict."""
     assert settings.coordinator_address is not None
     address = split_address(settings.coordinator_address, "coordinator_address")
     patience = settings.timeouts.initialization
@@ -245,7 +244,7 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
 
 
 def _wait_for_coordinator(address: tuple[str, int]) -> None:
-    """Returns when process 0 listens again, as the coordinator: JAX looks once a second only."""
+    """Waits until process 0 listens as coordinator; JAX checks only once a second."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -258,7 +257,7 @@ def _wait_for_coordinator(address: tuple[str, int]) -> None:
 
 
 def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
-    """Returns a line without its end, or nothing where none of at most `max_bytes` came."""
+    """Returns a line without its newline; empty if none arrived within `max_bytes`."""
     read = b""
     while len(read) < max_bytes:
         part = connection.recv(min(65536, max_bytes - len(read)))

@@ -1,4 +1,4 @@
-"""What a process was told about its job: by arguments, by the environment, by the cluster."""
+"""What a process is told about its job: by arguments, environment and cluster."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from distjax.integers import is_int
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `initialize` was told, with what it found out.
+    """What `initialize` was told or found out.
 
     Attributes:
-      coordinator_address: "host:port" of process 0; None: this is a program of one process.
-      num_processes: how many there are.
-      process_id: which of them this is.
+      coordinator_address: "host:port" of process 0; None in a single-process program.
+      num_processes: the number of processes.
+      process_id: the index of this one.
       local_device_ids: the devices that this process uses; None: all it has.
       bind_address: where the coordinator was asked to listen, or None.
       timeouts: how long the job waits.
-      attempt: how often the job was started again.
-      mtls: options of JAX's for encrypted connections to the coordinator, sorted by name.
+      attempt: how many times the job was restarted.
+      mtls: JAX's options for encrypted connections to the coordinator, sorted by name.
     """
 
     coordinator_address: str | None
@@ -41,13 +41,13 @@ class Settings:
     mtls: tuple[tuple[str, Any], ...]
 
     def describe_difference(self, other: Settings) -> str:
-        """Returns "process_id=1, which was 0" for each argument in which `other` differs."""
+        """Returns "process_id=1, which was 0" for each argument that differs in `other`."""
         mine, its = self._as_arguments(), other._as_arguments()
         names = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
         return "; ".join(f"{n}={its.get(n)!r}, which was {mine.get(n)!r}" for n in names)
 
     def _as_arguments(self) -> dict[str, object]:
-        """Returns what `initialize` calls the fields."""
+        """Returns the fields under their names as arguments of `initialize`."""
         fields = {**vars(self), **dict(self.mtls)}
         fields["coordinator_bind_address"] = fields.pop("bind_address")
         for name, seconds in vars(self.timeouts).items():
@@ -56,13 +56,13 @@ class Settings:
         return fields
 
 
-#: What says that there is a job: all three, or none.
+#: What defines a job: all three are needed, or none.
 _PLACE = ("coordinator_address", "num_processes", "process_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The place of this process in a job, as far as it is known."""
+    """The place of this process in a job, as far as known."""
 
     coordinator_address: str | None
     num_processes: int | None
@@ -70,11 +70,11 @@ class Request:
     local_device_ids: tuple[int, ...] | None
 
     def is_empty(self) -> bool:
-        """Returns whether nothing at all says that there is a job."""
+        """Returns whether nothing indicates a job."""
         return all(getattr(self, name) is None for name in _PLACE)
 
     def filled_from(self, other: Request) -> Request:
-        """Returns this request, what it lacks taken from `other`."""
+        """Returns this request with missing fields taken from `other`."""
         names = [field.name for field in dataclasses.fields(self)]
         mine = {name: getattr(self, name) for name in names}
         return Request(
@@ -89,7 +89,7 @@ def find_settings(
     timeouts: Timeouts,
     mtls: Mapping[str, object],
 ) -> Settings:
-    """Returns what holds: arguments win, then the environment, then what is detected."""
+    """Resolves the settings: arguments first, then environment, then detection."""
     request = given.filled_from(_read_environment())
     if None in dataclasses.astuple(request) and detection_method != "deactivate":
         request = _detect(request, detection_method, timeouts)
@@ -116,7 +116,7 @@ def make_timeouts(
     meeting: float | None,
     phase: float,
 ) -> Timeouts:
-    """Returns the timeouts of a job; a meeting waits a minute, or a step's time if that is less."""
+    """Returns a job's timeouts; meetings default to a minute or a step, if shorter."""
     given = {
         "initialization_timeout": initialization,
         "heartbeat_timeout": heartbeat,
@@ -142,7 +142,7 @@ def make_timeouts(
 
 
 def as_device_ids(ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Returns `ids` as a tuple: of one, of several, or None for all."""
+    """Returns `ids` as a tuple, or None for all devices."""
     if ids is None:
         return None
     found = (ids,) if isinstance(ids, (int, str)) else tuple(ids)
@@ -181,11 +181,11 @@ def _read_int(variable: str) -> int | None:
 
 
 def _detect(known: Request, method: str | None, timeouts: Timeouts) -> Request:
-    """Returns `known`, filled from what JAX finds out, or else from what TF_CONFIG says."""
+    """Fills `known` in from JAX's cluster detection, then from TF_CONFIG."""
     timeout = math.ceil(timeouts.initialization)
     try:
         found = jax_compat.detect_cluster(*dataclasses.astuple(known), method, timeout)
-    except Exception as error:  # of whatever was asked: a scheduler, a metadata server
+    except Exception as error:  # from a scheduler, a metadata server, ...
         raise ClusterError(
             message(
                 "the cluster that this process was started in needs to be one that JAX can read",
@@ -202,7 +202,7 @@ def _detect(known: Request, method: str | None, timeouts: Timeouts) -> Request:
 
 
 def _require_place(request: Request) -> None:
-    """Raises unless `request` is a place in a job."""
+    """Raises unless `request` is a valid place in a job."""
     count, own = request.num_processes, request.process_id
     known = dataclasses.asdict(request)
     missing = [name for name in _PLACE if known[name] is None]

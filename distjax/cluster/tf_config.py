@@ -1,4 +1,4 @@
-"""The cluster that the variable TF_CONFIG describes, as tf.distribute reads it."""
+"""The cluster described by TF_CONFIG, as tf.distribute reads it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from distjax.errors import ClusterError, message
 
 
 def read_tf_config() -> tuple[str, int, int] | None:
-    """Returns coordinator address, number of processes and this process, or None.
+    """Returns (coordinator address, number of processes, process id), or None.
 
-    The chief is process 0, and the workers follow; an evaluator is a program of its own, as in
+    The chief is process 0, followed by the workers; an evaluator is a separate program, as in
     tf.distribute.
     """
     text = os.environ.get("TF_CONFIG", "").strip()

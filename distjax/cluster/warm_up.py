@@ -1,7 +1,7 @@
-"""The first use of the groups of devices, while all processes are still together.
+"""First use of each group of devices, while all processes are still together.
 
-Gloo waits 30 seconds for the processes of a group that is used for the first time. After slow work
-of one process (reading data, compiling) that is too short, so the groups are used at once.
+When a group of devices is first used, gloo waits 30 seconds for its processes. That is too short
+if one process is at slow work (reading data, compiling), so the groups are used up front.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax.cluster.agreement import agree
-from distjax.cluster.facts import Fact
+from distjax.cluster.facts import ComparedFact
 
 _used: set[frozenset[frozenset[jax.Device]]] = set()
 
 
 def warm_up() -> None:
-    """Uses the groups that every job has: all devices, and the first of each process."""
+    """Uses the groups that every job has: all devices, and one device per process."""
     devices = jax.devices()
     first = {device.process_index: device for device in reversed(devices)}
     _use(np.array([devices]))
@@ -25,20 +25,20 @@ def warm_up() -> None:
 
 
 def warm_up_groups(groups: np.ndarray) -> None:
-    """Uses groups of devices, each for itself; a meeting of all processes where they are new.
+    """Uses groups of devices, each separately; if they are new, in a meeting.
 
     Args:
-      groups: devices [G, n], some of each process; a group may lie in one.
+      groups: devices [G, n], including some of every process; a group may lie in one process.
 
     Raises:
-      AgreementError: another process has other groups, or does something else.
-      StuckError, PeerLostError: a process does not come.
+      AgreementError: another process has different groups, or does something else.
+      StuckError, PeerLostError: a process does not arrive.
     """
     spans_processes = any(len({d.process_index for d in group}) > 1 for group in groups)
     if not spans_processes or _as_sets(groups) in _used:
         return
     text = str([[device.id for device in group] for group in groups])
-    fact = Fact("the groups of devices of a strategy", text)
+    fact = ComparedFact("the groups of devices of a strategy", text)
     agree("the construction of a strategy", [fact], known_by=[fact])
     _use(groups)
 

@@ -1,10 +1,10 @@
-"""The watch: a thread that finds, between meetings, that processes differ or that one is stuck.
+"""The watch: a thread that finds, between meetings, differing or stuck processes.
 
-Each process tells where it is, by time and not by call: at most four times a second, more seldom
-where there are many processes. Process 0 reads what all tell, the others read what process 0 does:
-a few messages for each of them. Calls are compared at equal numbers, so that being slow is no
-difference. The thread starts nothing on a device and waits for none: it asks whether the token of a
-launch is ready.
+Each process reports its progress at fixed times rather than per call: at most four times a second,
+less often if there are many processes. Process 0 reads all reports, and the others read that of
+process 0, which takes a few messages per process. Calls are compared at equal numbers, so being
+slow is not a difference. The thread starts nothing on a device and never waits for one: it only
+checks whether the token of a launch is ready.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from distjax.cluster.phases import phases
 from distjax.errors import message
 
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
-#: Marks that process 0 serves in a second.
+#: How many marks process 0 handles per second.
 _MARKS_PER_SECOND = 128
-#: A launch that has not returned for so long, and at so many looks, runs: it will not be refused.
+#: A launch that has not returned for this long and this many looks is running, not refused.
 _BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
 _STOP_SECONDS = 3.0
-#: Of the processes that are behind, in a text.
+#: How many of the processes that are behind to name in a text.
 _NUM_NAMED = 8
 
 
@@ -59,7 +59,7 @@ class Watch:
         self._thread.start()
 
     def come_to_the_end(self) -> None:
-        """Says that this process makes no more calls."""
+        """Records that this process makes no more calls."""
         self._is_at_end = True
 
     def stop(self) -> None:
@@ -69,11 +69,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no answer: JAX looks after that
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no answer: left to JAX
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Tells where this process is, looks where others are, and ends the job if it has to."""
+        """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
         bound = self._job.timeouts.phase
         at = [phase for phase in phases() if now - phase.since <= bound]
@@ -85,13 +85,13 @@ class Watch:
             difference = find_difference(own, self._calls, other)
             if difference is not None:
                 self._end(DIFFERENT, self._difference_text(process, *difference))
-        self._require_in_time(now, own, blocked)
-        self._require_phases_in_time(now)
+        self._end_if_stuck(now, own, blocked)
+        self._end_if_phase_overdue(now)
 
-    # -- what does not complete -----------------------------------------------
+    # -- programs that do not complete ----------------------------------------
 
     def _find_blocked(self, now: float) -> Call | None:
-        """Returns a launch that runs in the thread that has launched it, as on one CPU device."""
+        """Returns a launch that runs in its launching thread, as on one CPU device."""
         starting, (former, since, looks) = self._calls.starting, self._starting
         if starting is None or starting is not former or _is_at_slow_work():
             self._starting = starting, now, 1
@@ -101,10 +101,10 @@ class Watch:
         return self._calls.find_blocked() if is_blocked else None
 
     def _find_awaited(self, now: float, blocked: Call | None) -> tuple[int, float] | None:
-        """Returns the number of a launch that has not completed, and since when it is awaited.
+        """Returns (number, waiting since) of a launch that has not completed.
 
-        It is the first of those in flight: a device runs one after the other, and each has the
-        deadline from the end of the one before.
+        It is the first in flight: a device runs one after another, and the deadline of each starts
+        when the previous one ends.
         """
         if self._awaited is None or _is_ready(self._awaited[1]):
             running = [(n, t) for n, t in self._calls.find_launched() if not _is_ready(t)]
@@ -113,8 +113,8 @@ class Watch:
             return self._awaited[0], self._awaited[2]
         return (blocked.number, self._starting[1]) if blocked is not None else None
 
-    def _require_in_time(self, now: float, own: Mark, blocked: Call | None) -> None:
-        """Ends the job if a launch takes too long, unless one that it needs is at work."""
+    def _end_if_stuck(self, now: float, own: Mark, blocked: Call | None) -> None:
+        """Ends the job if a launch takes too long, unless a process it needs is at work."""
         awaited, deadline = self._find_awaited(now, blocked), self._job.timeouts.step_deadline
         if awaited is None or now - awaited[1] <= deadline:
             return
@@ -125,7 +125,7 @@ class Watch:
         elif now - max(since, self._excused) > deadline:
             self._end(STUCK, self._stuck_text(number, marks))
 
-    def _require_phases_in_time(self, now: float) -> None:
+    def _end_if_phase_overdue(self, now: float) -> None:
         bound = self._job.timeouts.phase
         for phase in phases():
             if phase.is_work and phase.has_bound and now - phase.since > bound:
@@ -134,7 +134,7 @@ class Watch:
     # -- the end --------------------------------------------------------------
 
     def _end(self, code: int, text: str) -> None:
-        """Ends all processes; at a prompt, says once what is wrong."""
+        """Ends all processes; in an interactive session, only prints the problem once."""
         if is_interactive():
             if not self._has_spoken:
                 print(text, file=sys.stderr)
@@ -179,12 +179,12 @@ class Watch:
 
 
 def _is_at_slow_work() -> bool:
-    """Returns whether a thread of this process is; a program of its own is no such work."""
+    """Returns whether a thread is at slow work, other than programs run alone."""
     return any(phase.is_work and phase.has_bound for phase in phases())
 
 
 def _is_ready(token: Token) -> bool:
     try:
         return token.is_ready()
-    except RuntimeError:  # it is gone, with its backend
+    except RuntimeError:  # deleted along with its backend
         return True

@@ -1,4 +1,4 @@
-"""How reductions travel: packed, compressed, in one or two levels."""
+"""How reductions are communicated: packed, compressed, in one or two levels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distjax.integers import is_int
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which library carries collectives. XLA chooses: the value is kept, not used.
+    """Which library carries collectives. XLA chooses; the value is stored but unused.
 
     Source: tf.distribute.experimental.CommunicationImplementation.
     """
@@ -25,19 +25,19 @@ class CommunicationOptions:
     """How `reduce_to`, `batch_reduce_to` and optimizers reduce over the replicas.
 
     Attributes:
-      bytes_per_pack: tensors of one dtype are joined into packs of up to this many
-        bytes, one collective per pack; 0 leaves it to XLA.
-      compress: None, or "bfloat16": values travel in bfloat16 and are summed in
-        float32, half the bytes at the precision of bfloat16.
-      devices_per_host: in two levels: a reduce-scatter among neighbours of this
-        many replicas, an all-reduce across hosts, an all-gather among neighbours;
+      bytes_per_pack: arrays of one dtype are concatenated into packs of up to this many
+        bytes, with one collective per pack; 0 leaves it to XLA.
+      compress: None, or "bfloat16": values are sent in bfloat16 and summed in float32,
+        which halves the bytes at bfloat16 precision.
+      devices_per_host: reduce in two levels: a reduce-scatter within groups of this many
+        neighboring replicas, an all-reduce across groups, and an all-gather within them;
         0 or 1: one level.
-      timeout_seconds: kept for tf.distribute code; XLA has no such bound.
-      implementation: a CommunicationImplementation or its name; kept, not used.
+      timeout_seconds: accepted for tf.distribute compatibility; XLA has no such limit.
+      implementation: a CommunicationImplementation or its name; stored but unused.
 
     Raises:
-      ValueError: a negative size or an unknown name; from the strategy, if
-        `devices_per_host` does not divide its replicas.
+      ValueError: a negative size or an unknown name; also raised by the strategy if
+        `devices_per_host` does not divide its number of replicas.
 
     Source: tf.distribute.experimental.CommunicationOptions.
     """
@@ -62,7 +62,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", CommunicationImplementation[name])
 
     def require_equal_hosts(self, num_replicas: int) -> None:
-        """Raises a ValueError if hosts of `devices_per_host` leave some replicas over."""
+        """Raises a ValueError if `devices_per_host` does not divide the replicas evenly."""
         inside = self.devices_per_host
         if not 1 < inside < num_replicas or num_replicas % inside == 0:
             return
@@ -78,7 +78,7 @@ class CommunicationOptions:
         )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Returns these options with the non-default fields of `options` in place."""
+        """Returns these options, overridden by the non-default fields of `options`."""
         if options is None:
             return self
         changed = {
@@ -89,12 +89,12 @@ class CommunicationOptions:
         return dataclasses.replace(self, **changed)
 
 
-#: One collective per array, as XLA carries it.
+#: One collective per array, as XLA does by default.
 DEFAULT_OPTIONS = CommunicationOptions()
 
 
 def as_communication_options(options: object) -> CommunicationOptions:
-    """Returns `options`, or the default ones for None; raises a TypeError for anything else."""
+    """Returns `options`, the defaults for None, or raises a TypeError."""
     if options is None or isinstance(options, CommunicationOptions):
         return options or DEFAULT_OPTIONS
     raise TypeError(

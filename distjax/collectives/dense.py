@@ -1,4 +1,4 @@
-"""Sparse arrays, which no reduction over the replicas can take."""
+"""Rejects sparse arrays, which cannot be reduced over the replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distjax.typing import PyTree
 
 
 def is_sparse(value: object) -> bool:
-    """Returns whether `value` is a sparse array of JAX (imports nothing)."""
+    """Returns whether `value` is a JAX sparse array; imports nothing."""
     sparse = sys.modules.get("jax.experimental.sparse")
     return sparse is not None and isinstance(value, sparse.JAXSparse)
 
@@ -19,8 +19,8 @@ def is_sparse(value: object) -> bool:
 def require_dense(tree: PyTree, method: str) -> None:
     """Raises a NotImplementedError if a leaf of `tree` is a sparse array.
 
-    To JAX it is a tree of data and indices: reduced one by one they would mean
-    nothing.
+    JAX treats it as a pytree of data and indices; reducing those separately would be
+    meaningless.
     """
     for leaf in jax.tree.leaves(tree, is_leaf=is_sparse):
         if is_sparse(leaf):

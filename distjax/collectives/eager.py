@@ -1,4 +1,4 @@
-"""Eager operations, compiled once per function and static values."""
+"""Eager operations, compiled once per function and static arguments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import jax
 
 from distjax import jax_compat, user_mesh
 from distjax.cluster.agreement import agree
-from distjax.cluster.facts import Fact
+from distjax.cluster.facts import ComparedFact
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
-from distjax.collectives.throttle import make_token, throttle
+from distjax.collectives.throttle import is_throttled, make_token, throttle
 from distjax.typing import PyTree
 
 
 @functools.lru_cache(maxsize=1024)
 def _compile(fn: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
     def program(arrays: PyTree) -> tuple[Any, Any]:
-        return fn(arrays, *static), make_token(job() is not None)
+        return fn(arrays, *static), make_token() if job() is not None or is_throttled() else None
 
     return jax.jit(program)
 
@@ -31,29 +31,29 @@ def _spans_processes(arrays: PyTree) -> bool:
 
 
 def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> None:
-    """Has the processes compare an operation over all of them, the first time it is of this kind.
+    """Makes all processes compare a kind of operation over them on its first use.
 
-    So a read or reduction under ``if jax.process_index() == 0`` is found, where it would pair with
-    another collective of the others.
+    This catches, say, a read or reduction under ``if jax.process_index() == 0``, which would
+    otherwise pair up with a different collective of the other processes.
     """
     leaves, treedef = jax.tree.flatten(arrays)
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    shown = ", ".join(map(str, static))  # a topology, modes, axes: no addresses
+    shown = ", ".join(map(str, static))  # topologies, modes, axes: no memory addresses
     what = f"{fn.__name__}({shown}) of {shapes} in {treedef}"
     occasion = "an operation over the replicas of several processes"
-    facts = [Fact(occasion, what)]
+    facts = [ComparedFact(occasion, what)]
     agree(occasion, facts, known_by=facts)
 
 
 @user_mesh.ignores_user_mesh
 def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> Any:
-    """Returns ``fn(arrays, *static)``, compiled once per function and static values.
+    """Returns ``fn(arrays, *static)``, compiled once per function and static args.
 
-    In a trace the call becomes part of it.
+    Inside a trace, the call is inlined into it.
 
     Args:
-      fn: a module-level function of a tree of arrays and hashable values.
-      arrays: the tree of arrays.
+      fn: a module-level function of a pytree of arrays and hashable values.
+      arrays: the pytree of arrays.
       *static: hashable values.
     """
     if jax_compat.tracing():

@@ -1,13 +1,14 @@
-"""The axis that values of replicas are put end to end along."""
+"""The axis along which the replicas' values are concatenated."""
 
 from __future__ import annotations
 
 from distjax.errors import describe_value, message
+from distjax.integers import is_int
 
 
 def require_gather_axis(ndim: int, axis: object, method: str) -> None:
-    """Raises a ValueError unless a value of `ndim` axes has the axis `axis`."""
-    if isinstance(axis, int) and 0 <= axis < ndim:
+    """Raises a ValueError unless `axis` is an axis of a value with `ndim` axes."""
+    if is_int(axis) and 0 <= axis < ndim:
         return
     raise ValueError(
         message(

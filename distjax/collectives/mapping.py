@@ -1,8 +1,7 @@
 """Mapping a function over the replicas of a topology.
 
-The one place where a replica-view function becomes global-view code: under
-`shard_map` where replicas have devices of their own, under `vmap` where they
-share one.
+The only place where a replica-view function becomes global-view code: under `shard_map`
+if the replicas have devices of their own, under `vmap` if they share one.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ def map_replicas(
     args_varying: Sequence[bool],
     outs_varying: Sequence[bool] | bool,
 ) -> list[Any]:
-    """Runs ``fn`` once per replica, on one view of global arrays.
+    """Runs ``fn`` once per replica on global arrays.
 
     Args:
       topology: the R replicas.
       fn: takes each argument as one replica sees it, returns a sequence.
-      args: global arrays, stacked [R, ...] where they differ.
+      args: global arrays, stacked [R, ...] if they vary.
       args_varying: per argument, whether replicas see different values.
       outs_varying: per output, or for all, whether replicas produce different
-        values. An output said to be equal is taken from replica 0 unchecked.
+        values. Outputs declared equal are taken from replica 0 unchecked.
 
     Returns:
-      Global arrays, stacked [R, ...] where outs_differ.
+      Global arrays, stacked [R, ...] if they vary.
     """
     if topology.mesh is None:
         return _map_on_one_device(topology, fn, args, args_varying, outs_varying)

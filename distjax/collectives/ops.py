@@ -15,15 +15,15 @@ from distjax.typing import ArrayLike, DTypeLike, ReduceOpLike
 
 
 def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
-    """Returns the ReduceOp that `op` stands for.
+    """Returns the ReduceOp named by `op`.
 
     Args:
       op: a ReduceOp, its name in any case, or VariableAggregation.SUM / MEAN
-        (as TF 1.12 and 1.13 take it).
-      where: the user's name of the argument.
+        (accepted by TF 1.12 and 1.13).
+      where: the user's name for the argument.
 
     Raises:
-      ValueError: anything else.
+      ValueError: `op` is anything else.
     """
     name = str(op if isinstance(op, str) else getattr(op, "name", "")).upper()
     is_ours = isinstance(op, str) or type(op).__name__ in ("ReduceOp", "VariableAggregation")
@@ -41,7 +41,7 @@ def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
 
 
 def mean_dtype(dtype: DTypeLike) -> Any:
-    """Returns the dtype of a mean: true division, integers give the default float."""
+    """Returns the dtype of a mean: true division, so integers give the default float."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(dtype)
     return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
@@ -65,9 +65,9 @@ def require_sums(dtype: DTypeLike, method: str) -> None:
 def all_reduce(op: ReduceOp, x: ArrayLike, axis_name: str, num_replicas: int) -> Any:
     """Returns the sum or mean of `x` over the replica axis, on every replica.
 
-    Its derivative is the same all-reduce of the cotangents.
+    Its derivative is the same all-reduce applied to the cotangents.
     """
-    x = jnp.asarray(x)  # psum of a Python number would be a Python number
+    x = jnp.asarray(x)  # psum of a Python number would return a Python number
     require_sums(x.dtype, "all_reduce")
     if op is ReduceOp.SUM:
         return lax.psum(x, axis_name)
@@ -87,7 +87,7 @@ def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
-    """Returns the replicas' `x`, concatenated along `axis`, on every replica."""
+    """Returns the replicas' `x` concatenated along `axis`, on every replica."""
     if x.shape[axis] == 0 and not jax_compat.is_key_dtype(x.dtype):
         return jnp.zeros_like(x)  # nothing to gather, and JAX cannot lower it (0.10 to 0.12)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)

@@ -1,4 +1,4 @@
-"""Sums over the replicas of many arrays, in the replica view, by options."""
+"""Sums of many arrays over the replicas, in the replica view, per the options."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distjax.placement.topology import Topology
 def sum_over_replicas(
     arrays: Sequence[jax.Array], topology: Topology, options: CommunicationOptions
 ) -> list[jax.Array]:
-    """Returns each array summed over the replicas, as `options` say.
+    """Returns each array summed over the replicas, as specified by `options`.
 
     Args:
       arrays: one replica's values.
       topology: the replicas.
       options: packing, compression, levels.
 
-    Cost: one collective per pack (per array without packing); compressed two
-      (an all-to-all and an all-gather of half the bytes), in two levels three.
+    Cost: one collective per pack (per array without packing); two if compressed (an
+      all-to-all and an all-gather, each of half the bytes); three in two levels.
     """
     one = _one_sum(topology, options)
     if options.bytes_per_pack == 0:
@@ -40,9 +40,9 @@ def sum_over_replicas(
 
 
 def packs(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
-    """Returns indices of arrays, grouped by dtype into packs of up to that many bytes.
+    """Groups arrays by dtype into packs of up to `bytes_per_pack`; returns indices.
 
-    An array larger than a pack is a pack of its own.
+    An array larger than that gets a pack of its own.
     """
     made: list[list[int]] = []
     open_packs: dict[Any, tuple[list[int], int]] = {}
@@ -76,14 +76,14 @@ def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax
     if options.compress is not None:
         return sum_compressed
     inside = options.devices_per_host
-    # Groups of replicas do not exist where replicas share a device.
+    # Groups of replicas require replicas with devices of their own.
     if topology.mesh is not None and 1 < inside < topology.num_replicas:
         return two_levels
     return plain
 
 
 def _in_chunks(x: jax.Array, count: int) -> jax.Array:
-    """Returns the elements of `x` as [count, n], zeros at the end."""
+    """Returns the elements of `x` as [count, n], zero-padded at the end."""
     flat = x.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 

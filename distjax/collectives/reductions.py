@@ -1,6 +1,6 @@
 """Reductions, gathering and broadcasting in the global view.
 
-Functions of arrays and of what is static about them, to be called through
+These functions take arrays and static arguments, and are meant to be called through
 `eager.call_compiled`. An array that is equal on every replica counts as R copies.
 """
 
@@ -33,15 +33,15 @@ def reduce_arrays(
     """Returns each array summed or averaged over the replicas.
 
     Args:
-      arrays: global arrays, [R, ...] where they differ, else [...].
+      arrays: global arrays, [R, ...] if they vary, else [...].
       topology: the R replicas.
       op: SUM or MEAN.
       varying: per array, whether replicas have different values.
-      axes: axes of one replica's value to reduce over as well; a mean is then
-        over all elements of all replicas.
-      options: how the values that differ travel.
-      splits: per array, the local form of a result that is split over the replicas
-        (it arrives by one reduce-scatter), or None; () for none.
+      axes: axes of each replica's value to reduce over as well; a mean is then over all
+        elements of all replicas.
+      options: how varying values are communicated.
+      splits: per array, the local form if the result is to be split over the replicas (by a
+        single reduce-scatter), else None; () for none at all.
     """
     count = topology.num_replicas
     splits = splits or (None,) * len(varying)
@@ -71,7 +71,7 @@ def reduce_arrays(
 def _as_summand(op: ReduceOp, x: jax.Array) -> jax.Array:
     if op is ReduceOp.MEAN:
         return x.astype(ops.mean_dtype(x.dtype))
-    return x.astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)  # never of weak type: as psum
+    return x.astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)  # strongly typed, like psum
 
 
 def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -89,13 +89,13 @@ def reduce_masked(
     varying: tuple[bool, bool],
     axes: tuple[int, ...],
 ) -> jax.Array:
-    """Returns (value, mask) summed or averaged over replicas, where the mask is True.
+    """Returns the sum or mean over replicas of the elements where the mask is True.
 
     Args:
-      arrays: a value [B, ...] and a mask [B] (any leading part of the value's
-        shape), each with the replica axis in front where it differs.
+      arrays: (value, mask): a value [B, ...] and a mask [B] (its shape may be any leading
+        part of the value's), each with a leading replica axis if it varies.
       topology: the R replicas.
-      op: SUM, or MEAN over the elements that the mask keeps.
+      op: SUM, or MEAN over the unmasked elements.
       varying: whether value and mask differ per replica.
       axes: axes of the value to reduce over as well.
     """
@@ -104,7 +104,7 @@ def reduce_masked(
         mask = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
         mask = jnp.broadcast_to(mask, value.shape)
         kept = _as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)))
-        # The sums of a mean of float16 would overflow where the mean does not.
+        # In float16 the sum behind a mean could overflow although the mean does not.
         wide = kept.dtype if op is ReduceOp.SUM else jnp.promote_types(kept.dtype, jnp.float32)
         total = lax.psum(jnp.sum(kept, axis=axes, dtype=wide), topology.axis_name)
         if op is ReduceOp.SUM:
@@ -119,7 +119,7 @@ def reduce_masked(
 def gather_arrays(
     arrays: Sequence[Any], topology: Topology, varying: tuple[bool, ...], axis: int
 ) -> list[jax.Array]:
-    """Returns the replicas' values of each array end to end along `axis`."""
+    """Returns each array's replica values concatenated along `axis`."""
 
     def on_replica(*local: jax.Array) -> list[Any]:
         return [
@@ -134,7 +134,7 @@ def gather_arrays(
 
 
 def combine_components(stored: jax.Array, topology: Topology, rule: str) -> jax.Array:
-    """Returns the components [R, ...] of a variable as one value: sum, mean or first."""
+    """Combines a variable's components [R, ...] into one value: sum, mean or first."""
 
     def on_replica(x: jax.Array) -> list[Any]:
         if rule == "FIRST":

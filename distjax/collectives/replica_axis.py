@@ -1,8 +1,8 @@
-"""Code of a strategy in a call that gives the replica axis another name.
+"""Runs a strategy's code in a call that renames the replica axis.
 
-`dj.pmap(axis_name="batch")` names the axis for one call: the user's code is traced and mapped
-under that name. Layouts of variables, which may be the user's too, name the axis of their
-strategy: what they do on a replica is traced by itself, and evaluated with the name exchanged.
+`dj.pmap(axis_name="batch")` renames the axis for one call: the user's code is traced and mapped
+under that name. Variable layouts, which may be custom, use their strategy's axis name, so their
+per-replica code is traced separately and evaluated with the name replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distjax.placement.topology import Topology
 
 
 def is_bound_axis(name: str) -> bool:
-    """Returns whether an axis of this name can be reduced over here."""
+    """Returns whether an axis of this name is bound here."""
     try:
         lax.axis_size(name)
     except NameError:
@@ -29,7 +29,7 @@ def is_bound_axis(name: str) -> bool:
 
 
 def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: jax.Array) -> Any:
-    """Returns ``fn(*arrays)``, one array, of a function that names the axis of `topology`."""
+    """Returns ``fn(*arrays)``, one array; ``fn`` uses the axis name of `topology`."""
     axis_name = frames.replica_axis(topology)
     if axis_name == topology.axis_name:
         return fn(*arrays)
@@ -43,7 +43,7 @@ def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: jax.Arr
 def _evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], names: dict[str, str]
 ) -> list[Any]:
-    """Evaluates a jaxpr with the axes that its equations name exchanged, those of `jit` too."""
+    """Evaluates a jaxpr with axis names replaced in its equations, also inside `jit`."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for eqn in jaxpr.eqns:

@@ -1,8 +1,8 @@
-"""The names of older API versions: tower (1.12), early replica (1.13), late replica (1.15).
+"""The names of older APIs: tower (1.12), early (1.13) and late (1.15) replica.
 
-Each module is an API version: its free functions, and adapters of a strategy and of a
-replica context with its names. They only adapt names and arguments; what
-it and distjax name alike is distjax's own.
+Each module covers one API version: its free functions, and adapters that give a strategy
+and a replica context its names. They adapt only names and arguments; names shared with
+distjax are distjax's own.
 """
 
 from distjax.compat import v1_12, v1_13, v1_15

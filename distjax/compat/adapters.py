@@ -11,7 +11,7 @@ from distjax.typing import DatasetLike, PyTree
 
 
 class Adapter:
-    """Stands for `wrapped`; names that it does not have are those of `wrapped`.
+    """Wraps an object; names that the adapter lacks are those of `wrapped`.
 
     Args:
       wrapped: the object, or an adapter of it.
@@ -36,12 +36,12 @@ class Adapter:
 
 
 def adapt_or_none(adapter: Callable[[Any], Any], wrapped: object) -> Any:
-    """Returns an adapter of `wrapped`, None for None."""
+    """Returns an adapter of `wrapped`, or None for None."""
     return None if wrapped is None else adapter(wrapped)
 
 
 def with_adapter(adapter: Callable[[Any], Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a merge function that hands ``fn`` an adapter of its strategy."""
+    """Returns a merge function that passes ``fn`` an adapter of its strategy."""
 
     @functools.wraps(fn)
     def merge_fn(strategy: Strategy, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -51,7 +51,7 @@ def with_adapter(adapter: Callable[[Any], Any], fn: Callable[..., Any]) -> Calla
 
 
 class BareIterator:
-    """An iterator of the default strategy, with the `get_next` that others have.
+    """An iterator of the default strategy with `get_next`, as other strategies' have.
 
     Args:
       iterator: any iterator.
@@ -72,6 +72,6 @@ class BareIterator:
 
 
 def iterator_of(dataset: DatasetLike) -> Any:
-    """Returns ``iter(dataset)``, with a `get_next`."""
+    """Returns ``iter(dataset)`` with a `get_next` method."""
     iterator = iter(dataset)
     return iterator if hasattr(iterator, "get_next") else BareIterator(iterator)

@@ -1,7 +1,7 @@
 """Names of the tower API, TensorFlow 1.12.
 
-A tower is a replica. Functions take their arguments bare: `f(fn, x)` where later
-versions write `f(fn, args=(x,))`.
+A tower is a replica. Functions take bare arguments: `f(fn, x)` where later
+versions take `f(fn, args=(x,))`.
 
 Example:
   >>> from distjax.compat import v1_12
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class DistributionStrategy(Adapter):
-    """A strategy with the names of the tower API, those of `extended` among them.
+    """A strategy under the names of the tower API, including those of `extended`.
 
     Args:
       strategy: a distjax strategy.
@@ -74,7 +74,7 @@ class DistributionStrategy(Adapter):
             yield self
 
     def distribute_dataset(self, dataset: DatasetLike) -> PerDeviceDataset:
-        """`Strategy.distribute_dataset`, of a dataset or a function that makes one."""
+        """`Strategy.distribute_dataset`, of a dataset or a function returning one."""
         made = dataset() if callable(dataset) else dataset
         return PerDeviceDataset(self.wrapped.distribute_dataset(made))
 
@@ -102,7 +102,7 @@ class DistributionStrategy(Adapter):
     def reduce(
         self, aggregation: ReduceOpLike, value: PyTree, destinations: Destinations = None
     ) -> Any:
-        """`extended.reduce_to`, by default to where the value is."""
+        """`extended.reduce_to`, by default to where the value lives."""
         where = value if destinations is None else destinations
         return self.extended.reduce_to(aggregation, value, where)
 
@@ -143,15 +143,15 @@ class DistributionStrategy(Adapter):
         return jax.device_get(fn(self.read_var(val) if isinstance(val, Variable) else val))
 
     def group(self, value: PyTree, name: str | None = None) -> Any:
-        """Returns once `value` has been computed (there is no graph to add to)."""
+        """Blocks until `value` has been computed, and returns it (there is no graph)."""
         return jax.block_until_ready(self.unwrap(value))
 
     def initialize(self) -> list[Any]:
-        """Nothing is left to initialize: []."""
+        """Returns []: nothing is left to initialize."""
         return []
 
     def finalize(self) -> list[Any]:
-        """Nothing is left to finalize: []."""
+        """Returns []: nothing is left to finalize."""
         return []
 
     @property
@@ -163,26 +163,26 @@ class DistributionStrategy(Adapter):
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower."""
+        """Whether there is only one tower."""
         return self.num_towers == 1
 
 
 class PerDeviceDataset(Adapter):
-    """A distributed dataset, and the iterator over it that TF 1.12 makes of it."""
+    """A distributed dataset with the iterator methods of TF 1.12."""
 
     def make_one_shot_iterator(self) -> Any:
-        """``iter(dataset)``, whose `get_next` gives an element."""
+        """``iter(dataset)``, with `get_next`."""
         return iterator_of(self.wrapped)
 
     make_initializable_iterator = make_one_shot_iterator
 
     def get_next(self) -> Any:
-        """Returns the next element of the dataset's one iterator."""
+        """Returns the next element of the dataset's single iterator."""
         return self.iterator.get_next()
 
     @property
     def iterator(self) -> Any:
-        """The iterator that `get_next` reads from, made when first asked for."""
+        """The iterator that `get_next` reads from, created on first use."""
         if "_iterator" not in vars(self):
             self._iterator = iterator_of(self.wrapped)
         return self._iterator
@@ -196,14 +196,14 @@ def _iterator(value: PyTree) -> Any:
 
 
 class TowerContext(Adapter):
-    """A replica context with the names of the tower API.
+    """A replica context under the names of the tower API.
 
     Args:
       context: a distjax replica context.
     """
 
     def merge_call(self, merge_fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
-        """`ReplicaContext.merge_call`; `merge_fn` is handed a DistributionStrategy."""
+        """`ReplicaContext.merge_call`; `merge_fn` receives a DistributionStrategy."""
         return self.wrapped.merge_call(with_adapter(DistributionStrategy, merge_fn), args, kwargs)
 
     @property
@@ -218,7 +218,7 @@ class TowerContext(Adapter):
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower."""
+        """Whether there is only one tower."""
         return self.num_towers == 1
 
     @property
@@ -243,7 +243,7 @@ def OneDeviceStrategy(device: jax.Device | str | None = None) -> DistributionStr
 
 
 def ParameterServerStrategy(workers: int | None = None) -> DistributionStrategy:
-    """`dj.ParameterServerStrategy`; `dj.Coordinator` takes its `wrapped`."""
+    """`dj.ParameterServerStrategy`; pass its `wrapped` to `dj.Coordinator`."""
     return DistributionStrategy(_ParameterServer(workers))
 
 

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class StrategyExtended(Adapter):
-    """A `StrategyExtended` with the names of 1.13; most are distjax's own."""
+    """A `StrategyExtended` under the names of 1.13; most are distjax's own."""
 
     def experimental_run_steps_on_iterator(
         self,
@@ -87,7 +87,7 @@ class StrategyExtended(Adapter):
 
 
 class Strategy(Adapter):
-    """A strategy with the names of 1.13.
+    """A strategy under the names of 1.13.
 
     Args:
       strategy: a distjax strategy.
@@ -105,11 +105,11 @@ class Strategy(Adapter):
             yield self
 
     def make_dataset_iterator(self, dataset: DatasetLike) -> Any:
-        """``iter(distribute_dataset(dataset))``, whose `get_next` gives an element."""
+        """``iter(distribute_dataset(dataset))``, with `get_next`."""
         return iterator_of(self.wrapped.distribute_dataset(dataset))
 
     def distribute_dataset(self, dataset: DatasetLike) -> v1_12.PerDeviceDataset:
-        """`dj.Strategy.distribute_dataset`, which makes one-shot iterators (deprecated)."""
+        """`dj.Strategy.distribute_dataset`, with one-shot iterators (deprecated)."""
         return v1_12.PerDeviceDataset(self.wrapped.distribute_dataset(dataset))
 
     def make_input_fn_iterator(self, input_fn: Callable[[Any], Any]) -> Any:
@@ -119,13 +119,13 @@ class Strategy(Adapter):
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
     ) -> Any:
-        """`extended.call_for_each_replica`, as the example of TF 1.13 calls it."""
+        """`extended.call_for_each_replica`, called as in the example of TF 1.13."""
         return self.wrapped.extended.call_for_each_replica(fn, args, kwargs)
 
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: Iterator[PyTree] | None = None
     ) -> Any:
-        """`dj.Strategy.run`, on the iterator's next element if there is one."""
+        """`dj.Strategy.run`, on the next element of the iterator if given."""
         args = () if input_iterator is None else (next(input_iterator),)
         return self.wrapped.run(fn, args)
 
@@ -138,25 +138,25 @@ class Strategy(Adapter):
         return list(self.wrapped.local_results(value))
 
     def group(self, value: PyTree, name: str | None = None) -> Any:
-        """Returns once `value` has been computed (there is no graph to add to)."""
+        """Blocks until `value` has been computed, and returns it (there is no graph)."""
         return jax.block_until_ready(self.unwrap(value))
 
     def experimental_initialize(self) -> list[Any]:
-        """Nothing is left to initialize: []."""
+        """Returns []: nothing is left to initialize."""
         return []
 
     def experimental_finalize(self) -> list[Any]:
-        """Nothing is left to finalize: []."""
+        """Returns []: nothing is left to finalize."""
         return []
 
 
 class ReplicaContext(Adapter):
-    """A replica context whose strategy has the names of 1.13."""
+    """A replica context whose strategy uses the names of 1.13."""
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
     ) -> Any:
-        """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.13 Strategy."""
+        """`dj.ReplicaContext.merge_call`; `merge_fn` receives a 1.13 Strategy."""
         return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
 
     @property
@@ -176,7 +176,7 @@ def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
 
 
 def ParameterServerStrategy(workers: int | None = None) -> Strategy:
-    """`dj.ParameterServerStrategy`; `dj.Coordinator` takes its `wrapped`."""
+    """`dj.ParameterServerStrategy`; pass its `wrapped` to `dj.Coordinator`."""
     return Strategy(_ParameterServer(workers))
 
 

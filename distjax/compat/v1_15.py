@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Strategy(Adapter):
-    """A strategy with the names of 1.15.
+    """A strategy under the names of 1.15.
 
     Args:
       strategy: a distjax strategy.
@@ -105,12 +105,12 @@ class Strategy(Adapter):
 
 
 class ReplicaContext(Adapter):
-    """A replica context whose strategy has the names of 1.15."""
+    """A replica context whose strategy uses the names of 1.15."""
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
     ) -> Any:
-        """`dj.ReplicaContext.merge_call`; `merge_fn` is handed a 1.15 Strategy."""
+        """`dj.ReplicaContext.merge_call`; `merge_fn` receives a 1.15 Strategy."""
         return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
 
     @property
@@ -130,7 +130,7 @@ def OneDeviceStrategy(device: jax.Device | str | None = None) -> Strategy:
 
 
 def ParameterServerStrategy(workers: int | None = None) -> Strategy:
-    """`dj.ParameterServerStrategy`; `dj.Coordinator` takes its `wrapped`."""
+    """`dj.ParameterServerStrategy`; pass its `wrapped` to `dj.Coordinator`."""
     return Strategy(_ParameterServer(workers))
 
 

@@ -1,7 +1,7 @@
-"""What a strategy is to the code that asks the context for it.
+"""The strategy interface as seen by code that gets a strategy from the context.
 
-Protocols, since that code lies below the strategies: what a floor asks of a strategy beyond
-these is declared there (`strategies.contracts` has the whole inside of one).
+These are Protocols because that code lies below the strategies. Floors that need more of a
+strategy declare it themselves (`strategies.contracts` declares the complete interface).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distjax.typing import (
     VariableModes,
 )
 
-#: The devices that a value is needed on: those of a variable, an array or a PerReplica; named
+#: The devices where a value is needed: those of a variable, array or PerReplica, or named
 #: devices; None: all workers.
 Destinations: TypeAlias = (
     "VariableLike | ArrayLike | PerReplica | jax.Device | str | Sequence[jax.Device | str] | None"
@@ -34,11 +34,11 @@ Destinations: TypeAlias = (
 
 
 class StrategyLike(Protocol):
-    """A strategy: see `distjax.Strategy`."""
+    """A strategy; see `distjax.Strategy`."""
 
     @property
     def extended(self) -> ExtendedLike:
-        """All that it can do."""
+        """The extended interface."""
         ...
 
     @property
@@ -56,16 +56,16 @@ class StrategyLike(Protocol):
 
 
 class VariableLike(Protocol):
-    """A variable, as far as the context asks: see `distjax.Variable`."""
+    """A variable as the context needs it; see `distjax.Variable`."""
 
     @property
     def strategy(self) -> StrategyLike:
-        """The strategy that it belongs to."""
+        """The strategy that owns it."""
         ...
 
 
 class ExtendedLike(Protocol):
-    """The inside of a strategy: see the methods of `distjax.StrategyExtended`."""
+    """A strategy's `extended`; see the methods of `distjax.StrategyExtended`."""
 
     is_default: bool
     wraps: bool
@@ -73,7 +73,7 @@ class ExtendedLike(Protocol):
 
     @property
     def strategy(self) -> StrategyLike:
-        """The strategy that this is the inside of."""
+        """The strategy that this extends."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""dj.expect: the reason why something that looks wrong is meant."""
+"""dj.expect: declares why something that looks wrong is intended."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NOTHING_DIFFERS = "_nothing_differs"
 _SCOPE = re.compile(r"distjax_expect_(\d+)")
 
 _reasons: ContextVar[tuple[str, ...]] = ContextVar("distjax_expected", default=())
-#: Every reason that was given in a trace, once: operations carry its number in their scope.
+#: Every reason given in a trace, with the number that operations carry in their scope name.
 _numbers: dict[str, int] = {}
 
 
 class Expected:
-    """What `dj.expect` returns: a block, and an argument that is meant to differ.
+    """What `dj.expect` returns: a context manager, or an argument meant to differ.
 
-    As an argument it is a pytree node; the function is given the tree itself.
+    As an argument it is a pytree node; the function receives the wrapped tree itself.
     """
 
     def __init__(self, reason: str, differs: PyTree = _MISSING):
@@ -60,7 +60,7 @@ class Expected:
 
 
 class _Nameless:
-    """The key of the tree in its wrapper: a path does not show it."""
+    """The tree's key in its wrapper; prints as nothing in key paths."""
 
     def __str__(self) -> str:
         return ""
@@ -82,27 +82,28 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
-    """Says once why something that looks wrong is meant, which silences its findings.
+    """Declares why something that looks wrong is intended, silencing its findings.
 
-    As a block, ``with dj.expect(reason):``, for all that is found of the code in it, in a step
-    or around the call of one. ``with dj.expect(reason, differs=()):`` also says that nothing in it
-    differs which is made of equal values: a `jax.pure_callback` there returns the same for the same
-    arguments, and its result is taken to be equal where they are.
+    As a context manager, ``with dj.expect(reason):`` covers all findings about the code inside
+    it, in a step or around the call of one. ``with dj.expect(reason, differs=()):`` also asserts
+    that equal inputs give equal outputs inside: a `jax.pure_callback` there returns the same for
+    the same arguments, so its result is treated as equal on all replicas if its arguments are.
 
-    Around an argument of `run` or of a `dj.jit` function for a tree that goes in equal and is meant
-    to come out different: an environment, a sampler, a buffer. `dj.explain` shows the reasons.
+    As a wrapper around an argument of `run` or of a `dj.jit` function, or around a part of one, it
+    marks a tree that goes in equal and is meant to come out different: an environment, a sampler,
+    batch statistics in a state. `dj.explain` shows the reasons.
 
     Args:
-      reason: why it is meant, for the reader.
-      differs: an argument that is meant to differ per replica afterwards; of a block nothing, ().
+      reason: why it is intended, for the reader.
+      differs: an argument that may differ per replica afterwards; for a block, () for nothing.
 
     Returns:
-      What is entered, or passed in place of the argument.
+      The context manager to enter, or the wrapper to pass in place of the argument.
 
     Context: any. Cost: none.
 
     Raises:
-      TypeError: no reason, or an empty one.
+      TypeError: `reason` is not a string, or is blank.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -127,37 +128,45 @@ def expect(reason: str, *, differs: PyTree = _MISSING) -> Expected:
 def without_expectations(
     args: tuple[Any, ...], kwargs: dict[str, Any], meant: dict[int, tuple[Any, str]] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments as the function takes them.
+    """Returns the arguments with `expect` wrappers removed.
 
     Args:
-      args: positional arguments, some wrapped by `expect`.
+      args: positional arguments, some of them, or parts of some, wrapped by `expect`.
       kwargs: keyword arguments.
-      meant: where the leaves that are meant to differ are noted, by identity, with the reason.
+      meant: receives the leaves that are meant to differ, by identity, with the reason.
     """
-    if meant is not None:
-        for value in (*args, *kwargs.values()):
-            if type(value) is Expected:
-                leaves = jax.tree.leaves(value.differs)
-                meant.update((id(leaf), (leaf, value.reason)) for leaf in leaves)
-    if any(type(a) is Expected for a in args):
-        args = tuple(a.differs if type(a) is Expected else a for a in args)
-    if any(type(a) is Expected for a in kwargs.values()):
-        kwargs = {k: a.differs if type(a) is Expected else a for k, a in kwargs.items()}
-    return args, kwargs
+
+    def unwrap(value: PyTree) -> Any:
+        found = [x for x in jax.tree.leaves(value, is_leaf=_is_expected) if _is_expected(x)]
+        if not found:  # as it is: an object is not to be made anew
+            return value
+        if meant is not None:
+            for each in found:
+                leaves = jax.tree.leaves(each.differs)
+                meant.update((id(leaf), (leaf, each.reason)) for leaf in leaves)
+        return jax.tree.map(
+            lambda x: x.differs if _is_expected(x) else x, value, is_leaf=_is_expected
+        )
+
+    return tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()}
+
+
+def _is_expected(value: object) -> bool:
+    return type(value) is Expected
 
 
 def reason_in(names: str) -> str | None:
-    """Returns the reason of the innermost `dj.expect` block among scopes "a/b/c", or None."""
+    """Returns the innermost `dj.expect` reason in a scope path "a/b/c", or None."""
     found = _SCOPE.findall(names)
     return list(_numbers)[int(found[-1])] if found else None
 
 
 def says_equal(names: str) -> bool:
-    """Returns whether scopes "a/b/c" have a `dj.expect` block in which nothing differs."""
+    """Returns whether a scope path "a/b/c" has a `dj.expect(..., differs=())` block."""
     return _NOTHING_DIFFERS in names
 
 
 def current_reason() -> str | None:
-    """Returns the reason of the innermost `dj.expect` block that is entered, or None."""
+    """Returns the reason of the innermost active `dj.expect` block, or None."""
     reasons = _reasons.get()
     return reasons[-1] if reasons else None

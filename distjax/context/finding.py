@@ -11,10 +11,10 @@ class Finding:
 
     Attributes:
       level: "error", "warning" or "note".
-      rule: what kind of mistake it is, in a few words.
-      text: what was expected and found, why it matters, and the cure.
+      rule: the kind of mistake, in a few words.
+      text: what was expected and found, why it matters, and the fix.
       source: the user's line, "file:line (function)".
-      expected: the reason that the user gave for it, or None.
+      expected: the reason given through `dj.expect`, or None.
     """
 
     level: str

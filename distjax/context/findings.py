@@ -1,7 +1,7 @@
 """Findings: what a trace shows to be probably wrong.
 
-A finding is an error, a warning or a note: what a right program may carry too is a note, which
-only `dj.explain` and `dj.check` show. What the user declares by `dj.expect` is only shown.
+A finding is an error, a warning or a note. Notes may also apply to correct programs, so only
+`dj.explain` and `dj.check` show them. Anything declared by `dj.expect` is shown but not raised.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from distjax.context import frames
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
 
-#: The rule of state that goes in equal and comes out different.
+#: The rule name for state that goes in equal and comes out different.
 STATE = "state that comes back different"
+#: The rule of variances that tell nothing of how the replicas differ.
+LOCAL_VARIANCES = "local variances averaged"
 
 _num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
 
 
 def num_reported() -> int:
-    """Returns how often this thread was told of state that comes back different, notes apart."""
+    """Counts this thread's reports of state that comes back different, except notes."""
     return _num_reported.get()
 
 
 def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None) -> None:
-    """Tells of a finding: raises or warns of it, or only tells the observer.
+    """Reports a finding: raises it, warns of it, or passes it to the observer only.
 
     Args:
       finding: what was found.
-      kind: the class of its error or warning; None for a note.
+      kind: the error or warning class; None for a note.
     """
     if finding.rule == STATE and finding.level != "note":
         _num_reported.set(_num_reported.get() + 1)
@@ -52,7 +54,7 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
 
 
 def calling_line() -> str:
-    """Returns "file:line (function)" of the user's line that is being run."""
+    """Returns "file:line (function)" of the user's line that is currently running."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and jax_compat.is_library_file(frame.f_code.co_filename):
         frame = frame.f_back

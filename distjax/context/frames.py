@@ -1,9 +1,9 @@
-"""The one stack of frames: who is asking, and where variables' values live.
+"""The context stack: who is calling, and where variables' values live.
 
-A frame is pushed by `scope` (cross-replica), by `run` (replica), by a merge
-function (cross-replica again) and by `update`. An empty stack is the default
-context: the default strategy with one replica. The stack belongs to a thread; a
-new thread starts in the default context.
+Frames are pushed by `scope` (cross-replica), by `run` (replica), by a merge function
+(cross-replica again) and by `update`. An empty stack is the default context: the default
+strategy with one replica. Each thread has its own stack, and new threads start in the
+default context.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Frame:
     Attributes:
       strategy: the active strategy.
       replica_context: the ReplicaContext in a replica context, else None.
-      state: where variables are read and written; None means their storage.
+      state: where variables are read and written; None: their storage.
       in_update: whether `extended.update` is running a function on components.
       colocate_with: the variable that new variables are colocated with, or None.
-      allows_both: whether no context was entered, so that methods of either may be called.
-      axis_name: the name of the replica axis in this call (`dj.pmap`); None: the strategy's.
-      from_set_strategy: whether `set_strategy` pushed it.
-      observer: who is told what traces prove, from here inwards (an `Observer`); None
-        leaves it to the frames around, MUTED silences them.
+      allows_both: whether no context was entered, so methods of either kind may be called.
+      axis_name: the replica axis name in this call (`dj.pmap`); None: the strategy's.
+      from_set_strategy: whether `set_strategy` pushed this frame.
+      observer: an `Observer`, told what traces prove from here inwards; None defers to the
+        enclosing frames, MUTED silences them.
     """
 
     strategy: StrategyLike
@@ -50,19 +50,19 @@ class Frame:
 
     @property
     def has_strategy(self) -> bool:
-        """Whether a strategy was chosen: another one than the default is active."""
+        """Whether a strategy other than the default one is active."""
         return not self.strategy.extended.is_default
 
     @property
     def is_replica(self) -> bool:
-        """Whether code runs as one of a chosen strategy's replicas."""
+        """Whether code runs as one of the replicas of a non-default strategy."""
         return self.replica_context is not None and self.has_strategy
 
     def owns_variable(self, variable: VariableLike, *, read: bool) -> bool:
-        """Returns whether code may read, or write, `variable` here.
+        """Returns whether code here may read, or write, `variable`.
 
-        Any code may read those of the default strategy, and what the default strategy runs
-        may read and write all.
+        Any code may read the default strategy's variables, and code run by the default strategy
+        may read and write all variables.
         """
         owner = variable.strategy
         if owner is self.strategy or not self.has_strategy:
@@ -71,7 +71,7 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The name of the context in error texts."""
+        """The context's name in error texts."""
         if self.in_update:
             return f"an update function under {self.strategy!r}"
         kind = "replica" if self.replica_context is not None else "cross-replica"
@@ -79,12 +79,12 @@ class Frame:
 
 
 _stack: ContextVar[tuple[Frame, ...]] = ContextVar("distjax_frames", default=())
-#: One frame: that of the default strategy and its one replica.
+#: At most one frame: that of the default strategy and its one replica.
 _default_frame: list[Frame] = []
 
 
 def set_default_frame(frame: Frame) -> None:
-    """Tells what frame an empty stack stands for (called once, on import)."""
+    """Sets the frame that an empty stack stands for; called once, on import."""
     _default_frame[:] = [frame]
 
 
@@ -95,7 +95,7 @@ def current() -> Frame:
         return _default_frame[0]
     frame = stack[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
-        # An inner function asks for what JAX does not know of, and would remember the answer.
+        # An inner function depends on state that JAX does not know of but would cache.
         jax_compat.forget_inner_traces(frame.state.trace)
     return frame
 
@@ -111,7 +111,7 @@ def push(frame: Frame) -> None:
 
 
 def take_out(frame: Frame) -> bool:
-    """Takes `frame`, and no other, off the stack; returns whether the stack had it."""
+    """Removes `frame`, and no other, from the stack; returns whether it was there."""
     frames = _stack.get()
     rest = tuple(f for f in frames if f is not frame)
     if len(rest) == len(frames):
@@ -120,24 +120,24 @@ def take_out(frame: Frame) -> bool:
     return True
 
 
-# A signal (Ctrl-C) may raise at any line below. So a frame is put on the stack inside the block
-# that takes it off, and is taken off twice: the second time finds it if a signal came the first.
-# What is left is what was entered, and only by a stack that has it: a generator that is suspended
-# in a block may be finalised in another thread or task, or in the middle of somebody's step.
+# A signal (Ctrl-C) may raise at any line below. So a frame is pushed inside the block that removes
+# it, and is removed twice: the second attempt succeeds if a signal cut the first short. Only the
+# frame that was entered is removed, and only from a stack that has it: a generator suspended in a
+# block may be finalized in another thread or task, or in the middle of another step.
 
 
 @contextlib.contextmanager
 def with_frame(frame: Frame) -> Generator[Frame]:
     """Puts `frame` on the stack for a call.
 
-    What was entered in the call ends with it, if only to be safe from generators that it
-    leaves suspended in a block: they would leave the state of a trace behind that is over.
+    Everything entered during the call ends with it. This guards against generators that the
+    call leaves suspended inside a block: they would leave behind the state of a finished trace.
     """
     try:
         try:
             push(frame)
             yield frame
-        except GeneratorExit:  # nobody left it, since a signal came; what is above is newer
+        except GeneratorExit:  # abandoned because of a signal; frames above are newer
             take_out(frame)
             raise
         finally:
@@ -147,7 +147,7 @@ def with_frame(frame: Frame) -> Generator[Frame]:
 
 
 def _leave(frame: Frame) -> None:
-    """Takes `frame` and all above it off the stack, if the stack has it."""
+    """Removes `frame` and all above it from the stack, if it is there."""
     frames = _stack.get()
     for index, each in enumerate(frames):
         if each is frame:
@@ -157,7 +157,7 @@ def _leave(frame: Frame) -> None:
 
 @contextlib.contextmanager
 def with_block(frame: Frame) -> Generator[Frame]:
-    """Puts `frame` on the stack for a block of the user's, which a generator may suspend."""
+    """Puts `frame` on the stack for a user's block, which a generator may suspend."""
     try:
         try:
             push(frame)
@@ -170,11 +170,11 @@ def with_block(frame: Frame) -> Generator[Frame]:
 
 @contextlib.contextmanager
 def with_stack(frames: tuple[Frame, ...]) -> Generator[None]:
-    """Gives the calling thread the stack `frames` for a block (for our threads)."""
+    """Gives the calling thread the stack `frames` for a block; for distjax's threads."""
     tokens: list[Token[tuple[Frame, ...]]] = []
     try:
         try:
-            tokens.extend(map(_stack.set, (frames,)))  # in C: no signal comes between the two
+            tokens.extend(map(_stack.set, (frames,)))  # in C, so no signal comes in between
             yield
         finally:
             _reset(tokens)
@@ -184,31 +184,31 @@ def with_stack(frames: tuple[Frame, ...]) -> Generator[None]:
 
 def _reset(tokens: Sequence[Token[tuple[Frame, ...]]]) -> None:
     for token in tokens:
-        # Refused in the context of another thread or task, and the second time.
+        # Raises in the context of another thread or task, and the second time.
         with contextlib.suppress(ValueError, RuntimeError):
             _stack.reset(token)
 
 
-# -- who watches --------------------------------------------------------------
+# -- observers ----------------------------------------------------------------
 
-#: As the observer of a frame: nobody is told.
+#: A frame's observer if nobody is to be notified.
 MUTED = object()
 
 
 def observer() -> Observer | None:
-    """Returns who is told what the traces of this thread prove (`dj.explain`), or None."""
+    """Returns the observer of this thread's traces (`dj.explain`), or None."""
     found = next((f.observer for f in reversed(_stack.get()) if f.observer is not None), None)
     return None if found is MUTED else found
 
 
 def is_dry_run() -> bool:
-    """Returns whether a trace is made to be looked at: it may change nothing."""
+    """Returns whether code is traced only to be inspected, and must change nothing."""
     return any(f.observer is not None for f in _stack.get())
 
 
 @contextlib.contextmanager
 def without_observer() -> Generator[None]:
-    """Tells nobody of a block: a trace for shapes proves nothing that counts."""
+    """Mutes the observer for a block: traces made only for shapes prove nothing."""
     if observer() is None:
         yield
         return
@@ -217,22 +217,22 @@ def without_observer() -> Generator[None]:
 
 
 def replica_axis(topology: Topology) -> str:
-    """Returns the name of the replica axis of `topology` in the code that runs now."""
+    """Returns the replica axis name of `topology` in the running code."""
     return current().axis_name or topology.axis_name
 
 
-# -- who may ------------------------------------------------------------------
+# -- permissions --------------------------------------------------------------
 
 
 def in_replica_context() -> bool:
-    """Returns whether code runs as one replica (the default context counts)."""
+    """Returns whether code runs as one replica; True in the default context."""
     return current().replica_context is not None
 
 
 def require_cross_replica(strategy: StrategyLike, method: str) -> None:
     """Raises unless `strategy.<method>` may be called here.
 
-    Legal in the default context and in cross-replica context of `strategy`.
+    Allowed in the default context and in cross-replica context of `strategy`.
     """
     frame = current()
     if frame.allows_both or (frame.replica_context is None and frame.strategy is strategy):
@@ -252,7 +252,7 @@ def require_cross_replica(strategy: StrategyLike, method: str) -> None:
 
 
 def _in_replica(method: str) -> str:
-    """Returns what a replica calls in place of `method`."""
+    """Returns what to call instead of `method` in a replica."""
     if method == "gather":
         return "for all replicas' values: ctx.all_gather(x, axis) (ReplicaContext.all_gather)"
     return "for a reduction: ctx.all_reduce(op, x)"
@@ -261,15 +261,15 @@ def _in_replica(method: str) -> str:
 def require_enterable(strategy: StrategyLike, method: str) -> None:
     """Raises unless `strategy.<method>` may make `strategy` active here.
 
-    Legal in cross-replica context of `strategy` and wherever no strategy is
-    active, functions that the default strategy runs among them.
+    Allowed in cross-replica context of `strategy` and wherever no strategy is active,
+    including functions run by the default strategy.
     """
     if current().has_strategy:
         require_cross_replica(strategy, method)
 
 
 def mixing_text(strategy: StrategyLike, frame: Frame, what: str) -> str:
-    """Returns the text for a call of one strategy in the context of another."""
+    """Returns the error text for calling one strategy in the context of another."""
     return message(
         f"{what} of {strategy!r} needs this strategy, or none, to be active",
         got=frame.name,

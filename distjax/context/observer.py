@@ -1,4 +1,4 @@
-"""Observer: who is told what a trace proves, while it is made."""
+"""Observer: receives what a trace proves, while it is made."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from distjax import jax_compat
 from distjax.context.finding import Finding
 from distjax.placement.topology import Topology
 
-#: A path in the user's tree, and whether the value there may differ per replica (T).
+#: A path in the user's tree, and whether the value there may vary per replica (T).
 Proof = tuple[str, bool]
 
 
 class ProvesLocality(Protocol):
-    """The analysis of a segment: see `distjax.replica.analysis.Analysis`."""
+    """The analysis of a segment; see `distjax.replica.analysis.Analysis`."""
 
     def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None: ...
     def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool: ...
 
 
 class Observer(Protocol):
-    """Watches traces from a frame of the stack: see `frames.observer`.
+    """Watches traces from a frame on the stack; see `frames.observer`.
 
-    Traces that are made for shapes only are not shown.
+    Traces made only for shapes are not reported.
 
     Attributes:
-      collects_findings: whether findings are neither raised nor warned of.
+      collects_findings: whether findings are collected instead of raised or warned of.
     """
 
     collects_findings: bool
@@ -46,17 +46,17 @@ class Observer(Protocol):
         results: Sequence[Proof],
         why: Sequence[tuple[str, bool, str]],
     ) -> None:
-        """A replica function was traced and its values were proved; `why`: of its results."""
+        """A replica function was traced and analyzed; `why` explains its results."""
         ...
 
     def on_segment(
         self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
     ) -> None:
-        """Code of several replicas, without a merge, is emitted; `varying`: its inputs."""
+        """A merge-free run of replica code is emitted; `varying` describes its inputs."""
         ...
 
     def on_merge(self, eqn: jax_compat.JaxprEqn) -> AbstractContextManager[Any]:
-        """A merge is about to be emitted; it is, inside the context returned."""
+        """A merge is about to be emitted, inside the returned context."""
         ...
 
     def on_equal_reduction(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Scopes, and the free functions that ask for the current context."""
+"""Scopes, and the free functions that query the current context."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distjax.errors import ContextError, StrategyMismatchError, describe_value, 
 
 
 class Scope(contextlib.ContextDecorator):
-    """What `strategy.scope()` returns: the strategy is active from entering to leaving.
+    """What `strategy.scope()` returns: the strategy is active while it is entered.
 
-    It can be entered again, inside itself and in other threads too: each entry puts a
-    frame of its own on the stack of its thread.
+    It is reentrant and can be entered in several threads: each entry pushes a new frame on
+    its thread's stack.
     """
 
     def __init__(self, strategy: StrategyLike):
@@ -28,7 +28,7 @@ class Scope(contextlib.ContextDecorator):
             self._entered.append(frame)
             frames.push(frame)
             return self._strategy
-        except BaseException:  # a signal: `with` will not leave what it has not entered
+        except BaseException:  # a signal: `with` does not exit what it has not entered
             frames.take_out(frame)
             raise
 
@@ -37,19 +37,19 @@ class Scope(contextlib.ContextDecorator):
         frame = next((f for f in reversed(frames.stack()) if f in self._entered), None)
         if frame is not None:
             self._leave(frame)
-        if frame is not innermost and kind is None:  # an error under way counts more
+        if frame is not innermost and kind is None:  # never mask an exception in flight
             raise ContextError(_order_text(self._strategy, None if frame is None else innermost))
 
     def _leave(self, frame: Frame) -> None:
         try:
             frames.take_out(frame)
         finally:
-            frames.take_out(frame)  # a signal may have come the first time
+            frames.take_out(frame)  # a signal may have cut the first attempt short
             self._entered.remove(frame)
 
     def __del__(self) -> None:
-        # Nobody can leave it any more: it was entered by hand, or a signal came first. (One that
-        # ends `__init__` leaves no list.)
+        # Nobody can exit it any more: it was entered by hand, or a signal came first. (A signal
+        # in `__init__` leaves no list.)
         for frame in vars(self).get("_entered", ()):
             frames.take_out(frame)
 
@@ -101,24 +101,24 @@ def has_strategy() -> bool:
 def get_replica_context() -> Any:
     """Returns the ReplicaContext, or None in cross-replica context.
 
-    With no active strategy: the context of the default strategy's one replica.
+    If no strategy is active, the context of the default strategy's single replica.
     """
     return frames.current().replica_context
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether code runs once for all replicas."""
+    """Returns whether code runs once on behalf of all replicas."""
     return not frames.in_replica_context()
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
-    """Makes `strategy` active from here on, in place of the one set before.
+    """Makes `strategy` active from now on, replacing one set earlier.
 
     Args:
-      strategy: the strategy; None deactivates the one set before.
+      strategy: the strategy; None deactivates the one set earlier.
 
     Raises:
-      TypeError: no strategy.
+      TypeError: not a strategy.
       ContextError: inside a `with strategy.scope():` block.
     """
     require_strategy(strategy, "set_strategy")
@@ -139,7 +139,7 @@ def set_strategy(strategy: StrategyLike | None) -> None:
 
 
 def require_strategy(strategy: object, method: str) -> None:
-    """Raises a TypeError for anything but a strategy of distjax, or None."""
+    """Raises a TypeError unless `strategy` is a distjax strategy or None."""
     extended = getattr(strategy, "extended", None)
     if strategy is None or getattr(extended, "strategy", None) is strategy:
         return

@@ -1,4 +1,4 @@
-"""What belongs to a thread, and has to go along where we call something on another."""
+"""Thread-local settings that must be carried over to code run on another thread."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from distjax.context import frames
 
 _Contexts = Mapping[str, Callable[[Any], contextlib.AbstractContextManager[Any]]]
 
-#: Modes of JAX that change values and places.
+#: JAX modes that change values and placement.
 _MODES: _Contexts = {
     "jax_enable_x64": jax.enable_x64,
     "jax_default_device": jax.default_device,
 }
-#: Modes that matter when a program runs, wherever it does: of its values, what checks its results.
+#: Modes that matter wherever a program runs: those that change values or check results.
 _MODES_OF_PROGRAMS: _Contexts = {
     "jax_enable_x64": jax.enable_x64,
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
 }
-#: The same in this process, where arrays move in the user's sight.
+#: The same within this process, plus the guards on transfers that the user can observe.
 _MODES_OF_CALLS: _Contexts = {
     **_MODES_OF_PROGRAMS,
     "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
@@ -34,10 +34,10 @@ _MODES_OF_CALLS: _Contexts = {
 
 
 def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns what makes another thread see the context of the calling one.
+    """Returns a context factory that gives another thread this thread's context.
 
-    That is the stack of frames, and of JAX what changes values and places: 64-bit mode
-    and the default device.
+    That is the stack of frames and the JAX settings that change values and placement: 64-bit
+    mode and the default device.
     """
     stack, enter_modes = frames.stack(), _modes_of_this_thread(_MODES)
 
@@ -50,19 +50,19 @@ def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[
 
 
 def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns what gives another thread the modes in which the calling one calls programs.
+    """Returns a context factory with this thread's JAX modes for calling programs.
 
-    As `jax.debug_nans` and `jax.transfer_guard` set them.
+    For example those set by `jax.debug_nans` and `jax.transfer_guard`.
     """
     return _modes_of_this_thread(_MODES_OF_CALLS)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramModes:
-    """The modes in which a thread calls programs, for a thread of another process.
+    """The modes in which a thread calls programs, to be sent to another process.
 
     Attributes:
-      values: of each mode, in the order that this module has them in.
+      values: one per mode, in the order of this module's table.
     """
 
     values: tuple[Any, ...]
@@ -82,7 +82,7 @@ class ProgramModes:
 def _modes_of_this_thread(
     contexts: _Contexts,
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    config: Any = jax.config  # these are this thread's; pyright does not see them
+    config: Any = jax.config  # thread-local values, unknown to pyright
     wanted = [(name, getattr(config, name)) for name in contexts]
 
     return lambda: _enter_modes(contexts, wanted)

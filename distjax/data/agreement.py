@@ -1,8 +1,8 @@
-"""What the processes of a job compare at each element of a dataset, as the loop takes it.
+"""What the processes of a job compare at each element of a dataset.
 
-They compare where the loop is, not on the thread that reads ahead: there each process is as far
-as it happens to be. A forgotten shuffle seed, files of other lengths or an error of one process
-is known before the element is used.
+They compare where the loop takes elements, not on the prefetch threads, each of which is
+at its own position. So a forgotten shuffle seed, files of different lengths or an error on
+one process is known before the element is used.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from distjax.errors import (
 
 ELEMENT, ENDED, FAILED = "element", "ended", "failed"
 
-#: What a process says at its end that never had an element.
+#: The text of a process that ends without ever having had an element.
 EMPTY = "without any element"
 
 _OCCASION = "the next element of a dataset"
 
 
 class Said(NamedTuple):
-    """What a process has come to.
+    """What a process reports at its next element.
 
     Attributes:
       kind: an element, the end of its data, or an error of its source.
-      text: structure, shapes and dtypes of the element; the error.
-      checksum: of the element's values, where all processes read the same; else 0.
-      num_elements: how many it has, of one shape.
+      text: structure, shapes and dtypes of the element; or the error.
+      checksum: of the element's values if all processes read the same data, else 0.
+      num_elements: how many elements of one shape it has.
     """
 
     kind: str
@@ -59,8 +59,8 @@ class Next(NamedTuple):
     """What all processes do next.
 
     Attributes:
-      num_elements: how many they take; 0: the data has ended.
-      teller: the process that tells an example to those that never had one; None: there are none.
+      num_elements: how many elements they take; 0: the data has ended.
+      teller: the process that sends an example to those that never had one, or None.
     """
 
     num_elements: int
@@ -68,8 +68,8 @@ class Next(NamedTuple):
 
 
 def describe_elements(tree: HostTree, *, is_own: bool) -> Said:
-    """Returns what is compared of some elements: leaves [k, R, B, ...]."""
-    first = 2 if is_own else 1  # R is that of this process where it reads its own
+    """Returns the report to compare for some elements, leaves [k, R, B, ...]."""
+    first = 2 if is_own else 1  # with own data, R counts this process's replicas
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
     checksum = 0
     for leaf in () if is_own else tree.leaves:
@@ -81,18 +81,18 @@ def describe_elements(tree: HostTree, *, is_own: bool) -> Said:
 def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) -> Next:
     """Returns what all processes do next.
 
-    With "pad" a process that has fewer elements than others takes masked copies for the rest.
+    With "pad", a process that has fewer elements than others adds masked copies.
 
     Args:
       joined: the job.
-      said: what this process has come to.
-      partial: what happens where the data of some end first.
-      is_own: whether each process reads data of its own.
+      said: this process's report.
+      partial: what to do if some processes run out of data first.
+      is_own: whether each process reads its own data.
 
     Raises:
-      AgreementError: different elements where all read the same, or of different shapes.
-      BatchError: the data of some ends first, and nothing says that this is meant.
-      PeerLostError: the source of another process has failed; it has its text.
+      AgreementError: elements differ though all read the same data, or differ in shape.
+      BatchError: some processes run out of data first, and `partial` does not allow it.
+      PeerLostError: the source of another process failed; includes its error text.
     """
     texts = exchange(joined, _OCCASION, json.dumps(said), joined.timeouts.phase)
     everyone = [Said(*json.loads(text)) for text in texts]
@@ -117,18 +117,18 @@ def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) ->
 
 
 def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int) -> HostTree:
-    """Returns copies of an example of another process, for one that never had any.
+    """Returns copies of another process's example, for a process that never had any.
 
-    It goes through the coordination service, as numbers and nothing else.
+    It is sent through the coordination service, only as numbers.
 
     Args:
       joined: the job.
-      teller: the process that tells it.
-      tree: the element of this one, leaves [R, B, ...]; None: it has none.
+      teller: the process that sends it.
+      tree: this process's element, leaves [R, B, ...], or None.
       num_rows: R.
 
     Raises:
-      BatchError: its structure is not one of dicts, lists and tuples.
+      BatchError: its structure is not made of dicts, lists and tuples.
     """
     said = ""
     if joined.process_id == teller:
@@ -148,7 +148,7 @@ def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int)
 
 
 def require_position_of(process: list[int] | None, state: object) -> None:
-    """Raises a ValueError unless `state` is of the same process of as many (None: of all alike)."""
+    """Raises a ValueError unless `state` has this process and job size (or None)."""
     saved = state.get("process") if isinstance(state, Mapping) else None
     if saved == process:
         return
@@ -165,10 +165,10 @@ def require_position_of(process: list[int] | None, state: object) -> None:
 
 
 def _pack_example(tree: HostTree) -> str:
-    """Returns the first example as JSON; "" for a structure that has no form in it."""
+    """Returns the first example as JSON; "" if its structure cannot be serialized."""
     try:
         structure = tree.treedef.children()[0].serialize_using_proto()  # of a `Batch`
-    except Exception:  # nodes of other types: whatever JAX raises for them
+    except Exception:  # unregistered nodes: whatever JAX raises for them
         return ""
     text = lambda content: base64.b64encode(content).decode()
     first = (slice(1),) * tree.leaves[-1].ndim  # the mask's

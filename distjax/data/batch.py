@@ -1,4 +1,4 @@
-"""Batch: examples, and which of them count."""
+"""Batch: examples, and a mask of those that count."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What ``InputOptions(partial="pad")`` makes of every element. A pytree.
+    """An element under ``InputOptions(partial="pad")``. A pytree.
 
-    Examples that fill a batch up are copies of real ones, so that no loss or
-    gradient of theirs is NaN; weighted by the mask, results equal the unpadded ones.
+    Padding consists of copies of real examples, so that their losses and gradients
+    are never NaN; weighted by the mask, results equal the unpadded ones.
 
     Attributes:
       data: the user's structure, leaves [B, ...] per replica.
-      mask: bool [B] per replica: True for the examples that count. One bool [] where
-        the elements of `distribute_datasets_from_function` have no common leading
+      mask: bool [B] per replica: True for the examples that count. A single bool []
+        if elements of `distribute_datasets_from_function` have no common leading
         dimension.
 
     Example:
@@ -33,7 +33,7 @@ class Batch:
       5.0
     """
 
-    #: Tells steps that are traced with a batch to read its mask.
+    #: Lets the trace check that a step using a batch reads its mask.
     masks_examples: ClassVar[bool] = True
 
     data: Any

@@ -1,4 +1,4 @@
-"""Block: elements on the host, stacked as they come."""
+"""Block: elements on the host, stacked as they arrive."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from distjax.data.elements import HostTree
 
-# Room for all K elements costs nothing, since the system gives memory when it is first
-# written. But K may be far more than the data has: beyond this size blocks grow.
+# Allocating all K elements costs nothing, since the system commits memory on first write.
+# But K may far exceed the data, so beyond this size blocks grow.
 _FIRST_BYTES = 2**28
 
-#: From a number of steps, and the shape [R, B, ...] and dtype of a leaf, to host memory.
+#: Maps a number of steps, and a leaf's shape [R, B, ...] and dtype, to host memory.
 Allocate = Callable[[int, tuple[int, ...], np.dtype], np.ndarray]
 
 
@@ -23,7 +23,7 @@ class HostElement(NamedTuple):
     Attributes:
       tree: leaves [R, B, ...].
       state: see `HostStream.state`.
-      state_before: that of the element before it.
+      state_before: the state before it.
     """
 
     tree: HostTree
@@ -34,13 +34,13 @@ class HostElement(NamedTuple):
 class Block:
     """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
 
-    Every element is copied once, to its place among the others. The memory is never
-    filled twice: on CPU, arrays on the devices keep it.
+    Each element is copied once, to its place among the others. The memory is never
+    refilled: on CPU, device arrays keep it.
 
     Args:
       first: the first element.
       limit: K.
-      allocate: makes the memory; None: that of the first element is used, and K is 1.
+      allocate: allocates the memory; None: reuse the first element's, with K = 1.
     """
 
     def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):
@@ -86,7 +86,7 @@ class Block:
         return [self.element(k) for k in range(len(self))]
 
     def add(self, element: HostElement) -> bool:
-        """Copies one more element; returns False, and does not, if its shape is another."""
+        """Copies one more element and returns True, or returns False if its shape differs."""
         tree, k = element.tree, len(self)
         if tree.signature != self._signature:
             return False

@@ -24,15 +24,15 @@ from distjax.typing import DatasetLike
 class DistributedDataset:
     """A dataset whose elements lie on the replicas.
 
-    Every ``iter(dataset)`` starts anew where the user's iterable does. It has a
-    length where the user's has one; with ``partial="drop"`` all batches but the last
-    are taken to be of full size, except in a list, where all are looked at.
+    Every ``iter(dataset)`` iterates the user's iterable afresh. It has a length if
+    that has one; with ``partial="drop"`` all batches but the last are assumed to be
+    of full size, except in a list, where all are examined.
 
     Args:
       dataset: the user's iterable.
-      splitter: makes elements for all replicas of its elements.
+      splitter: turns its elements into elements for all replicas.
       layout: how they lie on the devices.
-      options: how many elements are moved ahead, and what happens to smaller ones.
+      options: how many elements to move ahead, and what to do with smaller ones.
 
     Source: tf.distribute.DistributedDataset.
     """
@@ -64,10 +64,10 @@ class DistributedDataset:
 def distribute_dataset(
     topology: Topology | None, dataset: DatasetLike, options: object
 ) -> DistributedDataset:
-    """Returns global batches, split over the replicas of `topology`.
+    """Returns global batches split over the replicas of `topology`.
 
-    See `Strategy.distribute_dataset`. Without a topology: one replica, wherever JAX
-    puts its arrays.
+    See `Strategy.distribute_dataset`. Without a topology there is one replica,
+    placed by JAX.
     """
     method = "distribute_dataset"
     options = as_input_options(options, method)
@@ -80,7 +80,7 @@ def distribute_dataset(
 def distribute_datasets_from_function(
     topology: Topology | None, fn: Callable[[InputContext], Iterable[Any]], options: object
 ) -> DistributedDataset:
-    """Returns the elements of ``fn(InputContext)``, consecutive ones to consecutive replicas.
+    """Returns the elements of ``fn(InputContext)``, one per replica and step.
 
     See `Strategy.distribute_datasets_from_function`.
     """

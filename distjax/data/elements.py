@@ -14,7 +14,7 @@ from distjax.typing import PyTree
 
 
 class HostTree(NamedTuple):
-    """A tree of numpy arrays, taken apart.
+    """A flattened tree of numpy arrays.
 
     Attributes:
       treedef: the user's structure.
@@ -26,7 +26,7 @@ class HostTree(NamedTuple):
 
     @property
     def leading_size(self) -> int | None:
-        """The leading dimension that all leaves have; None where there is none."""
+        """The leading dimension common to all leaves, or None."""
         sizes = {leaf.shape[:1] for leaf in self.leaves}
         return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else None
 
@@ -36,22 +36,22 @@ class HostTree(NamedTuple):
         return self.treedef, [(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def copy(self) -> HostTree:
-        """Returns the tree in memory of its own."""
+        """Returns a copy that owns its memory."""
         return HostTree(self.treedef, [leaf.copy() for leaf in self.leaves])
 
 
 def read_element(element: PyTree, name: str) -> HostTree:
     """Returns an element of the user's dataset as numpy arrays, in the user's memory.
 
-    Whoever keeps it copies it before the next one is read: a source may fill the same
-    buffer again.
+    Copy it before reading the next one if you keep it: a source may refill the
+    buffer.
 
     Args:
       element: a tree of arrays.
       name: its name in error texts, e.g. "batch 3".
 
     Raises:
-      BatchError: no leaf, or a leaf that is no array of numbers.
+      BatchError: no leaves, or a leaf that is not a numeric array.
     """
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
     if not leaves:
@@ -92,10 +92,10 @@ def _is_of_numbers(dtype: np.dtype) -> bool:
 
 
 def require_leading_size(tree: HostTree, name: str) -> int:
-    """Returns the leading dimension that all leaves have.
+    """Returns the leading dimension common to all leaves.
 
     Raises:
-      BatchError: a scalar leaf, or leaves that disagree; it names paths and sizes.
+      BatchError: a scalar leaf, or leaves that disagree; names paths and sizes.
     """
     size = tree.leading_size
     if size is not None:
@@ -116,14 +116,14 @@ def require_leading_size(tree: HostTree, name: str) -> int:
 
 
 def leaf_path(treedef: jax.tree_util.PyTreeDef, index: int) -> str:
-    """Returns the user's name of a leaf, e.g. "['x'][0]"."""
+    """Returns a leaf's path as users write it, e.g. "['x'][0]"."""
     numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     return jax.tree_util.keystr(paths[index]) or "(the element itself)"
 
 
 def pad_rows(array: np.ndarray, size: int) -> np.ndarray:
-    """Returns `array` with copies of its last row (zeros if it has none) up to `size` rows."""
+    """Returns `array` padded to `size` rows by copies of its last (zeros if empty)."""
     missing = size - array.shape[0]
     if not missing:
         return array

@@ -70,7 +70,7 @@ class GlobalBatches(Splitter):
     def _refuse(self, name: str, size: int, full: int) -> NoReturn:
         r = self.num_replicas
         other = "dj.InputOptions(partial='drop') to leave smaller batches out"
-        if size == full:  # dropping does not help
+        if size == full:  # dropping would not help
             other = f"batches of {-(-size // r) * r} examples"
         raise BatchError(
             message(

@@ -1,4 +1,4 @@
-"""InputContext: what a function that makes a dataset is told."""
+"""InputContext: the argument of a function that makes a dataset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distjax.integers import is_int
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline a dataset is made for.
+    """Describes the input pipeline that a dataset is made for.
 
     Attributes:
       num_input_pipelines: the number of pipelines, one per process.
@@ -28,7 +28,7 @@ class InputContext:
         """Returns B = G / R for a global batch size G.
 
         Raises:
-          BatchError: G is no number of examples, or R does not divide it.
+          BatchError: G is not a number of examples, or R does not divide it.
 
         Example:
           >>> dj.InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)

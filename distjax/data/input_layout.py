@@ -17,7 +17,7 @@ from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer_each, transfer_local_rows
 from distjax.typing import PyTree
 
-_ALIGNMENT = 64  # bytes; XLA copies memory of the host that does not begin at a multiple
+_ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class InputLayout:
     """Moves elements to the replicas.
 
     Attributes:
-      topology: the replicas; None: one replica, wherever JAX puts its arrays.
-      copies: whether what the source gave is copied before it is moved.
-      is_own: whether each process gives the rows of its own replicas only.
+      topology: the replicas; None: one replica, placed by JAX.
+      copies: whether the source's data is copied before it is moved.
+      is_own: whether each process supplies only its own replicas' rows.
     """
 
     topology: Topology | None
@@ -41,12 +41,12 @@ class InputLayout:
 
     @property
     def spans_processes(self) -> bool:
-        """Whether the replicas belong to several processes, which compare what they read."""
+        """Whether the replicas span processes, which then compare what they read."""
         return self.topology is not None and self.topology.spans_processes
 
     @property
     def num_rows(self) -> int:
-        """How many rows an element of this process has, one for each replica it is read for."""
+        """The rows of an element of this process, one per replica it reads for."""
         if self.topology is None or not self.is_own:
             return self.num_replicas
         return len(self.topology.local_replicas)
@@ -71,15 +71,15 @@ class InputLayout:
         return jax.tree.unflatten(tree.treedef, transfer_each(leaves, self._of_steps))
 
     def allocate(self, num_steps: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns host memory [K, *shape] that moves to the devices with no copy on the host.
+        """Returns host memory [K, *shape] that moves to the devices without a host copy.
 
-        The part of each device is in one piece, and aligned: on CPU, arrays on the
-        devices then keep this memory.
+        Each device's part is contiguous and aligned; on CPU, device arrays then keep
+        this memory.
 
         Args:
           num_steps: K.
-          shape: that of a leaf of one element, [R, B, ...].
-          dtype: of the leaf.
+          shape: the shape of a leaf of one element, [R, B, ...].
+          dtype: the dtype of the leaf.
         """
         if self.topology is None or self.topology.mesh is None:
             return _allocate_aligned((num_steps, *shape), dtype)
@@ -102,7 +102,7 @@ class InputLayout:
         return self.topology.split_along(1)
 
     def as_element(self, arrays: PyTree) -> Any:
-        """Returns arrays [R, B, ...] as PerReplica; arrays [B, ...] of one replica as they are."""
+        """Returns arrays [R, B, ...] as PerReplica; one replica's [B, ...] unchanged."""
         topology = self.topology
         if topology is None or topology.num_replicas == 1:
             return arrays

@@ -1,4 +1,4 @@
-"""DistributedIterator: elements on the devices, one after the other."""
+"""DistributedIterator: yields elements on the devices, one after the other."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from distjax.typing import PyTree
 class Steps:
     """Input of K steps, moved to the devices in one transfer.
 
-    To run over them in one compiled loop, scan over `arrays` and give each step
-    ``steps.as_element(slice)``, which is what `next` would have given.
+    To process them in one compiled loop, scan over `arrays` and pass each step
+    ``steps.as_element(slice)``, which equals what `next` would have returned.
 
     Attributes:
       num_steps: K.
-      arrays: the structure of an element; leaves are arrays [K, R, B, ...] that lie
-        over the replicas in their second dimension; [K, B, ...] where R is 1.
+      arrays: the structure of an element; leaves are arrays [K, R, B, ...] laid out
+        over the replicas along their second dimension; [K, B, ...] if R is 1.
       layout: how elements lie on the devices.
     """
 
@@ -63,8 +63,8 @@ class Steps:
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
     block: Block
-    result: Any  # what the user is given
-    said: Said | None  # what the processes of a job compare
+    result: Any  # returned to the user
+    said: Said | None  # compared by the processes of a job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +77,16 @@ class _Running:
 class DistributedIterator:
     """Iterates over the elements of a `DistributedDataset`, once.
 
-    `next(iterator)` and `iterator.get_next()` give one element, `take` several
+    `next(iterator)` and `iterator.get_next()` return one element, `take` several
     steps at once; they can be mixed. The background thread starts with the first
-    of them and ends with the data, with `close`, or when the iterator is dropped.
-    Several threads may take from one iterator: each element goes to one of them.
+    call and stops at the end of the data, on `close`, or when the iterator is
+    dropped. Several threads may share one iterator: each element goes to one of them.
 
     Args:
       stream: the elements on the host.
       layout: how they lie on the devices.
-      options: how many elements to move ahead (0: no thread), and what happens where the
-        data of some processes of a job ends first.
+      options: how many elements to move ahead (0: no thread), and what to do if some
+        processes of a job run out of data first.
 
     Source: tf.distribute.DistributedIterator; tf.distribute.StrategyExtended, an
       iterator with locality T (TF 1.12, 1.13).
@@ -96,13 +96,13 @@ class DistributedIterator:
         self._stream = stream
         self._layout = layout
         self._options = options
-        self._latest: HostTree | None = None  # what masked copies are made of, if there may be any
+        self._latest: HostTree | None = None  # the template for masked copies, if any may be needed
         self._state = stream.state  # after the last element that a thread has claimed
-        # By thread, what it has taken and not returned: an interrupt leaves it there.
+        # By thread, the item taken but not yet returned: an interrupt leaves it there.
         self._claims: dict[int, Any] = {}  # a _Chunk or End, or None
         self._running: _Running | None = None
         self._is_closed = False
-        self._taking = threading.RLock()  # `close` does not wait for it: the source may call that
+        self._taking = threading.RLock()  # `close` must not wait for it: the source may call it
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -117,8 +117,8 @@ class DistributedIterator:
     def get_next(self) -> Any:
         """Returns the next element: ``next(iterator)``.
 
-        Locality: T out; a bare array where R is 1. Context: not in a replica function
-          or any other traced one. An error of the source passes through with its
+        Locality: T out; a bare array if R is 1. Context: not in a replica function
+          or any other traced one. Errors of the source propagate with their
           traceback.
 
         Raises:
@@ -130,17 +130,17 @@ class DistributedIterator:
     def take(self, num_steps: int) -> Steps:
         """Returns up to `num_steps` elements, stacked and moved in one transfer.
 
-        Fewer come before the end of the data, before an error of the source, and
-        before an element of another shape: call again for the rest. With prefetch,
-        the next `num_steps` are moved while these are in use.
+        Returns fewer before the end of the data, an error of the source, or an
+        element of another shape; call again for the rest. With prefetch, the next
+        `num_steps` are moved while these are in use.
 
         Args:
           num_steps: K, 1 or more.
 
-        Locality: T out, arrays [K, R, B, ...]. Context: as `get_next`.
+        Locality: T out, arrays [K, R, B, ...]. Context: as for `get_next`.
 
         Raises:
-          StopIteration: no element is left.
+          StopIteration: the data has ended.
           ValueError: num_steps < 1.
 
         Example:
@@ -173,13 +173,13 @@ class DistributedIterator:
     # -- saving and resuming --------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """Returns where the loop is: after the last element that it was given.
+        """Returns the loop's position: after the last element delivered.
 
-        Elements that were only prefetched do not count. A dict of ints: "delivered"
-        (elements given), "consumed" (elements of the dataset used for them),
-        "full_size" (of the first batch); and "source", what the dataset's own iterator
-        says, where it has ``get_state`` and ``set_state`` as grain's have. Where each process
-        of a job reads data of its own, "process" says which this is, and of how many.
+        Prefetched elements do not count. A dict of ints: "delivered" (elements
+        returned), "consumed" (elements of the dataset used for them), "full_size"
+        (of the first batch); plus "source", the state of the dataset's own iterator
+        if it has ``get_state`` and ``set_state``, as grain's do. If each process of
+        a job reads its own data, "process" is this process's number and the total.
 
         Example:
           >>> batches = [np.full(2, i) for i in range(4)]
@@ -198,7 +198,7 @@ class DistributedIterator:
 
     @property
     def _process(self) -> list[int] | None:
-        """This process and their number, where each reads data of its own."""
+        """This process's number and the total, if each reads its own data."""
         joined = job() if self._layout.is_own and self._layout.spans_processes else None
         return None if joined is None else [joined.process_id, joined.num_processes]
 
@@ -210,12 +210,12 @@ class DistributedIterator:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after the element that had `state`.
 
-        The dataset is iterated again and what came before is skipped, or the state
-        is handed to the dataset's own iterator.
+        Iterates the dataset again and skips what came before, or restores the state
+        of the dataset's own iterator.
 
         Raises:
-          ValueError: not a state, a dataset that is too short, or one that cannot be
-            iterated again; data of its own, and the state of another process.
+          ValueError: not a state; a dataset that is too short or cannot be iterated
+            again; or the state of another process, with data of its own.
         """
         require_position_of(self._process, state)
         self._drop_all()
@@ -225,10 +225,10 @@ class DistributedIterator:
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends the background thread and lets go of the source.
+        """Stops the background thread and releases the source.
 
-        Waits until the source has returned from the element that it is at. `next`
-        raises StopIteration from here on.
+        Waits for the source to return the element in progress. From here on `next`
+        raises StopIteration.
         """
         self._is_closed = True
         self._drop_all()
@@ -237,7 +237,7 @@ class DistributedIterator:
     # -- inside ---------------------------------------------------------------
 
     def _give(self, steps: int | None, method: str) -> Any:
-        """Returns what comes next. It is this thread's claim until it is returned."""
+        """Returns the next item, which is this thread's claim until it is returned."""
         _require_untraced(method)
         thread = threading.get_ident()
         joined = job() if self._layout.spans_processes else None
@@ -252,16 +252,16 @@ class DistributedIterator:
             try:
                 raise StopIteration if error is None else error
             finally:
-                del error  # or error, traceback and this frame would keep each other alive
+                del error  # else error, traceback and this frame form a cycle
         try:
-            self._claims[thread] = None  # no signal is handled between this and the return
+            self._claims[thread] = None  # CPython handles no signal from here to the return
             return outcome.result
         except BaseException:
             self._claims[thread] = outcome
             raise
 
     def _agree(self, joined: Job, outcome: _Chunk | End, steps: int | None) -> _Chunk | End:
-        """Returns what this process takes where all of them have compared what they came to."""
+        """Returns this process's item after all processes have compared theirs."""
         said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
         assert said is not None, "described, as the layout spans processes"
         is_own = self._layout.is_own
@@ -274,7 +274,7 @@ class DistributedIterator:
             self._latest = self._latest or example
         if count == said.num_elements:
             return outcome
-        if count < said.num_elements:  # the data of others has ended, and nothing is padded
+        if count < said.num_elements:  # others ran out of data, and nothing is padded
             self.close()
         return self._cut(block, count, steps) if count else End()
 
@@ -284,7 +284,7 @@ class DistributedIterator:
         return Said(ENDED, "" if self._latest is not None else EMPTY)
 
     def _cut(self, block: Block | None, count: int, steps: int | None) -> _Chunk:
-        """Returns so many elements: the first of `block`, then masked copies of the latest."""
+        """Returns `count` elements: those of `block`, then masked copies of the latest."""
         leaves = [] if block is None else [leaf[:count] for leaf in block.tree.leaves]
         missing = count - (0 if block is None else len(block))
         if missing > 0:
@@ -299,13 +299,13 @@ class DistributedIterator:
         return _make_chunk(block, HostTree(block.tree.treedef, leaves), self._layout, steps)
 
     def _claim(self, thread: int, steps: int | None) -> _Chunk | End:
-        """Returns what is this thread's to return: claimed by an interrupted call, or now."""
+        """Returns this thread's item: claimed by an interrupted call, or claimed now."""
         with self._taking:
             running = self._running
             if running is not None:
                 running.pipeline.require_own_process()
             if running is None or running.pipeline.is_stopped or steps != running.steps:
-                if self._is_closed:  # looked at last: `close` sets it before it stops the pipeline
+                if self._is_closed:  # checked last: `close` sets it before stopping the pipeline
                     claim = self._claims.get(thread)
                     return claim if isinstance(claim, End) else End()
                 running = self._restart(thread, steps)
@@ -320,7 +320,7 @@ class DistributedIterator:
             return outcome
 
     def _restart(self, thread: int, steps: int | None) -> _Running:
-        """Starts producing chunks of another size; what was not returned is cut anew."""
+        """Starts producing chunks of another size; undelivered elements are recut."""
         ahead = [*self._end_pipeline(thread), *self._stream.ahead]
         peek = functools.partial(_peek, self._stream, self._layout, steps)
         pipeline: Pipeline = Direct(self._stream, peek)
@@ -328,7 +328,7 @@ class DistributedIterator:
             depth = max(1, self._options.prefetch // (steps or 1))
             pipeline = Prefetcher(self._stream, peek, depth)
         running = _Running(pipeline, steps, weakref.finalize(self, pipeline.stop))
-        # In one line, so that each element is in one place, whenever a signal raises.
+        # In one line, so that each element is in one place whenever a signal raises.
         self._running, self._stream.ahead, self._claims[thread] = running, ahead, None
         return running
 
@@ -338,11 +338,11 @@ class DistributedIterator:
         self._claims.clear()
 
     def _end_pipeline(self, thread: int) -> list[HostElement | End]:
-        """Stops producing; returns what was produced and not returned by this thread."""
+        """Stops producing; returns what was produced but not returned by this thread."""
         running, claim = self._running, self._claims.get(thread)
         items = [] if claim is None else [claim]
         if running is not None:
-            items += running.pipeline.drain()  # a signal may end the wait: then it is done again
+            items += running.pipeline.drain()  # if a signal ends the wait, this is repeated
             running.stop_when_dropped.detach()
         return [
             outcome
@@ -354,7 +354,7 @@ class DistributedIterator:
 def _peek(
     stream: HostStream, layout: InputLayout, steps: int | None
 ) -> tuple[_Chunk | End, list[HostElement | End]]:
-    """Returns the next element, or up to `steps` of them stacked, and what comes after."""
+    """Returns the next element, or up to `steps` stacked, and what follows them."""
     try:
         allocate = layout.allocate if layout.copies or steps is not None else None
         block = stream.peek(steps or 1, allocate)
@@ -362,12 +362,12 @@ def _peek(
             return block, stream.ahead
         chunk = _make_chunk(block, block.tree, layout, steps)
         return chunk, stream.ahead[len(block) :]
-    except Exception as error:  # raised again in the loop
+    except Exception as error:  # re-raised in the loop
         return End(error), stream.ahead
 
 
 def _make_chunk(block: Block, tree: HostTree, layout: InputLayout, steps: int | None) -> _Chunk:
-    """Returns elements, leaves [k, R, B, ...], as they are given: k steps, or the only one."""
+    """Returns elements, leaves [k, R, B, ...], as delivered: k steps, or just one."""
     said = describe_elements(tree, is_own=layout.is_own) if layout.spans_processes else None
     if steps is None:
         element = HostTree(tree.treedef, [leaf[0] for leaf in tree.leaves])

@@ -16,10 +16,10 @@ def require_mask(
     """Raises a BatchError unless `mask` is bool, with any leading part of `shape`.
 
     Args:
-      mask: shape and dtype of one replica's mask, or the mask.
-      shape: that of the values.
-      where: the user's name of the mask.
-      fix: the call as it should be.
+      mask: one replica's mask, or its shape and dtype.
+      shape: the shape of the values.
+      where: the mask's name in errors.
+      fix: the corrected call.
     """
     if mask.dtype == jnp.bool_ and mask.shape == shape[: len(mask.shape)]:
         return
@@ -34,9 +34,9 @@ def require_mask(
 
 
 def broadcast_mask(mask: ArrayLike, shape: tuple[int, ...], where: str, fix: str) -> jax.Array:
-    """Returns a bool mask of any leading part of `shape` as one of `shape`.
+    """Returns a bool mask, of any leading part of `shape`, broadcast to `shape`.
 
-    Args, Raises: as `require_mask`.
+    Args, Raises: as for `require_mask`.
     """
     mask = jnp.asarray(mask)
     require_mask(mask, shape, where, fix)

@@ -1,4 +1,4 @@
-"""InputOptions: partial batches, how far input runs ahead, and whose memory is used."""
+"""InputOptions: partial batches, prefetch depth, sharding and copying of input."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class InputOptions:
 
     Attributes:
       partial: what to do with a batch smaller than the first one. "error": pass it
-        if R divides it, else raise a BatchError. "drop": leave it out. "pad": make
+        on if R divides it, else raise a BatchError. "drop": skip it. "pad": make
         every element a `Batch` of the full size, with a mask.
       prefetch: how many elements a background thread moves to the devices ahead of
         the loop; 0: no thread.
-      shard: which part of the data a process of a job reads. "rows": all of them read the
-        same global batches, and each keeps the rows of its own replicas. "own": each reads
-        batches of its own, of B examples for each of its replicas.
-      copy: whether each batch is copied before it is moved. False is your word that the
-        source never writes again to an array it has given, as a loader that makes each
-        batch anew: then a batch costs what `jax.device_put` does. On CPU the arrays on
-        the devices may keep its memory.
+      shard: which part of the data a process of a job reads. "rows": all read the same
+        global batches, and each keeps the rows of its own replicas. "own": each reads
+        its own batches, with B examples for each of its replicas.
+      copy: whether to copy each batch before it is moved. False asserts that the source
+        never rewrites an array it has yielded, as with a loader that allocates each
+        batch: a batch then costs only its `jax.device_put`. On CPU the device arrays
+        may keep its memory.
 
     Raises:
-      ValueError: another word for `partial` or `shard`, a prefetch that is no int >= 0, or a copy
-        that is no bool.
+      ValueError: an unknown `partial` or `shard`, a prefetch that is not an int >= 0, or a
+        copy that is not a bool.
 
     Example:
       >>> dj.InputOptions(partial="pad")
@@ -83,7 +83,7 @@ class InputOptions:
 
 
 def as_input_options(options: object, method: str) -> InputOptions:
-    """Returns `options`, or the default ones for None."""
+    """Returns `options`, or the defaults for None."""
     if options is None:
         return InputOptions()
     if isinstance(options, InputOptions):

@@ -1,4 +1,4 @@
-"""Producing items on a background thread, ahead of who takes them."""
+"""Produces items on a background thread, ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, message
 from distjax.uninterrupted import Bell, find_interrupt
 
-#: The names of the threads begin so.
+#: The prefix of the threads' names.
 THREAD_NAME = "distjax-prefetch"
 
-_EXIT_SECONDS = 5.0  # how long the end of the program waits for sources that hang
+_EXIT_SECONDS = 5.0  # how long the program's exit waits for sources that hang
 
 _thread_numbers = itertools.count()
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
-#: Returns an item, and what the stream has ahead once it is taken.
+#: Returns an item, and what the stream has ahead once the item is taken.
 Peek = Callable[[], tuple[Any, list[HostElement | End]]]
 
 
 class Pipeline(Protocol):
-    """Gives items one after the other, the last one an `End`.
+    """Produces items one after the other, ending with an `End`.
 
     Attributes:
-      is_stopped: whether no more items were asked for, which may wait to be drained.
+      is_stopped: whether it no longer produces; items may still wait to be drained.
     """
 
     is_stopped: bool
@@ -46,24 +46,24 @@ class Pipeline(Protocol):
     def move_next(self, places: dict[int, Any], place: int) -> None:
         """Moves the next item to ``places[place]``.
 
-        A signal finds it here or there.
+        A signal finds it either here or there.
         """
         ...
 
     def stop(self) -> None:
-        """Asks for no more items; does not wait."""
+        """Stops producing items; does not wait."""
         ...
 
     def drain(self) -> list[Any]:
-        """Stops, waits until nothing is under way, and returns the items not taken."""
+        """Stops, waits until nothing is in progress, and returns the items not taken."""
         ...
 
 
 class Direct:
-    """Produces each item when it is asked for, in the caller's thread.
+    """Produces each item on demand, in the caller's thread.
 
     Args:
-      stream: what items are made of.
+      stream: the stream that items are made from.
       peek: returns the next item (an `End` is the last one), and what the stream has
         after it.
     """
@@ -74,7 +74,7 @@ class Direct:
         self._stream, self._peek = stream, peek
 
     def require_own_process(self) -> None:
-        """Nothing: the caller produces."""
+        """Does nothing: the caller produces."""
 
     def move_next(self, places: dict[int, Any], place: int) -> None:
         """Produces an item: see `Pipeline`."""
@@ -82,22 +82,22 @@ class Direct:
         places[place], self._stream.ahead = item, after  # no signal is handled between the two
 
     def stop(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: nothing is in progress."""
 
     def drain(self) -> list[Any]:
-        """Returns no item: none is produced ahead."""
+        """Returns no items: none are produced ahead."""
         return []
 
 
 class Prefetcher:
-    """Produces up to `depth` items ahead on a thread of its own, from the first one taken on.
+    """Produces up to `depth` items ahead on its own thread, started by the first take.
 
-    The thread sees the context (strategies, 64-bit mode, default device) of the
-    thread that makes the Prefetcher, and holds no reference to its owner: an owner
-    that is dropped calls `stop`. One thread at a time takes items.
+    The thread inherits the context (strategies, 64-bit mode, default device) of the
+    thread that creates the Prefetcher, and holds no reference to its owner: an owner
+    calls `stop` when it is dropped. Only one thread at a time may take items.
 
     Args:
-      stream: what items are made of.
+      stream: the stream that items are made from.
       peek: as for `Direct`.
       depth: how many items may wait.
     """
@@ -116,12 +116,12 @@ class Prefetcher:
         _live.add(self)
 
     def move_next(self, places: dict[int, Any], place: int) -> None:
-        """Moves the next item, and waits for it; an `End` once stopped: see `Pipeline`."""
+        """Waits for the next item and moves it; an `End` once stopped: see `Pipeline`."""
         self._start()
-        self._emptied.ring()  # a call before this one may have been interrupted before it did
+        self._emptied.ring()  # an earlier call may have been interrupted before it did
         self._filled.wait_until(lambda: self._items or self.is_stopped)
         if self._items:
-            first = map(collections.deque.popleft, (self._items,))  # called where it is stored
+            first = map(collections.deque.popleft, (self._items,))  # lazy: pops as it is stored
             places.update(zip((place,), first, strict=False))
         else:
             places[place] = End()
@@ -133,12 +133,12 @@ class Prefetcher:
         try:
             self._is_started = True
             self._thread.start()
-        except BaseException as error:  # a signal, while it waits for the thread to run
+        except BaseException as error:  # a signal, while waiting for the thread to start
             self.stop()
             raise find_interrupt(error) from None
 
     def require_own_process(self) -> None:
-        """Raises a ContextError where the thread is in another process: see `Pipeline`."""
+        """Raises a ContextError if the thread is in another process: see `Pipeline`."""
         if os.getpid() == self._process:
             return
         raise ContextError(
@@ -153,7 +153,7 @@ class Prefetcher:
         )
 
     def stop(self) -> None:
-        """Asks the thread to end; it does as soon as the source lets it."""
+        """Asks the thread to end, which it does as soon as the source lets it."""
         self.is_stopped = True
         self._filled.ring()
         self._emptied.ring()
@@ -168,7 +168,7 @@ class Prefetcher:
         """Waits for the thread to end."""
         if self._thread is threading.current_thread() or not self._thread.is_alive():
             return
-        # Before Python 3.13 a `Thread.join` that a signal ends, ends all later ones.
+        # Before Python 3.13, a `Thread.join` ended by a signal also ends all later ones.
         self._ended.wait_until(lambda: self._has_ended, timeout)
         self._thread.join(None if self._has_ended else 0)
 
@@ -184,13 +184,13 @@ class Prefetcher:
             while self._wait_for_room():
                 try:
                     item, self._stream.ahead = self._peek()
-                except BaseException as error:  # SystemExit, say: the loop must not wait for ever
+                except BaseException as error:  # e.g. SystemExit: the loop must not wait forever
                     item = End(error)
                 self._items.append(item)
                 self._filled.ring()
                 if isinstance(item, End):
                     break
-                del item  # or a device array would live one item longer
+                del item  # else a device array would live one item longer
 
     def _wait_for_room(self) -> bool:
         self._emptied.wait_until(lambda: self.is_stopped or len(self._items) < self._depth)
@@ -199,7 +199,7 @@ class Prefetcher:
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends all threads: one that calls JAX while the interpreter shuts down would crash it."""
+    """Stops all threads: calling JAX during interpreter shutdown would crash it."""
     live = list(_live)
     for prefetcher in live:
         prefetcher.stop()

@@ -1,4 +1,4 @@
-"""Elements of one replica each: R consecutive ones make a step."""
+"""Elements for one replica each: R consecutive ones make a step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from distjax.typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaElements(Splitter):
-    """Stacks R elements of the source to [R, ...]; nothing is split or re-batched.
+    """Stacks R elements of the source to [R, ...]; nothing is split or rebatched.
 
     Attributes:
       num_replicas: R.
-      partial: what happens to a step with missing or smaller elements.
+      partial: what to do with a step that has missing or smaller elements.
       copies: whether an element is copied before the next one is read.
     """
 

@@ -1,4 +1,4 @@
-"""Sources: iterators of the user's that are taken back to a position."""
+"""Sources: user iterators that can be returned to a position."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import Any
 from distjax.errors import message
 
 
-def keeps_state(source: object) -> bool:
-    """Returns whether an iterator can say where it is, and go there, as those of grain can."""
+def keeps_position(source: object) -> bool:
+    """Returns whether an iterator can save and restore its position, as grain's can.
+
+    The iterator itself is asked, not its class: a wrapper may pass these methods on.
+    """
     return callable(getattr(source, "get_state", None)) and callable(
         getattr(source, "set_state", None)
     )
 
 
 def skip(source: Iterator[Any], count: int, needed: str) -> None:
-    """Reads elements that were delivered before, and drops them.
+    """Reads and drops elements that were delivered before.
 
     Args:
       source: at its first element.
-      count: how many.
-      needed: who needs which dataset, for the error: "set_state needs a dataset".
+      count: how many elements.
+      needed: the start of the error text, e.g. "set_state needs a dataset".
 
     Raises:
-      ValueError: it has fewer.
+      ValueError: the source has fewer elements.
     """
     for i in range(count):
         try:

@@ -1,4 +1,4 @@
-"""Splitter: the contract that makes elements for R replicas of a source's elements."""
+"""Splitter: the contract for turning source elements into elements for R replicas."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Position(NamedTuple):
     """How far a source has been read.
 
     Attributes:
-      consumed: the number of its elements used up.
-      full_size: the leading dimension of the first one; None: not known.
+      consumed: the number of its elements used.
+      full_size: the leading dimension of the first one; None: unknown.
     """
 
     consumed: int = 0
@@ -36,23 +36,23 @@ class Splitter(abc.ABC):
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
         """Returns the next element, leaves [R, B, ...], and the position after it.
 
-        Its arrays may be memory of the source: copy them before the next pull.
+        Its arrays may be the source's memory: copy them before the next pull.
 
         Raises:
           StopIteration: the source has ended.
-          BatchError: it cannot be split.
+          BatchError: the element cannot be split.
         """
 
     @abc.abstractmethod
     def require_splittable(self, dataset: Sequence[PyTree]) -> None:
-        """Raises a BatchError where a sized dataset tells that it cannot be split."""
+        """Raises a BatchError if a sized dataset shows that it cannot be split."""
 
     @abc.abstractmethod
     def count(self, dataset: Sequence[PyTree]) -> int:
         """Returns the number of elements for a dataset with a length.
 
         Raises:
-          TypeError: the dataset has none, or it does not tell.
+          TypeError: the number cannot be told without iterating the dataset.
         """
 
 
@@ -67,15 +67,15 @@ def find_length(dataset: Sequence[PyTree]) -> int | None:
     """Returns the length of `dataset`; None if it has none, or is endless."""
     with contextlib.suppress(TypeError):
         length = len(dataset)
-        return length if length < sys.maxsize else None  # what grain's endless datasets say
+        return length if length < sys.maxsize else None  # grain's endless datasets report maxsize
     return None
 
 
 def find_sizes(dataset: Sequence[PyTree]) -> list[int] | None:
-    """Returns leading dimensions that `dataset` tells before it is iterated.
+    """Returns the leading dimensions that `dataset` shows before it is iterated.
 
-    All of them for a list or tuple; of the first and the last element where there
-    are a length and items; None where a size is not to be had (the loop then says
+    All of them for a list or tuple; those of the first and last element if it has a
+    length and items; None if a size cannot be determined (the loop then reports
     why).
     """
     length = find_length(dataset)
@@ -87,7 +87,7 @@ def find_sizes(dataset: Sequence[PyTree]) -> list[int] | None:
     for i in indices:
         try:
             element = dataset[i]
-        except Exception:  # a source's own error belongs in the loop
+        except Exception:  # a source's own error should be raised in the loop
             return None
         sizes.append(_leading_size(element))
     return None if None in sizes else sizes

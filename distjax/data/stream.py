@@ -1,4 +1,4 @@
-"""HostStream: a source read element by element, looked at before it is taken, and resumed."""
+"""HostStream: reads a source element by element, with lookahead and resumption."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax
 import numpy as np
 
 from distjax.data.block import Allocate, Block, HostElement
-from distjax.data.source import keeps_state, skip
+from distjax.data.source import keeps_position, skip
 from distjax.data.splitting import Position, Splitter
 from distjax.errors import describe_value, message
 from distjax.typing import DatasetLike
 
 
 class End:
-    """The stream gives no more: it has ended, or failed.
+    """Marks the end of the stream: it has ended, or failed.
 
     Args:
-      error: what the source raised; None: it has ended.
+      error: the source's error; None: it has ended.
     """
 
     def __init__(self, error: BaseException | None = None):
@@ -29,13 +29,13 @@ class End:
 
     @property
     def error_text(self) -> str | None:
-        """Kind and first line of the error; None: the stream has ended."""
+        """The type and first line of the error; None: the stream has ended."""
         if self._error is None:
             return None
         return f"{type(self._error).__name__}: {str(self._error).partition(chr(10))[0]}"
 
     def take_error(self) -> BaseException | None:
-        """Returns the error, once: frames of its traceback hold this object."""
+        """Returns the error, once: frames of its traceback reference this object."""
         error, self._error = self._error, None
         return error
 
@@ -45,9 +45,9 @@ class _Progress(NamedTuple):
 
     Attributes:
       position: how far the source has been read.
-      num_pulled: the number of elements made of it.
+      num_pulled: the number of elements made from it.
       state: see `HostStream.state`.
-      read: what has been read of the source since, and is in no element yet.
+      read: what has been read since and is not yet part of an element.
     """
 
     position: Position
@@ -60,11 +60,11 @@ class HostStream:
     """Elements for all replicas, from a dataset.
 
     Attributes:
-      ahead: the next outcomes, which were put back.
+      ahead: the next outcomes: looked at or put back, but not yet taken.
 
     Args:
       dataset: an iterable.
-      splitter: makes elements of the dataset's.
+      splitter: turns its elements into elements for all replicas.
     """
 
     def __init__(self, dataset: DatasetLike, splitter: Splitter):
@@ -80,7 +80,7 @@ class HostStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the source is now.
+        """The position of the source.
 
         delivered: elements made; consumed: elements of the source used for them;
         full_size: the leading dimension of the first, if known; source: the state
@@ -92,27 +92,27 @@ class HostStream:
         state: dict[str, Any] = {"delivered": num_pulled, "consumed": position.consumed}
         if position.full_size is not None:
             state["full_size"] = position.full_size
-        if keeps_state(self._source):
+        if keeps_position(self._source):
             state["source"] = copy.deepcopy(self._source.get_state())
         return _Progress(position, num_pulled, state, [])
 
     def peek(self, limit: int, allocate: Allocate | None) -> Block | End:
-        """Returns up to `limit` elements that can be stacked, at least one; or the end.
+        """Returns up to `limit` elements that can be stacked, at least one, or the end.
 
-        They stay the next ones until `ahead` is set to what comes after them. Fewer
-        than `limit` come where the next element has another shape, or is the end. An
-        error of the source comes after the elements before it.
+        They remain next until `ahead` is set to what follows them. Returns fewer than
+        `limit` if the next element has another shape or is the end. An error of the
+        source comes after the elements before it.
 
         Args:
           limit: 1 or more.
-          allocate: makes the memory that they are copied to; None, for one: no copy.
+          allocate: allocates the memory to copy to; None, for a limit of 1: no copy.
         """
         first = self._outcome(0)
         if isinstance(first, End):
             return first
         block = Block(first, limit, allocate)
         while True:
-            # What is copied leaves the memory of the source, which may fill it again.
+            # Replace it by the copy: the source may refill its own memory.
             self.ahead[len(block) - 1] = block.element(len(block) - 1)
             if len(block) == limit:
                 return block
@@ -124,7 +124,7 @@ class HostStream:
                 return block
 
     def release(self) -> None:
-        """Lets go of the source."""
+        """Drops the source."""
         self._source = None
         self.ahead = [End()]
 
@@ -132,13 +132,13 @@ class HostStream:
         """Continues after the element that had `state`.
 
         Raises:
-          ValueError: no such state, a source that is too short, or one that cannot be
+          ValueError: not a state, a source that is too short, or one that cannot be
             iterated again.
         """
         state = _require_state(state)
         was_untouched = self._is_untouched
         self._open()
-        if keeps_state(self._source) and "source" in state:
+        if keeps_position(self._source) and "source" in state:
             self._source.set_state(copy.deepcopy(state["source"]))
         elif self._source is self._dataset and not was_untouched:
             raise ValueError(_one_shot_text(self._dataset))
@@ -154,7 +154,7 @@ class HostStream:
         return self.ahead[index]
 
     def _pull(self) -> None:
-        """Adds an outcome to `ahead`; a signal finds all of it done, or none."""
+        """Adds an outcome to `ahead`; for a signal, this happens entirely or not at all."""
         self._is_untouched = False
         before = after = self._progress
         outcome: HostElement | End
@@ -165,7 +165,7 @@ class HostStream:
             outcome = HostElement(tree, after.state, before.state)
         except StopIteration:
             outcome = End()
-        except Exception as error:  # raised again in the loop
+        except Exception as error:  # re-raised in the loop
             outcome = End(error)
         end = slice(len(self.ahead), None)
         self.ahead[end], self._progress = (outcome,), after  # no signal between the two
@@ -174,11 +174,11 @@ class HostStream:
 
 
 class _Reader:
-    """Reads a source; what it read stands in `read`, and is given again by another reader.
+    """Reads a source; what it read stays in `read`, for another reader to replay.
 
     Args:
       source: an iterator.
-      read: what was read of it and is not used up.
+      read: what was read from it and is not used yet.
     """
 
     def __init__(self, source: Iterator[Any], read: list[Any]):
@@ -190,7 +190,7 @@ class _Reader:
 
     def __next__(self) -> Any:
         if self._index == len(self._read):
-            # The source may fill the same memory again. Signals raise in the main thread only.
+            # The source may refill its memory. Signals raise only in the main thread.
             if self._read and threading.current_thread() is threading.main_thread():
                 self._read[-1] = jax.tree.map(np.array, self._read[-1])
             self._read.extend(map(next, (self._source,)))  # in one call in C

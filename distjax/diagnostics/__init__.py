@@ -1,4 +1,4 @@
-"""Seeing what happens: what a step does, where values live, how training goes."""
+"""Diagnostics: what a step does, where values live, how training progresses."""
 
 from distjax.context.finding import Finding
 from distjax.diagnostics.check_step import check

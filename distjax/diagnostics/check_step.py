@@ -1,4 +1,4 @@
-"""dj.check: a step in which nothing is probably wrong, for test suites."""
+"""dj.check: raises if a step is probably wrong; for test suites."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def check(
 ) -> None:
     """Raises if anything about a step is probably wrong; runs and changes nothing.
 
-    A plain run raises errors and warns of warnings; notes, which right programs may carry as
-    well, are only found here and in `dj.explain`. Meant for a test of your training step.
+    A plain run raises errors and issues warnings; notes, which correct programs may also
+    have, appear only here and in `dj.explain`. Meant for a test of your training step.
 
     Args:
-      fn: a function compiled by `dj.jit`; or a function of cross-replica code, which
-        calls `strategy.run`; or, with `strategy`, a replica function.
+      fn: a function compiled by `dj.jit`; or a cross-replica function, which calls
+        `strategy.run`; or, with `strategy`, a replica function.
       *args: its arguments, as in a call.
       strategy: the strategy whose replicas run ``fn``.
       **kwargs: its keyword arguments.
 
-    Context: any outside of traces. Cost: one trace.
+    Context: any, outside traces. Cost: one trace.
 
     Raises:
-      CheckError: something was found that no `dj.expect` says is meant; it lists every
-        error, warning and note, with the line and the cure.
+      CheckError: a finding that no `dj.expect` declares as intended; lists every error,
+        warning and note, with the line and the fix.
       ContextError: inside a trace, or ``fn`` would create variables.
 
     Example:

@@ -1,7 +1,7 @@
-"""Reductions of values that are equal on every replica already.
+"""Finds reductions of values that are already equal on every replica.
 
-They are legal: a sum is R times the value, a mean the value itself. But they
-move bytes for nothing, and often mean that something is reduced twice.
+They are legal: a sum is R times the value, a mean the value itself. But they move
+bytes for nothing, and often mean that something is reduced twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def equal_reductions(
 ) -> Iterator[Any]:
     """Yields the equations of replica code that reduce an equal value, at any depth.
 
-    The transpose of a reduction is left out: nobody wrote it.
+    Transposes of reductions are skipped: they are not in the user's code.
 
     Args:
       jaxpr: replica code.
-      varying: which of its inputs may differ per replica.
+      varying: which of its inputs may differ between replicas.
       analysis: the rules of the replica axis.
     """
     env = dict(zip(jaxpr.invars, varying, strict=True))
@@ -44,7 +44,7 @@ def equal_reductions(
 def _inner(
     eqn: jax_compat.JaxprEqn, ins: list[bool], outs: list[bool]
 ) -> Iterator[tuple[Any, list[bool]]]:
-    """Yields the jaxprs that an equation runs, with what is proved of their inputs."""
+    """Yields the jaxprs that an equation runs, and whether each input may vary."""
     name = eqn.primitive.name
     if name == "scan":
         num_consts, num_carry = jax_compat.scan_sizes(eqn)

@@ -25,11 +25,12 @@ from distjax.replica.arguments import (
     PartitionedTree,
     function_name,
     is_array,
+    is_array_or_struct,
     positional_names,
     require_callable,
     user_path,
 )
-from distjax.replica.static import mark_modules
+from distjax.replica.static import keep_marks, mark_modules
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -39,12 +40,18 @@ _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
 
 @runtime_checkable
 class CutsSteps(Protocol):
-    """A strategy that cuts steps into what workers and what servers run."""
+    """A strategy that cuts steps into parts for workers and parts for servers."""
 
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
     ) -> Cut:
-        """Returns what a step is cut into."""
+        """Returns the parts of a step."""
+        ...
+
+    def lower_worker(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> Sequence[jax.stages.Lowered]:
+        """Returns the parts for a worker, lowered for its devices; none where it has one."""
         ...
 
 
@@ -53,22 +60,23 @@ def explain(
 ) -> Explanation:
     """Returns what a step communicates, costs and proves; runs and changes nothing.
 
-    The step is traced anew and compiled for these arguments: what Python code in it
-    does besides is done once more.
+    The step is traced anew and compiled for these arguments, so Python side effects in
+    it happen once more.
 
     Args:
-      fn: a function compiled by `dj.jit`; or a function of cross-replica code, which
-        calls `strategy.run`; or, with `strategy`, a replica function.
+      fn: a function compiled by `dj.jit`; or a cross-replica function, which calls
+        `strategy.run`; or, with `strategy`, a replica function.
       *args: its arguments, as in a call.
       strategy: the strategy whose replicas run ``fn``.
       **kwargs: its keyword arguments.
 
     Returns:
-      An `Explanation`: collectives with bytes and the user's lines, flops, memory, what
-      was proved, and reductions of what was reduced already. On a strategy whose
-      replicas share one device nothing travels and no collective is listed.
+      An `Explanation`: collectives with bytes and the user's lines, flops, memory, the
+      proofs, and reductions of values already reduced. On a strategy whose replicas
+      share one device nothing is communicated and no collective is listed.
 
-    Context: any outside of traces. Cost: one trace and one compilation.
+    Context: any, outside traces. Cost: one trace and one compilation; of workers of several
+      devices (`ParameterServerStrategy`) one more for each of their programs.
 
     Raises:
       ContextError: inside a trace, or ``fn`` would create variables.
@@ -87,6 +95,9 @@ def explain(
     notes = Notes()
     lowered = lower_step(fn, args, kwargs, strategy, notes, "explain")
     compiled = lowered.compile()
+    cutting = strategy if isinstance(strategy, CutsSteps) else None
+    of_worker = cutting.lower_worker(fn, args, kwargs) if cutting else ()
+    texts = [program.as_text() or "" for program in (compiled, *(p.compile() for p in of_worker))]
     arguments = _arguments(fn, args, kwargs)
     return Explanation(
         name=function_name(fn),
@@ -96,14 +107,14 @@ def explain(
         results=dict(notes.results),
         runs=tuple(notes.runs),
         variables=_variables(notes),
-        written=tuple(list_lowered(lowered, notes.merge_lines)),
-        compiled=tuple(list_compiled(compiled.as_text() or "", notes.merge_lines)),
+        written=tuple(c for p in (lowered, *of_worker) for c in list_lowered(p, notes.merge_lines)),
+        compiled=tuple(c for text in texts for c in list_compiled(text, notes.merge_lines)),
         flops=_flops(compiled),
         memory=_memory(compiled),
         equal_reductions=tuple(notes.equal_reductions),
         findings=tuple(notes.findings),
         possible_rows=_possible_rows(arguments, {run.num_replicas for run in notes.runs}),
-        cut=strategy.describe_cut(fn, args, kwargs) if isinstance(strategy, CutsSteps) else None,
+        cut=cutting.describe_cut(fn, args, kwargs) if cutting else None,
     )
 
 
@@ -115,15 +126,15 @@ def lower_step(
     notes: Notes,
     method: str,
 ) -> LoweredProgram:
-    """Returns a step traced anew and lowered; `notes` is told what the trace proves.
+    """Returns a step traced anew and lowered; `notes` records what the trace proves.
 
     Args:
-      fn: what `explain` takes.
+      fn: as for `explain`.
       args: its positional arguments.
       kwargs: its keyword arguments.
-      strategy: whose replicas run ``fn``; None: it is cross-replica code.
+      strategy: the strategy whose replicas run ``fn``; None: it is cross-replica code.
       notes: the observer.
-      method: the function of distjax that the user called.
+      method: the public function that the user called, for errors.
     """
     _require_outside_traces(method)
     require_callable(fn, method)
@@ -135,6 +146,8 @@ def lower_step(
         step = compile_on_replicas(strategy, fn, ())
     else:
         step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
+        if not isinstance(fn, CompiledFunction):  # a plain call hands marks on
+            args, kwargs = keep_marks((args, kwargs))
     with frames.with_frame(watched):
         try:
             return step.lower(*args, **kwargs)
@@ -157,7 +170,7 @@ def _require_outside_traces(method: str) -> None:
 
 
 def _with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a method compiled by `dj.jit` as its function, the object as first argument."""
+    """Returns a bound `dj.jit` method as a function, with its object as an argument."""
     if isinstance(fn, functools.partial) and isinstance(fn.func, CompiledFunction):
         return fn.func, (*fn.args, *args)
     return fn, args
@@ -175,17 +188,18 @@ def _add_hint(
         )
 
 
-# -- what was found -----------------------------------------------------------
+# -- parts of the explanation --------------------------------------------------
 
 
 def _arguments(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, PyTree]
 ) -> dict[str, Any]:
-    """Returns the arguments that are data, by path."""
+    """Returns the array and number arguments, by path."""
     if isinstance(fn, CompiledFunction):
         args, kwargs = fn.mark_arguments(tuple(args), kwargs)
     partitioned = PartitionedTree(
-        mark_modules((tuple(args), kwargs)), lambda leaf: is_array(leaf) or is_number(leaf)
+        mark_modules((tuple(args), kwargs), is_data=is_array_or_struct),
+        lambda leaf: is_array_or_struct(leaf) or is_number(leaf),
     )
     names = positional_names(fn)
     paths = (user_path(path, names) for path in partitioned.paths)
@@ -193,7 +207,7 @@ def _arguments(
 
 
 def _possible_rows(arguments: Mapping[str, Any], counts: Collection[int]) -> tuple[str, ...]:
-    """Returns the paths of host arrays whose first dimension is a number of replicas, above 1."""
+    """Returns the paths of host arrays with as many rows as replicas, above 1."""
     return tuple(
         path
         for path, leaf in arguments.items()

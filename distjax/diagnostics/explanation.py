@@ -1,4 +1,4 @@
-"""Explanation: what `dj.explain` found out about a step, and how it is printed."""
+"""Explanation: the result of `dj.explain`, and how it is printed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Protocol
 
 from distjax.context.finding import Finding
 from distjax.diagnostics.explanation_diff import ExplanationDiff, diff_explanations
-from distjax.diagnostics.hlo import CollectiveCount
+from distjax.diagnostics.hlo import CollectiveCount, count_by_kind
 from distjax.diagnostics.notes import EqualReduction, RunProof
-from distjax.diagnostics.program_collectives import Collective, count_by_kind
+from distjax.diagnostics.program_collectives import Collective
 from distjax.tables import Table, as_html, as_text, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that the compiled program uses, on one device.
+    """Bytes that the compiled program uses on one device.
 
     Attributes:
-      argument_bytes: what goes in: arguments and variables.
-      output_bytes: what comes out: results and new values of variables.
-      donated_bytes: outputs that take the place of arguments.
-      temporary_bytes: what is needed in between.
-      peak_bytes: arguments + outputs - donated + temporaries, the most that lives at
+      argument_bytes: inputs: arguments and variables.
+      output_bytes: outputs: results and new values of variables.
+      donated_bytes: outputs that reuse the buffers of arguments.
+      temporary_bytes: intermediate values.
+      peak_bytes: arguments + outputs - donated + temporaries, the most that is live at
         once if no argument can be freed early.
       host_bytes: the same sum in host memory.
     """
@@ -43,8 +43,8 @@ class VariableUse:
 
     Attributes:
       name: its name.
-      locality: "M" (mirrored), "T" (a component per replica) or "V" (lives in its own
-        way: partitioned, or in host memory).
+      locality: "M" (mirrored), "T" (a component per replica) or "V" (placed otherwise:
+        partitioned, or in host memory).
       placement: where it lives, in words.
       is_read: whether its value at the start is an input of the program.
       is_written: whether the program gives it a new value.
@@ -58,10 +58,10 @@ class VariableUse:
 
 
 class Cut(Protocol):
-    """What a step is cut into, where a strategy has servers; a dataclass."""
+    """The parts that a strategy with servers cuts a step into; a dataclass."""
 
     def tables(self) -> Iterator[Table]:
-        """Yields it as tables."""
+        """Yields the parts as tables."""
         ...
 
 
@@ -72,25 +72,27 @@ class Explanation:
     ``print`` it, or show it in a notebook.
 
     Attributes:
-      name: the user's name of the function.
-      arguments: path -> "T" (a value per replica) or "M" (one value for all), of its
+      name: the name of the function.
+      arguments: path -> "T" (a value per replica) or "M" (one value for all) for its
         arguments; Python objects are left out.
-      results: the same, as proved, of its array results.
-      runs: what was proved of each replica function that it runs.
+      results: the same, as proved, for its array results.
+      runs: what was proved about each replica function that it runs.
       variables: the variables that it reads or writes.
-      written: the collectives that the code asks for, each with bytes on one device and
-        the user's line. One in a loop counts once.
-      compiled: the collectives that are left when XLA has combined and moved them, with
-        those that it put in for split arrays.
-      flops: floating point operations of one call on one device, as XLA counts them;
-        None where it does not say.
+      written: the collectives in the code, each with its bytes on one device and the
+        user's line. One in a loop counts once. Under `ParameterServerStrategy` those of
+        each worker over its devices.
+      compiled: the collectives after XLA has combined and moved them, including those
+        that it inserted for sharded arrays, as for a reduction at the beginning of a
+        merge function that a worker does.
+      flops: floating-point operations of one call on one device, as counted by XLA;
+        None if unknown.
       memory: bytes on one device.
-      equal_reductions: reductions of values that are equal already.
-      findings: what is probably wrong, and what `dj.expect` says is meant.
-      possible_rows: paths of host arrays [R, ...] among the arguments, of which each
-        replica sees the whole; see `Strategy.per_replica`.
-      cut: what of the step runs at workers and at servers, and what travels, under
-        `ParameterServerStrategy`; else None.
+      equal_reductions: reductions of values that are already equal.
+      findings: what is probably wrong, and what `dj.expect` declares as intended.
+      possible_rows: paths of host arrays [R, ...] among the arguments, which every
+        replica sees whole; see `Strategy.per_replica`.
+      cut: under `ParameterServerStrategy`, which parts of the step run on workers and
+        servers, and what they exchange; else None.
     """
 
     name: str
@@ -109,16 +111,16 @@ class Explanation:
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
-        """Number and bytes of the collectives as written, by kind."""
-        return count_by_kind(self.written)
+        """Number and bytes of the collectives in the code, by kind."""
+        return count_by_kind((c.kind, c.result_bytes) for c in self.written)
 
     @property
     def compiled_counts(self) -> dict[str, CollectiveCount]:
-        """Number and bytes of the collectives as compiled, by kind."""
-        return count_by_kind(self.compiled)
+        """Number and bytes of the compiled collectives, by kind."""
+        return count_by_kind((c.kind, c.result_bytes) for c in self.compiled)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Returns all of it as JSON, for other programs to read.
+        """Returns the explanation as JSON.
 
         Args:
           indent: spaces to indent by; None: one line.
@@ -126,10 +128,10 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def diff(self, other: Explanation) -> ExplanationDiff:
-        """Returns what is reduced, proved equal or found in one of two steps only.
+        """Returns what only one of two steps reduces, proves equal or has as a finding.
 
         Args:
-          other: of the second step; this one is of the first.
+          other: the explanation of the second step; this one is of the first.
 
         Example:
           >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
@@ -150,9 +152,10 @@ class Explanation:
 
     def _tables(self) -> Iterator[Table]:
         yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
-        yield _collective_table("as written:", self.written)
+        among = "" if self.cut is None else ", over the devices of each worker"
+        yield _collective_table(f"as written{among}:", self.written)
         if self.compiled != self.written:
-            yield _collective_table("compiled:", self.compiled)
+            yield _collective_table(f"compiled{among}:", self.compiled)
         yield Table("on one device:", (), self._costs())
         yield Table(
             "proved (T: a value per replica, M: equal on every replica):",

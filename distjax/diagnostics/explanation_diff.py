@@ -1,4 +1,4 @@
-"""ExplanationDiff: in what two explanations differ."""
+"""ExplanationDiff: the differences between two explanations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Explained(Protocol):
-    """What is compared of an `Explanation`: see there."""
+    """The part of an `Explanation` that is compared."""
 
     @property
     def name(self) -> str: ...
@@ -31,14 +31,14 @@ class Explained(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ProofChange:
-    """A result, or a variable that is written, that is equal in one step and differs in the other.
+    """A result or written variable that is equal in one step and differs in the other.
 
     Attributes:
-      path: where it is; "the result" for a lone one.
-      first: "M" (equal on every replica), "T" (a value per replica) or "-" (not there).
-      second: the same of the second step.
-      why_first: the reductions that made it equal, or the lines by which it came to differ.
-      why_second: the same of the second step.
+      path: its path; "the result" for a lone one.
+      first: "M" (equal on every replica), "T" (a value per replica) or "-" (absent).
+      second: the same for the second step.
+      why_first: the reductions that made it equal, or the lines that made it differ.
+      why_second: the same for the second step.
     """
 
     path: str
@@ -50,16 +50,16 @@ class ProofChange:
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationDiff:
-    """In what two explanations differ: what is reduced, proved and found in one of them only.
+    """What is reduced, proved or found in only one of two explanations.
 
     ``print`` it, or show it in a notebook. Lines of code may have moved: collectives are compared
-    by kind and bytes, results and variables by path, findings by their rule.
+    by kind and bytes, results and variables by path, findings by rule.
 
     Attributes:
-      names: of the two functions.
-      reduced: the collectives, as written, of the first step only, and of the second.
-      proofs: what is equal in one step only.
-      findings: what is found in the first step only, and in the second.
+      names: the names of the two functions.
+      reduced: the collectives in the code of only the first step, and of only the second.
+      proofs: what is equal in only one step.
+      findings: the findings of only the first step, and of only the second.
     """
 
     names: tuple[str, str]
@@ -68,7 +68,7 @@ class ExplanationDiff:
     findings: tuple[tuple[Finding, ...], tuple[Finding, ...]]
 
     def to_json(self, indent: int | None = None) -> str:
-        """Returns all of it as JSON, for other programs to read.
+        """Returns the difference as JSON.
 
         Args:
           indent: spaces to indent by; None: one line.
@@ -102,7 +102,7 @@ class ExplanationDiff:
 
 
 def diff_explanations(first: Explained, second: Explained) -> ExplanationDiff:
-    """Returns in what two explanations differ."""
+    """Returns the differences between two explanations."""
     cost = lambda collective: (collective.kind, collective.result_bytes)
     return ExplanationDiff(
         names=(first.name, second.name),
@@ -115,7 +115,7 @@ def diff_explanations(first: Explained, second: Explained) -> ExplanationDiff:
 def _only(
     first: Sequence[_T], second: Sequence[_T], key: Callable[[_T], Hashable]
 ) -> tuple[tuple[_T, ...], tuple[_T, ...]]:
-    """Returns what only one of two sequences has, the order apart."""
+    """Returns what only one of two sequences has, regardless of order."""
 
     def missing(those: Sequence[_T], others: Sequence[_T]) -> Iterator[_T]:
         left = collections.Counter(map(key, others))
@@ -128,7 +128,7 @@ def _only(
 
 
 def _proofs(explanation: Explained) -> dict[tuple[int, str], tuple[str, str]]:
-    """Returns (letter, why) of the results of each run and the variables that it writes."""
+    """Returns (letter, why) of each run's results and written variables."""
     return {
         (number, path or "the result"): (letter, why)
         for number, run in enumerate(explanation.runs)

@@ -1,4 +1,4 @@
-"""What only the first process of a job does: it speaks for all."""
+"""What only the first process of a job does, for all of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def is_first_process() -> bool:
 def progress(iterable: Iterable[Any], **options: PyTree) -> Iterable[Any]:
     """Returns `iterable` with a progress bar on the first process.
 
-    The bar is tqdm's; without tqdm, and on other processes, it is `iterable` itself.
+    The bar is tqdm's; without tqdm, and on other processes, returns `iterable` itself.
 
     Args:
-      iterable: what the loop runs over.
-      **options: as tqdm takes them: `desc`, `total`, `disable`.
+      iterable: what the loop iterates over.
+      **options: tqdm's options, such as `desc`, `total`, `disable`.
 
     Example:
       >>> sum(dj.diagnostics.progress(range(4), disable=True))

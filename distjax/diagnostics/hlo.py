@@ -1,13 +1,13 @@
-"""Count the collectives of a compiled program from its HLO text.
+"""Counts the collectives of a compiled program from its HLO text.
 
-Two programs that move the same bytes with the same collectives cost the same on
-the wire, whatever wrote them. The counts are static: a collective in the body of
-a loop is one operation, however often the loop runs.
+Two programs that move the same bytes with the same collectives have the same
+communication cost. The counts are static: a collective in the body of a loop is one
+operation, however often the loop runs.
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 KINDS = (
@@ -34,11 +34,11 @@ _BITS_WITHOUT_WIDTH = {"pred": 8, "token": 0}
 
 
 class CollectiveCount(NamedTuple):
-    """How many collectives of one kind, and the bytes of their results.
+    """The number of collectives of one kind, and the bytes of their results.
 
     Attributes:
-      num_ops: Instructions; one that reduces several arrays at once counts once.
-      result_bytes: Bytes of all results, on one device.
+      num_ops: instructions; one that reduces several arrays at once counts once.
+      result_bytes: bytes of all results, on one device.
     """
 
     num_ops: int
@@ -46,16 +46,16 @@ class CollectiveCount(NamedTuple):
 
 
 def count_collectives(hlo_text: str) -> dict[str, CollectiveCount]:
-    """The collectives of a compiled program, by kind.
+    """Returns the collectives of a compiled program, by kind.
 
     Args:
-      hlo_text: The text of an optimised HLO module, as `compiled.as_text()` gives
-        it. The text of a program that is only lowered (StableHLO) holds no HLO
-        instruction and counts as empty.
+      hlo_text: the text of an optimized HLO module, as returned by
+        `compiled.as_text()`. The text of a merely lowered program (StableHLO) has no
+        HLO instructions and counts as empty.
 
     Returns:
-      A dictionary from kind (one of `KINDS`) to its `CollectiveCount`. Kinds that
-      do not occur are absent. An asynchronous pair counts once.
+      A dictionary from kind (one of `KINDS`) to its `CollectiveCount`, without kinds
+      that do not occur. An asynchronous pair counts once.
 
     Example:
       >>> count_collectives("  %sum = (f32[4]{0}, s8[]) all-reduce(%a, %b)")
@@ -76,28 +76,33 @@ def count_collectives(hlo_text: str) -> dict[str, CollectiveCount]:
       >>> count_collectives(program.as_text())["all-reduce"]
       CollectiveCount(num_ops=1, result_bytes=4)
     """
+    return count_by_kind((kind, size) for kind, size, _ in collective_instructions(hlo_text))
+
+
+def count_by_kind(sizes: Iterable[tuple[str, int]]) -> dict[str, CollectiveCount]:
+    """Returns the number and bytes of collectives of each kind, given each one's bytes."""
     counts: dict[str, CollectiveCount] = {}
-    for kind, size, _ in collective_instructions(hlo_text):
+    for kind, size in sizes:
         num_ops, result_bytes = counts.get(kind, (0, 0))
         counts[kind] = CollectiveCount(num_ops + 1, result_bytes + size)
     return counts
 
 
 def collective_instructions(hlo_text: str) -> Iterator[tuple[str, int, str]]:
-    """Yields kind, bytes of the result and the rest of the line of each collective."""
+    """Yields the kind, result bytes and rest of the line of each collective."""
     for found in _INSTRUCTION.finditer(hlo_text):
         yield found["kind"], type_bytes(found["type"]), found["rest"]
 
 
 def type_bytes(hlo_type: str) -> int:
-    """The bytes of a value of an HLO type; of a tuple, the sum of its parts.
+    """Returns the bytes of a value of an HLO type; for a tuple, the sum of its parts.
 
     Args:
-      hlo_type: A type as HLO text writes it, with or without a layout.
+      hlo_type: a type in HLO syntax, with or without a layout.
 
     Returns:
-      Bytes without padding. A dimension that is only bounded (`<=8`) counts at its
-      bound; each array of packed 2- or 4-bit elements is rounded up to a byte.
+      Bytes without padding. A bounded dimension (`<=8`) counts at its bound; each
+      array of packed 2- or 4-bit elements is rounded up to a byte.
 
     Example:
       >>> type_bytes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/bf16[], s4[3])")

@@ -1,4 +1,4 @@
-"""Notes: what the traces of one explanation prove, written down as they are made."""
+"""Notes: records what the traces of one explanation prove."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from distjax.placement.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class RunProof:
-    """What was proved of one `run` of a replica function.
+    """What was proved about one `run` of a replica function.
 
     Attributes:
-      function: the user's name of it.
+      function: its name.
       num_replicas: R.
       source: the line of the call.
       arguments: path -> "T" (per replica) or "M" (equal everywhere).
-      results: the same of its array results.
-      why: for each result, and each variable that it writes, the letter and the reason: the
-        reductions that made it equal, or the lines by which it came to differ.
+      results: the same for its array results.
+      why: for each result and each variable that it writes, the letter and the reason: the
+        reductions that made it equal, or the lines that made it differ.
     """
 
     function: str
@@ -41,7 +41,7 @@ class RunProof:
 
 @dataclasses.dataclass(frozen=True)
 class EqualReduction:
-    """A reduction of a value that is equal on every replica already.
+    """A reduction of a value that is already equal on every replica.
 
     Attributes:
       what: the primitive, or "reduce(SUM)".
@@ -55,10 +55,10 @@ class EqualReduction:
 class Notes:
     """The observer of `dj.explain` (see `distjax.context.observer`).
 
-    What is shown twice is noted once: JAX traces some bodies more than once.
+    Duplicates are recorded once, since JAX traces some bodies more than once.
 
     Args:
-      collects_findings: whether findings are noted only, neither raised nor warned of.
+      collects_findings: whether findings are only recorded, not raised or warned about.
     """
 
     def __init__(self, collects_findings: bool = False) -> None:
@@ -75,7 +75,7 @@ class Notes:
     def on_program(
         self, reads: Sequence[Any], writes: Sequence[Any], results: Sequence[Proof]
     ) -> None:
-        """Notes the variables and results of the whole program."""
+        """Records the variables and results of the whole program."""
         self.reads, self.writes, self.results = reads, writes, _letters(results)
 
     def on_run(
@@ -86,7 +86,7 @@ class Notes:
         results: Sequence[Proof],
         why: Sequence[tuple[str, bool, str]],
     ) -> None:
-        """Notes what was proved of one replica function."""
+        """Records what was proved about one replica function."""
         line, count = self._calling_line(), topology.num_replicas
         reasons = tuple((path, "T" if varying else "M", text) for path, varying, text in why)
         self.runs[RunProof(name, count, line, _letters(args), _letters(results), reasons)] = None
@@ -94,13 +94,13 @@ class Notes:
     def on_segment(
         self, jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
     ) -> None:
-        """Notes reductions of equal values in replica code."""
+        """Records reductions of equal values in replica code."""
         for eqn in equal_reductions(jaxpr, varying, analysis):
             self._note_reduction(eqn.primitive.name, jax_compat.source_line(eqn))
 
     @contextlib.contextmanager
     def on_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
-        """Marks the operations of a merge, so that its line can be found again."""
+        """Marks the operations of a merge, so that its line can be found later."""
         index = len(self.merge_lines)
         self.merge_lines.append(jax_compat.source_line(eqn))
         self._open_merges.append(index)
@@ -109,11 +109,11 @@ class Notes:
         self._open_merges.pop()
 
     def on_equal_reduction(self, what: str) -> None:
-        """Notes a reduction of an equal value in cross-replica code."""
+        """Records a reduction of an equal value in cross-replica code."""
         self._note_reduction(what, self._calling_line())
 
     def on_finding(self, finding: Finding) -> None:
-        """Notes what is probably wrong."""
+        """Records a finding."""
         self.findings[finding] = None
 
     def _note_reduction(self, what: str, source: str) -> None:

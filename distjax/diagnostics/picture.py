@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 
 _WIDTH, _ROW_HEIGHT, _MARGIN = 480, 44, 24
-#: Light colours that black text is read on; blocks take them in turn.
+#: Light colors for black text; blocks cycle through them.
 _COLORS = "#a6cee3 #b2df8a #fdbf6f #cab2d6 #fb9a99 #ffff99 #8dd3c7 #d9d9d9".split()
 
 
@@ -16,11 +16,11 @@ class Block:
     """A rectangle of the array.
 
     Attributes:
-      row: its place among the blocks, from the top.
-      column: its place from the left.
-      rows: (start, stop) along the axis that runs down.
-      columns: (start, stop) along the axis that runs to the right.
-      label: who holds it.
+      row: its position among the blocks, from the top.
+      column: its position from the left.
+      rows: (start, stop) along the vertical axis.
+      columns: (start, stop) along the horizontal axis.
+      label: its holders.
     """
 
     row: int
@@ -35,7 +35,7 @@ class Picture:
     """Where the parts of a value live. ``print`` it, or show it in a notebook.
 
     Attributes:
-      caption: what is drawn.
+      caption: the name of what is drawn.
       blocks: a full grid, row by row.
     """
 

@@ -1,8 +1,8 @@
 """The collectives of a program, each with its bytes and the user's line.
 
-As written: in the lowered program (StableHLO), one operation for each that the
-code asks for. As run: in the compiled program, where XLA has combined some and,
-for arrays that are split over devices, put in others.
+As written: in the lowered program (StableHLO), one operation for each collective in
+the code. As compiled: in the compiled program, where XLA has combined some and
+inserted others for sharded arrays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from distjax.diagnostics import hlo, sources
-from distjax.diagnostics.hlo import CollectiveCount
 from distjax.diagnostics.sources import SourceFrame
 from distjax.program.ahead import LoweredProgram
 
@@ -33,28 +34,21 @@ class Collective:
     source: str
 
 
-def count_by_kind(collectives: Sequence[Collective]) -> dict[str, CollectiveCount]:
-    """Returns number and bytes of the collectives of each kind."""
-    counts: dict[str, CollectiveCount] = {}
-    for each in collectives:
-        num_ops, result_bytes = counts.get(each.kind, (0, 0))
-        counts[each.kind] = CollectiveCount(num_ops + 1, result_bytes + each.result_bytes)
-    return counts
-
-
 # -- as written ---------------------------------------------------------------
 
 _LOWERED_KINDS = {f"stablehlo.{kind.replace('-', '_')}": kind for kind in hlo.KINDS}
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*(?:<f\d+)?)")
-#: Element types that MLIR writes in another way than HLO.
+#: Element types that MLIR spells differently from HLO.
 _HLO_DTYPES = {"i1": "pred", "complex<f32": "c64", "complex<f64": "c128"}
-# "function"("file":line:column; a name in front of a parenthesis is a scope.
+# "function"("file":line:column; a name before any other parenthesis is a scope.
 _FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
 _NAME = re.compile(r'"([^"]*)"\((?!")')
 
 
-def list_lowered(lowered: LoweredProgram, merge_lines: Sequence[str]) -> list[Collective]:
-    """Returns the collectives of a lowered program, in the order of its text."""
+def list_lowered(
+    lowered: LoweredProgram | jax.stages.Lowered, merge_lines: Sequence[str]
+) -> list[Collective]:
+    """Returns the collectives of a lowered program, in text order."""
     module: Any = lowered.compiler_ir("stablehlo")
     callers = {
         str(op.attributes["callee"]).removeprefix("@"): str(op.location)
@@ -73,7 +67,7 @@ def list_lowered(lowered: LoweredProgram, merge_lines: Sequence[str]) -> list[Co
 
 
 def _operations(op: Any, around: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Yields each operation with the locations of those around it, innermost first."""
+    """Yields each operation with the locations of its ancestors, innermost first."""
     yield op, around
     place = f'"{_function(op)}"' if op.name == "func.func" else str(op.location)
     for region in op.regions:
@@ -89,7 +83,7 @@ def _function(op: Any) -> str:
 def _line_of_lowered(
     places: Sequence[str], callers: dict[str, str], merge_lines: Sequence[str]
 ) -> str:
-    """Returns the line of an operation, or of what it stands in: a call, a `shard_map`."""
+    """Returns the line of an operation, or of what encloses it: a call, a `shard_map`."""
     seen: set[str] = set()
     trail = list(places)
     names, frames = [], []
@@ -111,7 +105,7 @@ def _tensor_bytes(type_text: str) -> int:
     return hlo.type_bytes(f"{_HLO_DTYPES.get(dtype, dtype)}[{dims.rstrip('x').replace('x', ',')}]")
 
 
-# -- as run -------------------------------------------------------------------
+# -- as compiled ---------------------------------------------------------------
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
@@ -130,7 +124,7 @@ def list_compiled(hlo_text: str, merge_lines: Sequence[str]) -> list[Collective]
 
 
 class _Stacks:
-    """The call stacks that HLO text keeps in four tables at its head."""
+    """The call stacks that HLO text stores in four tables at its head."""
 
     def __init__(self, hlo_text: str):
         self._files = _entries(hlo_text, "FileNames", r'"(.*)"')

@@ -1,4 +1,4 @@
-"""Where summaries are written: JSON lines, and TensorBoard event files."""
+"""Sinks for summaries: JSON lines, and TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from distjax.errors import message
 
 
 class Sink(Protocol):
-    """Where one process writes."""
+    """Receives the summaries of one process."""
 
     def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Writes the values of one step; `seconds` is the time since 1970."""
         ...
 
     def close(self) -> None:
-        """Writes what is left and closes the files."""
+        """Flushes and closes the files."""
         ...
 
 
@@ -27,7 +27,7 @@ class JsonLines:
     """A file with one JSON object per line: time, step, and the values.
 
     Args:
-      path: the file; lines are added at its end, its folders are made.
+      path: the file; lines are appended, its directories are created.
     """
 
     def __init__(self, path: str | Path):
@@ -37,7 +37,7 @@ class JsonLines:
 
     def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Adds a line."""
-        # NaN and infinities are no JSON: a loss that blew up is written as a string.
+        # NaN and infinity are not valid JSON: a loss that blew up is written as a string.
         exact = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
         line = json.dumps({"time": seconds, "step": step, **exact})
         self._file.write(line + "\n")
@@ -51,7 +51,7 @@ class TensorBoard:
     """TensorBoard event files, written by tensorboardX.
 
     Args:
-      directory: the run's folder, shown by `tensorboard --logdir`.
+      directory: the run's directory, shown by `tensorboard --logdir`.
 
     Raises:
       ImportError: tensorboardX is not installed.
@@ -77,11 +77,11 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step, walltime=seconds)
 
     def close(self) -> None:
-        """Writes what is left and closes the files."""
+        """Flushes and closes the files."""
         self._writer.close()
 
 
-#: The formats of a SummaryWriter: what makes the sink for a folder.
+#: Maps each format of a SummaryWriter to the constructor of its sink.
 FORMATS = {
     "jsonl": lambda directory: JsonLines(directory / "summaries.jsonl"),
     "tensorboard": TensorBoard,

@@ -1,7 +1,7 @@
-"""Which line of the user's an operation comes from.
+"""Finds the line of user code that an operation comes from.
 
-Operations of distjax are made by distjax's own files. The user's line is the
-innermost frame of the call stack that is the user's.
+Operations of distjax are created in distjax's own files. The user's line is the innermost
+frame of the call stack that is in user code.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import NamedTuple
 from distjax import jax_compat
 
 UNKNOWN = "an unknown line"
+#: The line of what a library does in a merge that no observer saw: the cut for servers has none.
+IN_A_MERGE = "a merge function"
 
-#: Where the stack of a merge changes over from the merge function to who runs the program.
+#: The frame that separates the merge function's stack from that of the program's caller.
 _MERGE_BOUNDARY = "UserMerge.emit"
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 _SCOPE = re.compile(r"distjax_merge_(\d+)")
@@ -39,22 +41,21 @@ def merge_scope(index: int) -> str:
 
 
 def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[str]) -> str | None:
-    """Returns "file:line (function)" of the user's innermost frame, None if there is none.
+    """Returns "file:line (function)" of the user's innermost frame, or None.
 
-    A file of an installed package (a layer of Flax) counts if there is no other. For
-    a merge whose function is a library's the user's line is that of the `merge_call`.
+    A file of an installed package (a Flax layer) counts if there is no other. If a
+    merge function belongs to a library, the user's line is that of the `merge_call`.
 
     Args:
       frames: the call stack, innermost first.
       names: the scopes that the operation was staged in, "a/b/c".
-      merge_lines: for each merge that was emitted, the line of its `merge_call`.
+      merge_lines: for each emitted merge, the line of its `merge_call`.
     """
     installed = None
     for frame in frames:
         if frame.function.endswith(_MERGE_BOUNDARY):
             scopes = _SCOPE.findall(names)
-            if scopes:
-                return merge_lines[int(scopes[-1])]
+            return merge_lines[int(scopes[-1])] if scopes else installed or IN_A_MERGE
         if jax_compat.is_library_file(frame.file):
             continue
         if not frame.file.startswith(_INSTALLED):

@@ -1,8 +1,8 @@
 """Summaries: numbers of a training run, written by one process.
 
-A writer may be called anywhere. Outside of traces it writes at once. In a replica
-function and in `dj.jit` the values are handed to it when the program runs; replica
-0 writes, the others are silent.
+A writer may be called anywhere. Outside traces it writes at once. In a replica
+function and in `dj.jit` it receives the values when the program runs; only replica 0
+writes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from distjax.variables.variable import Variable
 
 
 class SummaryWriter:
-    """Writes numbers of a run into a folder; only the first process writes.
+    """Writes numbers of a run into a directory, on the first process only.
 
     Args:
-      directory: the run's folder; made if it is not there.
+      directory: the run's directory; created if missing.
       formats: "jsonl" (the file summaries.jsonl, a JSON object per line, with time, step
         and the values) and "tensorboard" (event files, by tensorboardX).
 
@@ -70,13 +70,13 @@ class SummaryWriter:
           step: the number of the step; in a trace it may be traced.
           values: name -> number, array [] or variable [].
 
-        Locality: in cross-replica context M; in a replica function T or M, of which
-          replica 0's is written. Context: any. In a trace the values are written when
-          the program runs, in no fixed order between steps.
+        Locality: M in cross-replica context; T or M in a replica function, where replica
+          0's value is written. Context: any. In a trace the values are written when the
+          program runs, in no fixed order between steps.
 
         Raises:
           LocalityError: a PerReplica.
-          TypeError: a value that is no scalar.
+          TypeError: a value that is not a scalar.
         """
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()
@@ -88,7 +88,7 @@ class SummaryWriter:
         jax.debug.callback(self._write_now, replica, step, values)
 
     def close(self) -> None:
-        """Waits for what running programs write, and closes the files."""
+        """Waits for running programs to write, and closes the files."""
         jax.effects_barrier()
         for sink in self._sinks:
             sink.close()

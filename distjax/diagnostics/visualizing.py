@@ -22,8 +22,8 @@ Span = tuple[int, int]
 def visualize(x: PyTree) -> Picture:
     """Returns a picture of the devices that hold the parts of a value.
 
-    Print it, or make it the last line of a notebook's cell. Down runs the replica axis
-    or the first axis that is split, to the right the second one that is split.
+    Print it, or make it the last line of a notebook cell. The vertical axis is the
+    replica axis or the first split axis, the horizontal one the second split axis.
 
     Args:
       x: a PerReplica, a variable, or a JAX array.

@@ -1,4 +1,4 @@
-"""The bridge between programs and NNX objects, found by `distjax.objects.stateful`."""
+"""The bridge between programs and NNX objects, used by `distjax.objects.stateful`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class NNXObjectLeaves:
-    """NNX objects taken apart: `distjax.objects.stateful.ObjectLeaves` for Flax NNX."""
+    """Flattened NNX objects: `distjax.objects.stateful.ObjectLeaves` for Flax NNX."""
 
     def __init__(self, objects: Objects):
         self._objects = objects
@@ -38,7 +38,7 @@ class NNXObjectLeaves:
         self._references: Any = None
 
     def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
-        """Returns stored leaves in the global view, as what `run` takes or as values."""
+        """Returns stored leaves in the global view, as arguments of `run` or as values."""
         owner = None if self.plan.strategy is None else self.plan.strategy()
         pairs = zip(leaves, self.plan.layouts, strict=True)
         if owner is None or not for_replicas:
@@ -52,8 +52,8 @@ class NNXObjectLeaves:
         context: ReplicaContext | None,
         body: Callable[[TracedNNXObjects], R],
     ) -> R:
-        """Returns `body()`, called while the objects hold values of a trace."""
-        # An inner function that refers to an object would hand a later trace this one's values.
+        """Returns `body()`, called while the objects hold the values of a trace."""
+        # An inner function that closes over an object would leak this trace's values to later ones.
         jax_compat.forget_inner_traces(jax_compat.current_trace())
         graph = self._objects.graph
         traced = TracedNNXObjects(self.plan, self._objects.objects, graph.variables)
@@ -64,14 +64,14 @@ class NNXObjectLeaves:
         finally:
             try:
                 saved.restore()
-            except BaseException:  # a signal raised in it
+            except BaseException:  # raised by a signal during the restore
                 saved.restore()
                 raise
 
     def combine_writes(
         self, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike | None
     ) -> dict[int, Any]:
-        """Returns what is stored of what was written, by the rule of each in replicas."""
+        """Returns the written values in stored form, combined by rule if in replicas."""
         if strategy is not None:
             return combine_writes(self.plan, outcome, finals, strategy)
         owner = None if self.plan.strategy is None else self.plan.strategy()
@@ -81,13 +81,13 @@ class NNXObjectLeaves:
         return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
-        """Gives the objects their new values, and their new graph where it changed."""
+        """Gives the objects their new values, and their new graph if it changed."""
         after = self._new_values(outcome, stored)
         variables = self._objects.graph.variables
         if outcome.graphdef is None:
             write_entries(variables, after)
             return
-        if self._references is None:  # as they were, should a signal raise while they change
+        if self._references is None:  # taken before changes, in case a signal raises during them
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [
             _read_raw(variables[end.origin])
@@ -98,7 +98,7 @@ class NNXObjectLeaves:
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns the values of the entries of which a leaf is stored anew."""
+        """Returns the new values of the entries with a newly stored leaf."""
         values, number = {}, 0
         for i, end in enumerate(outcome.ends):
             numbers = range(number, number + len(end.entry.layouts))
@@ -115,24 +115,24 @@ def _read_raw(variable: PyTree) -> Any:
 
 
 class NNXBridge:
-    """What `distjax.objects.stateful.Bridge` asks, for Flax NNX."""
+    """`distjax.objects.stateful.Bridge` for Flax NNX."""
 
     def is_stateful(self, value: object) -> bool:
         """Returns whether `value` is a module, an optimizer, a metric, Rngs or a variable."""
         return isinstance(value, (nnx.Pytree, nnx.Variable))
 
     def unwrap(self, fn: PyTree) -> Any:
-        """Returns the function inside `nnx.jit`: it becomes part of a larger program."""
+        """Returns the function inside `nnx.jit`, which becomes part of a larger program."""
         return fn.fun if type(fn) is _JIT and fn.in_shardings is None else fn
 
     def take_apart(
         self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
     ) -> NNXObjectLeaves:
-        """Returns objects taken apart, placed for `strategy` first."""
+        """Returns the objects flattened, after placing them for `strategy`."""
         return NNXObjectLeaves(take_apart(objects, strategy, held))
 
     def explain(self, error: Exception) -> Exception | None:
-        """Returns what to say of Flax's refusal to change what distjax did not find, or None."""
+        """Returns an error that explains Flax's refusal to change an object, or None."""
         return trace_level.explain(error)
 
     def describe(self, strategy: StrategyLike) -> list[VariableDescription]:

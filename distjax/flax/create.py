@@ -1,4 +1,4 @@
-"""Building NNX objects where a strategy wants them, and moving those already built."""
+"""Creates NNX objects where a strategy wants them, and moves existing ones there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.cluster.agreement import agree
-from distjax.cluster.facts import Fact, describe_program
+from distjax.cluster.facts import ComparedFact, describe_program
 from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 def create(fn: Callable[[], T]) -> T:
-    """Returns what ``fn`` builds, made where the active strategy keeps it.
+    """Returns the result of ``fn``, created where the active strategy keeps it.
 
-    The constructor runs in a trace; one compiled program with an output sharding
-    per variable makes all arrays, so nothing is first whole on one device.
+    The constructor runs in a trace; one compiled program, with an output sharding
+    per variable, makes all arrays, so nothing is ever whole on one device first.
 
     Args:
-      fn: makes a module, an optimizer, or a tree of such: `lambda:
+      fn: returns a module, an optimizer, or a tree of such: `lambda:
         Model(rngs=nnx.Rngs(0))`. Traced twice.
 
-    Locality: parameters V, the rest M. Context: cross-replica or default; with no
+    Locality: parameters V, the rest M. Context: cross-replica or default; without an
       active strategy it is ``fn()``.
 
     Raises:
@@ -63,7 +63,7 @@ def create(fn: Callable[[], T]) -> T:
 
 @dataclasses.dataclass
 class Found:
-    """What the trace of a constructor found: the graph, and where its arrays will live."""
+    """The result of tracing a constructor: the graph, and where its arrays will live."""
 
     graphdef: Any = None
     treedef: Any = None
@@ -71,7 +71,7 @@ class Found:
 
 
 def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Found]:
-    """Returns the compiled function that makes all arrays of ``fn()``, and what it found."""
+    """Returns the compiled function that makes all arrays, and its trace's result."""
     found = Found()
 
     def initial() -> list[jax.Array]:
@@ -89,30 +89,33 @@ def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Fou
         return [_to_stored(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
 
     shapes = jax.eval_shape(initial)
-    # JAX cannot place empty outputs: those are placed by themselves.
+    # JAX cannot place empty outputs: those are placed separately.
     shardings = [
         layout.sharding if layout is not None and x.size else None
         for x, layout in zip(shapes, found.layouts, strict=True)
     ]
     compiled = jax.jit(initial, out_shardings=shardings)
     if any(s is not None and not s.is_fully_addressable for s in shardings):
-        agree("dj.flax.create", [Fact("the initial values", describe_program(compiled.lower()))])
+        agree(
+            "dj.flax.create",
+            [ComparedFact("the initial values", describe_program(compiled.lower()))],
+        )
     return compiled, found
 
 
 def place(module: T) -> T:
-    """Returns `module`, its arrays moved to where the active strategy keeps them.
+    """Returns `module` with its arrays moved to where the active strategy keeps them.
 
-    Done by the first `run` or `dj.jit` under a strategy as well.
+    The first `run` or `dj.jit` under a strategy does this as well.
 
     Args:
-      module: a module, an optimizer, or a tree of such, built eagerly.
+      module: an existing module, an optimizer, or a tree of such.
 
     Locality: parameters V, the rest M. Context: cross-replica or default.
 
     Raises:
       StrategyMismatchError: it was placed for another strategy.
-      ValueError: no NNX object is in it.
+      ValueError: it contains no NNX object.
     """
     strategy = frames.current().strategy
     objects = _objects(module)

@@ -1,4 +1,4 @@
-"""Gradients and updates that leave split parameters split."""
+"""Gradients and updates that keep split parameters split."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from distjax.variables.layouts.local_form import LocalForm
 def value_and_grad(
     fn: Callable[..., Any], *, wrt: nnx.filterlib.Filter = nnx.Param, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Returns `nnx.value_and_grad` of ``fn`` that leaves split parameters split.
+    """Returns `nnx.value_and_grad` of ``fn`` that keeps split parameters split.
 
-    Where a strategy splits parameters over the replicas, ``fn`` is differentiated
-    with respect to this replica's shards: it sees whole values, gathered when it
-    starts (by `scan_layers`, layer by layer), and a gradient arrives reduced and
-    split. Under other strategies it is `nnx.value_and_grad`.
+    If a strategy splits parameters over the replicas, ``fn`` is differentiated with
+    respect to this replica's shards: it sees whole values, gathered at its start (by
+    `scan_layers`, layer by layer), and a gradient arrives reduced and split. Under
+    other strategies it is `nnx.value_and_grad`.
 
     Args:
-      fn: takes a module first, returns a scalar loss, or (loss, aux).
-      wrt: an NNX filter: what to differentiate.
+      fn: takes a module first; returns a scalar loss, or (loss, aux).
+      wrt: an NNX filter that selects what to differentiate.
       has_aux: whether ``fn`` returns (loss, aux).
 
     Returns:
-      A function that returns (value of ``fn``, gradients), for `apply_gradients`: of
-      whole parameters local, of split ones this replica's shard of the sum.
+      A function that returns (value of ``fn``, gradients) for `apply_gradients`: for
+      whole parameters local gradients, for split ones this replica's shard of the sum.
 
-    Context: replica. Cost: for a split parameter an all-gather and a reduce-scatter.
+    Context: replica. Cost: an all-gather and a reduce-scatter per split parameter.
 
     Example:
       >>> from flax import nnx
@@ -81,7 +81,7 @@ def value_and_grad(
 
 
 class _SplitParameter(NamedTuple):
-    """A parameter whose value was gathered from this replica's shard."""
+    """A parameter whose value was gathered from shards, and this replica's shard."""
 
     variable: Any
     whole: Any
@@ -113,20 +113,20 @@ def _variables(module: PyTree) -> list[tuple[Any, Any]]:
 def apply_gradients(
     optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
 ) -> None:
-    """Reduces gradients over the replicas and updates `model` by `optimizer`, once.
+    """Reduces gradients over the replicas and updates `model` with `optimizer`, once.
 
-    What `optimizer.update(model, all_reduce(op, grads))` does, in the global view:
-    parameters and optimizer state that the strategy splits are updated split, and
-    never gathered; norms are those of the whole gradient.
+    Does `optimizer.update(model, all_reduce(op, grads))` in the global view: parameters
+    and optimizer state that the strategy splits are updated split, and never gathered;
+    norms are those of the whole gradient.
 
     Args:
       optimizer: an `nnx.Optimizer`.
       model: its model.
-      grads: of `value_and_grad`, or of `nnx.value_and_grad`.
+      grads: from `value_and_grad` or `nnx.value_and_grad`.
       op: "mean" or "sum" over the replicas.
 
     Locality: gradients T in; parameters and optimizer state keep theirs.
-    Context: replica; in cross-replica context gradients are reduced and applied.
+    Context: replica; in cross-replica context, reduces and applies PerReplica gradients.
     Cost: one reduce-scatter per split gradient, one all-reduce per other gradient.
 
     Example:
@@ -154,14 +154,14 @@ def apply_gradients(
 
 
 class _Update:
-    """One update of an optimizer: values of one replica in, a merge function, values out."""
+    """One optimizer update: one replica's values in, a merge function, values out."""
 
-    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
+    #: The merge argument that holds the gradients: see `UserMerge.reduces`.
     reduced_argument = 1
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """How the replicas' gradients combine."""
+        """How the replicas' gradients are combined."""
         return self._op
 
     def __init__(
@@ -190,7 +190,7 @@ class _Update:
     def __call__(
         self, strategy: Strategy, values: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
-        """Updates global values; returns shards where shards were given."""
+        """Updates global values; returns shards for those given as shards."""
         extended = strategy.extended
         whole = [
             x
@@ -210,7 +210,7 @@ class _Update:
         return [_return_as_given(x, y, extended) for x, y in zip(new, self._forms, strict=True)]
 
     def write(self, new: Sequence[Any], state: PyTree) -> None:
-        """Writes what the merge returned to the variables of the model and the optimizer."""
+        """Writes the merge's results to the variables of the model and the optimizer."""
         values = [
             x if form is None else state.whole(x, form)
             for x, form in zip(new, self._forms, strict=True)
@@ -235,14 +235,14 @@ def _reduce_gradients(
     params: Sequence[Any],
     own_forms: Sequence[LocalForm | None],
 ) -> list[jax.Array]:
-    """Returns gradients reduced over the replicas, split where the strategy splits them.
+    """Returns gradients reduced over the replicas, split where the strategy does.
 
     Args:
       extended: the strategy.
       op: SUM or MEAN.
-      grads: whole ones, or the replicas' shards of the sum, which have arrived reduced.
+      grads: whole gradients, or the replicas' shards of the sum, already reduced.
       params: the parameters, in the global view.
-      own_forms: the form of which a parameter was gathered; None: it is whole.
+      own_forms: the form that a parameter was gathered from; None: it is whole.
     """
     topology = extended.topology
     arrays = [stack_replicas(from_user_value(g), topology) for g in grads]

@@ -1,8 +1,8 @@
-"""Graph cache: the graph of NNX objects, flattened anew only where it may have changed.
+"""Graph cache: reflattens the graph of NNX objects only where it may have changed.
 
-To flatten it is to look at every attribute of every module, and its graph is hashed to find the
-plan: at each call of a small step that is most of the time. So a graph is cached
-while its objects live, with what tells cheaply that it still holds.
+Flattening visits every attribute of every module, and finding the plan hashes the graph:
+most of the time of a small step's call. So a graph is cached while its objects live,
+with a fingerprint that is cheap to check.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from distjax.typing import PyTree
 
 
 class FlatGraph:
-    """What `nnx.graph.flatten` finds of objects.
+    """The result of `nnx.graph.flatten` for some objects.
 
     Attributes:
       graphdef: their graph.
-      paths: per variable its path.
-      variables: their variables and bare arrays, in the order of the graph.
-      claims: the claims of all that is in it, where they are taken.
-      found: what was looked up by this graph at the last call, and the key to it.
+      paths: the path of each variable.
+      variables: their variables and bare arrays, in graph order.
+      claims: the claims of everything in it, if any are taken.
+      found: the last lookup by this graph: its key and result.
     """
 
     def __init__(self, objects: Sequence[Any]):
@@ -39,11 +39,11 @@ class FlatGraph:
 
 
 def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
-    """Returns the flat graph of objects; that of an earlier call if it holds.
+    """Returns the flat graph of objects, from an earlier call if still valid.
 
     Args:
       objects: the objects.
-      held: takes the claims of all that is in the graph.
+      held: takes the claims of everything in the graph.
     """
     key = tuple(map(id, objects))
     known = _graphs.get(key)
@@ -61,7 +61,7 @@ def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
 
 
 def _flatten_claimed(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
-    """Returns the flat graph of objects, looked at while its claims are held."""
+    """Returns the flat graph of objects, flattened while its claims are held."""
     if not held.claims:
         held.take(known_claims(objects))
     while True:
@@ -71,17 +71,17 @@ def _flatten_claimed(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
         found.claims = claims_of(modules, variables)
         if found.claims == held.claims:
             return found
-        held.take(found.claims)  # and look again: another thread may just have changed it
+        held.take(found.claims)  # and retry: another thread may have just changed it
 
 
 def references(objects: Sequence[Any]) -> Any:
-    """Returns the numbers of objects and their variables in a graph, to write back by."""
+    """Returns the graph indices of objects and their variables, for writing back."""
     numbers = nnx.graph.RefMap()
     nnx.graph.flatten(tuple(objects), ref_index=numbers, graph=True)
     return numbers
 
 
-# By identity of the objects; an entry goes when one of them does.
+# By identity of the objects; an entry is removed when one of them dies.
 _graphs: dict[tuple[int, ...], tuple[FlatGraph, _GraphFingerprint, Any]] = {}
 
 
@@ -90,7 +90,7 @@ def _forget_with(objects: Sequence[Any], key: tuple[int, ...]) -> list[weakref.r
 
 
 def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerprint | None:
-    """Returns what tells that a cached graph still holds; None where nothing does."""
+    """Returns a fingerprint to validate a cached graph, or None if none is possible."""
     graph = [node for _, node in nnx.iter_graph(tuple(objects), graph=True)]
     nodes = [n for n in graph if nnx.graph.is_graph_node(n) and not isinstance(n, nnx.Variable)]
     is_of_modules = all(isinstance(node, nnx.Pytree) for node in (*objects, *nodes))
@@ -98,20 +98,20 @@ def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerp
         return None
     try:
         hash(found.graphdef)
-    except TypeError:  # who looks up by the graph says which attribute it is
+    except TypeError:  # the lookup by this graph will name the attribute
         return None
     return _GraphFingerprint(nodes, found.variables)
 
 
 class _GraphFingerprint:
-    """Whether a graph is what it was.
+    """Tells whether a graph is unchanged.
 
-    It is while each module has its attributes, each the same object; while what can
-    change in place (a dict, the state of an optimizer) holds the same parts; and while
-    metadata are equal, and the hashes of static values.
+    It is, as long as each module has the same attributes, each the same object; mutable
+    values (a dict, the state of an optimizer) hold the same parts; and metadata and the
+    hashes of static values are equal.
 
     Args:
-      nodes: the modules of the graph; held weakly, so that they die with the user's.
+      nodes: the modules of the graph; held weakly, so as not to keep the user's alive.
       variables: its variables.
     """
 
@@ -122,7 +122,7 @@ class _GraphFingerprint:
         self._nodes = [self._attributes(node) for node in nodes]
         structure, parts = self._parts_now()
         self._structure, self._parts = structure, [*map(id, parts)]
-        # Held, so that no other object gets the id of one of them.
+        # Kept alive, so that no other object reuses an id.
         self._static = [x for x in parts if type(x) not in self._types]
         self._static += [x for metadata in self._metadata for x in metadata.values()]
         for node in nodes:
@@ -131,7 +131,7 @@ class _GraphFingerprint:
         self._hashes = [*map(hash, self._hashed)]
 
     def holds(self) -> bool:
-        """Returns whether the graph is what it was when this was made."""
+        """Returns whether the graph is the same as when this was made."""
         for weak, names, ids, _ in self._nodes:
             node = weak()
             if node is None or [*vars(node)] != names or [*map(id, vars(node).values())] != ids:
@@ -145,13 +145,13 @@ class _GraphFingerprint:
         )
 
     def _attributes(self, node: PyTree) -> tuple[weakref.ref[Any], list[str], list[int], list[str]]:
-        """Returns the module, the names and ids of its attributes, the names of its trees."""
+        """Returns the module, its attributes' names and ids, and names of its trees."""
         own = vars(node)
         trees = [k for k, x in own.items() if not (self._is_part(x) or self._is_static(x))]
         return weakref.ref(node), [*own], [*map(id, own.values())], trees
 
     def _parts_now(self) -> tuple[Any, list[Any]]:
-        """Returns the structure and the leaves of all attributes that are trees."""
+        """Returns the structure and leaves of all attributes that are trees."""
         trees = [vars(node())[name] for node, _, _, names in self._nodes for name in names]
         parts, structure = jax.tree.flatten(trees, is_leaf=self._is_part)
         return structure, parts
@@ -160,7 +160,7 @@ class _GraphFingerprint:
         return type(value) in self._types
 
     def _is_static(self, value: object) -> bool:
-        """Returns whether `value` holds no parts and does not become another tree in place."""
+        """Returns whether `value` holds no parts and cannot become another tree in place."""
         if self._is_part(value):
             return False
         parts, structure = jax.tree.flatten(value, is_leaf=self._is_part)
@@ -168,7 +168,7 @@ class _GraphFingerprint:
         return (is_one or isinstance(value, tuple)) and not any(map(self._is_part, parts))
 
 
-#: Types of static values whose hash tells nothing new: they do not change in place.
+#: Types of static values that cannot change in place, so need no hash.
 _IMMUTABLE = {
     bool,
     int,

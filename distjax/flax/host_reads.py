@@ -1,9 +1,9 @@
-"""Variables in host memory as code outside of `run` and `dj.jit` reads them: on the devices.
+"""Copies host-memory variables to the devices when read outside programs.
 
-Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX refuses to
-compute with one operand in each memory. A hook in the variable's metadata, which Flax
-calls for what is read, copies it. In a program distjax does the copying: while a step is traced
-the variables are without the hook, so that what it makes of them has the user's metadata only.
+Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX rejects
+operands in different memories. A hook in the variable's metadata, which Flax applies to
+each read, copies the value. In a program distjax does the copying: while a step is traced
+the variables lack the hook, so that what it derives from them has only the user's metadata.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOOKS = "on_get_value"  # Flax's name in the metadata: a function, or a tuple o
 
 
 def on_devices(variable: nnx.Variable[Any], value: PyTree) -> Any:
-    """Returns what was read of a variable, host arrays as copies on their devices."""
+    """Returns a variable's read value, with host arrays copied to their devices."""
     del variable
     return jax.tree.map(_on_devices, value)
 
@@ -32,7 +32,7 @@ def _on_devices(x: PyTree) -> Any:
 
 
 def add_hooks(variables: Iterable[Any]) -> bool:
-    """Gives the hook to those of `variables` without it; returns whether there were any."""
+    """Adds the hook to those of `variables` that lack it; returns whether any did."""
     bare = [v for v in variables if on_devices not in _hooks(v)]
     for variable in bare:
         variable.set_metadata(_HOOKS, (on_devices, *_hooks(variable)))

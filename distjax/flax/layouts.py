@@ -1,4 +1,4 @@
-"""Where the arrays of Flax variables live between steps: by strategy and rule."""
+"""Where the arrays of Flax variables live between steps, by strategy and rule."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def layout_of(
     """Returns where an array of a variable lives under `strategy`.
 
     Parameters live where the strategy puts variables, optimizer state where it puts
-    variables colocated with others, everything else on each replica.
-    Others than distjax read these arrays too, so they are stored as they are.
+    variables colocated with others, everything else on each replica. Since code other
+    than distjax reads these arrays too, they are stored unencoded.
     """
     shape, extended = tuple(shape), strategy.extended
     placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
@@ -49,7 +49,7 @@ def layout_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """What a placement is told of a parameter: what a `dj.Variable` in its place would have."""
+    """A parameter as a placement sees it: like a `dj.Variable` in its place."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -57,14 +57,14 @@ class _Parameter:
 
 
 def gradient_form(extended: ExtendedContract, parameter: jax.Array) -> LocalForm:
-    """Returns what a replica holds of a gradient that is reduced to a parameter."""
+    """Returns a replica's form of a gradient that is reduced to a parameter."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
     return reduction_layout(extended, target).local_form
 
 
 def place_array(value: PyTree, layout: Layout | None) -> Any:
-    """Returns an array moved to where it lives, outside of traces; itself if it is there."""
+    """Returns an array moved to where it lives, or itself if there; not in traces."""
     if layout is None or layout.sharding is None or isinstance(value, PerReplica):
         return value
     if isinstance(value, jax.Array) and value.sharding == layout.sharding:
@@ -80,7 +80,7 @@ def as_value(stored: PyTree, layout: Layout | None) -> Any:
 
 
 def as_argument(stored: PyTree, layout: Layout | None, topology: Topology) -> Any:
-    """Returns a stored array as what `run` takes: a split one as the replicas' shards."""
+    """Returns a stored array as an argument of `run`: if split, the shards."""
     value = as_value(stored, layout)
     if layout is None or isinstance(value, PerReplica) or not layout.local_form.is_split:
         return value
@@ -88,7 +88,7 @@ def as_argument(stored: PyTree, layout: Layout | None, topology: Topology) -> An
 
 
 def as_stored_output(value: PyTree, layout: Layout | None) -> Any:
-    """Returns a global value as it is stored, in a trace."""
+    """Returns a global value in its stored form, in a trace."""
     if isinstance(value, PerReplica):
         return value
     return AlreadyPlaced(value if layout is None else layout.constrain(layout.to_stored(value)))

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for NNX, on which all replicas agree."""
+"""Dynamic loss scaling for NNX, in agreement on all replicas."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ScaleState(nnx.Variable[Any]):
 
 
 class LossScale(nnx.Pytree):
-    """A factor on the loss that keeps small gradients of short floats from vanishing.
+    """Scales the loss so that small gradients in short floats do not vanish.
 
     A step whose gradients overflow on any replica is skipped on all of them, and the
-    scale is halved; after `interval` steps without it is doubled.
+    scale is halved; after `interval` steps without overflow it is doubled.
 
     Args:
-      scale: the factor at the start.
-      interval: steps without an overflow after which it grows.
+      scale: the initial factor.
+      interval: the number of steps without overflow after which it grows.
 
     Example:
       >>> from flax import nnx
@@ -52,13 +52,13 @@ class LossScale(nnx.Pytree):
         self.good_steps = ScaleState(jnp.int32(0))
 
     def scaled(self, loss: jax.Array) -> jax.Array:
-        """Returns `loss` times the scale: what to differentiate."""
+        """Returns `loss` times the scale: the quantity to differentiate."""
         return loss * self.scale[...].astype(loss.dtype)
 
     def apply_gradients(
         self, optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
     ) -> Any:
-        """Updates `model` unless a gradient overflowed; returns whether it did.
+        """Updates `model` unless a gradient overflowed; returns whether it updated.
 
         Args:
           optimizer: an `nnx.Optimizer`.
@@ -91,7 +91,7 @@ class LossScale(nnx.Pytree):
 
 
 def _all_finite(grads: PyTree) -> jax.Array:
-    """Returns whether all gradients of all replicas are finite; equal on every replica."""
+    """Returns whether all replicas' gradients are finite; equal on every replica."""
     leaves = jax.tree.leaves(grads)
     bad = sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in leaves)
     context = frames.current().replica_context
@@ -99,7 +99,7 @@ def _all_finite(grads: PyTree) -> jax.Array:
 
 
 def _select(finite: jax.Array, new: PyTree, old: PyTree) -> Any:
-    """Returns `new` or `old`; of split values the shards are selected."""
+    """Returns `new` or `old`; for split values, selects among the shards."""
     state = frames.current().state
     held = None if state is None else state.shard_of(new)
     if state is None or held is None:

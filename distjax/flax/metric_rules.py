@@ -1,8 +1,8 @@
-"""How the parts of a metric that the replicas computed become one: by metric class.
+"""How the replicas' parts of a metric become one, by metric class.
 
-In `run` replica 0 starts from the metric's state and the others from the state that
-`reset` gives; each updates its own part. At the end of the step the parts are
-combined, so that each replica's change counts once.
+In `run` replica 0 starts from the metric's state and the others from the state after
+`reset`; each updates its own part. At the end of the step the parts are combined, so
+that each replica's change counts once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from flax import nnx
 
 from distjax.errors import LocalityError, describe_value, message
 
-#: Takes name -> [R, ...], the parts; returns name -> [...], the whole.
+#: Maps name -> [R, ...], the parts, to name -> [...], the whole.
 CombineParts = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
-#: The combination of metrics whose state is sums: an element-wise sum of the parts.
+#: The combination for metrics whose state consists of sums: an element-wise sum of the parts.
 SUM = "sum"
 
 
 def combine_welford(parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns count, mean and m2 of all samples, from those of R groups of samples.
+    """Returns count, mean and m2 of all samples from those of R groups.
 
     With n = sum n_r: mean = sum(n_r mean_r) / n and
     m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2); all zero where n is zero.
@@ -52,16 +52,16 @@ _COMBINES: dict[type, str | CombineParts] = {
 
 
 def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
-    """Says how the parts of a Flax metric that the replicas computed become one.
+    """Sets how the replicas' parts of a Flax metric become one.
 
     Args:
-      metric: a subclass of `nnx.metrics.Metric`, whose `reset` makes it empty. A
-        subclass of a registered class is registered anew: its state may mean more.
-      combine: "sum" where all state is sums; else a function of the parts, name ->
+      metric: a subclass of `nnx.metrics.Metric`, whose `reset` makes it empty. Subclasses
+        of a registered class must be registered too: their state may differ in meaning.
+      combine: "sum" if all state consists of sums; else a function of the parts, name ->
         [R, ...] for each `MetricState` of the metric, that returns name -> [...].
 
     Raises:
-      ValueError: not a class of metrics, or no such combination.
+      ValueError: not a metric class, or not a valid combination.
 
     Example:
       >>> from flax import nnx
@@ -99,17 +99,17 @@ def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
 
 
 def combine_of(metric: nnx.Metric) -> str | CombineParts | None:
-    """Returns the combination of a metric's parts; None where none is registered."""
+    """Returns the combination of a metric's parts, or None if none is registered."""
     return _COMBINES.get(type(metric))
 
 
 def of_classes() -> tuple[tuple[type, Any], ...]:
-    """Returns the table, as part of what a plan is looked up by."""
+    """Returns the table, as part of the key of a plan."""
     return tuple(_COMBINES.items())
 
 
 def refuse(path: str, metric: str | None) -> NoReturn:
-    """Raises for state of a metric without a rule that differs per replica."""
+    """Raises for metric state without a rule that differs per replica."""
     if metric is None:
         raise LocalityError(
             message(

@@ -1,4 +1,4 @@
-"""What `strategy.describe()` says of the variables in NNX objects placed for a strategy."""
+"""Descriptions of NNX variables placed for a strategy, for `strategy.describe()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.variable_description import VariableDescription, describe_stored
 
-#: Rule -> the name of the aggregation of a `dj.Variable` that does the same.
+#: Maps a rule to the equivalent aggregation of a `dj.Variable`.
 _AGGREGATIONS = {rules.MEAN: "MEAN", rules.METRIC: "SUM"}
 
 

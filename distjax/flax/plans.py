@@ -1,4 +1,4 @@
-"""Plans: what is static of NNX objects that a program takes, and their arrays."""
+"""Plans: the static part of NNX objects that a program takes, and their arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 
-BARE = "array"  #: the kind of an array that is an attribute itself, in no variable
+BARE = "array"  #: the kind of an array that is itself an attribute, not in a variable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,12 +39,12 @@ class Entry:
     """One variable (or bare array) of the objects.
 
     Attributes:
-      path: the user's name, such as "Model.linear.kernel".
+      path: its path as users write it, such as "Model.linear.kernel".
       kind: the name of the variable's type.
-      rule: how what the replicas write becomes its value.
+      rule: how the replicas' writes become its value.
       layouts: where each of its arrays lives; None: anywhere.
-      treedef: its value as a tree of arrays (mostly one).
-      metric: number of the metric it belongs to and its name there, or None.
+      treedef: its value as a tree of arrays (usually one).
+      metric: the number of its metric and its name there, or None.
     """
 
     path: str
@@ -57,14 +57,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What is static of objects taken apart; equal only to itself.
+    """The static part of flattened objects; equal only to itself.
 
     Attributes:
       graphdef: their graph.
-      entries: their variables, in the order of the graph.
-      places: per leaf the number of the object that it was first found in.
-      metrics: per metric in it its class and how its parts are combined, or None.
-      strategy: weakly, the strategy they live under, or None.
+      entries: their variables, in graph order.
+      places: for each leaf, the number of the object in which it was first found.
+      metrics: for each metric, its class and how its parts are combined (or None).
+      strategy: a weak reference to the strategy they live under, or None.
     """
 
     graphdef: Any
@@ -100,11 +100,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Objects:
-    """Objects taken apart.
+    """Flattened objects.
 
     Attributes:
-      objects: they themselves.
-      plan: what is static of them.
+      objects: the objects themselves.
+      plan: their static part.
       graph: their graph, with their variables.
       leaves: arrays and PerReplica, as stored.
     """
@@ -118,7 +118,7 @@ class Objects:
 def take_apart(
     objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
 ) -> Objects:
-    """Returns the arrays of objects and the plan of them, placed for `strategy`.
+    """Returns the arrays and the plan of objects, placed for `strategy`.
 
     Args:
       objects: NNX objects.
@@ -128,7 +128,7 @@ def take_apart(
     Raises:
       StrategyMismatchError: they were placed for another strategy.
       TraceLeakError: inside a program, an object that its call did not find.
-      TypeError: a static attribute, or metadata, that is not hashable.
+      TypeError: an unhashable static attribute or metadata.
       UnsupportedError: a variable that holds a `jax.Ref`.
     """
     if held is None:
@@ -163,14 +163,14 @@ def place_objects(objects: Sequence[Any], strategy: StrategyLike) -> None:
 
 
 def _require_in_trace(variables: Sequence[Any]) -> None:
-    """Raises for a variable that no call has claimed: it would be a constant of the program."""
+    """Raises for a variable that no call has claimed: it would become a constant."""
     for variable in variables:
         if isinstance(variable, nnx.Variable) and trace_level.is_outside(variable):
             raise trace_level.not_found(variable)
 
 
 def raw_value(variable: PyTree) -> Any:
-    """Returns the value that a variable holds, untouched by its hooks.
+    """Returns the value that a variable holds, bypassing its hooks.
 
     Raises:
       UnsupportedError: it is a `jax.Ref`.
@@ -190,7 +190,7 @@ def raw_value(variable: PyTree) -> Any:
 
 
 def _group_by_entry(entries: Sequence[Entry], leaves: Sequence[Any]) -> dict[int, Any]:
-    """Returns the values of all entries, put together from their leaves."""
+    """Returns the values of all entries, assembled from their leaves."""
     remaining = iter(leaves)
     return {
         i: entry.treedef.unflatten([next(remaining) for _ in entry.layouts])
@@ -204,20 +204,20 @@ def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
 
 
 def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
-    """Writes values to variables, by number; bare arrays are left to the graph."""
+    """Writes values to variables, by number; bare arrays are written with the graph."""
     for i, value in values.items():
         if isinstance(variables[i], nnx.Variable):
             variables[i].set_raw_value(value)
 
 
-# -- plans, by what they depend on --------------------------------------------
+# -- plan cache ----------------------------------------------------------------
 
-# Weakly by strategy (those of none under the bridge's own key), so that plans die with it.
+# Weak by strategy (for none, under the bridge's own key), so that plans die with it.
 _plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
 class _NoStrategy:
-    """The key of plans for objects that belong to no strategy."""
+    """The key of plans for objects without a strategy."""
 
 
 _NO_STRATEGY = _NoStrategy()
@@ -230,7 +230,7 @@ def _plan(
     leaves: Sequence[Any],
     structure: jax.tree_util.PyTreeDef,
 ) -> Plan:
-    """Returns the plan of flattened objects; equal graphs, shapes and rules have one plan."""
+    """Returns the plan of flattened objects; equal graphs, shapes and rules share one."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
     key = (structure, tuple(shapes), rules.of_types(), metric_rules.of_classes())
     known_key, known = graph.found
@@ -239,7 +239,7 @@ def _plan(
     plans = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
     try:
         plan = plans.get((graph.graphdef, *key))
-    except TypeError:  # the graph's
+    except TypeError:  # from hashing the graph
         static_attributes.require_hashable(objects)
         raise
     if plan is None:
@@ -279,7 +279,7 @@ def make_entry(
     treedef: jax.tree_util.PyTreeDef,
     metric: tuple[int, str] | None = None,
 ) -> Entry:
-    """Returns what is static of one variable."""
+    """Returns the static part of one variable."""
     rule = rules.rule_of(variable)
     layouts = tuple(
         None

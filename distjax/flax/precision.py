@@ -1,4 +1,4 @@
-"""Computing in a short float type while variables stay in float32."""
+"""Computation in a short float type while variables stay in float32."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Returns `tree` with its floating arrays in `dtype`, to compute with.
+    """Returns `tree` with its floating-point arrays in `dtype`, to compute with.
 
-    A module becomes a view of it: its parameters are cast copies, every other
-    variable (batch statistics, random streams) is the module's own. Gradients with
-    respect to the module itself have the dtype of its parameters.
+    A module becomes a view: its parameters are cast copies, every other variable
+    (batch statistics, random streams) is the module's own. Gradients with respect
+    to the original module have the dtype of its parameters.
 
     Args:
       tree: a module, arrays, or a tree of both.
-      dtype: such as `jnp.bfloat16`.
+      dtype: e.g. `jnp.bfloat16`.
 
-    Locality: as `tree`. Context: any; for a gradient, inside the loss function.
+    Locality: that of `tree`. Context: any; for gradients, inside the loss function.
 
     Example:
       >>> from flax import nnx

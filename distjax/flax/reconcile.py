@@ -1,4 +1,4 @@
-"""Settling: what the replicas wrote becomes one value of each variable, by its rule."""
+"""Combines the replicas' writes into one value per variable, by its rule."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from distjax.variables.layouts.layout import Layout
 def combine_writes(
     plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike
 ) -> dict[int, Any]:
-    """Returns what is stored of the values at the end of a step, by number.
+    """Returns the stored form of the values at the end of a step, by number.
 
     Args:
       plan: the objects at the start.
-      outcome: what is static of them at the end.
+      outcome: their static part at the end.
       finals: number -> global value, PerReplica where replicas may differ.
       strategy: the strategy that ran the step.
 
@@ -149,7 +149,7 @@ def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[st
 
 
 def _require_origin(outcome: Outcome, entry: Entry) -> None:
-    """Raises for a key that a step made: there is none of before to go back to."""
+    """Raises for a key created in the step: it has no earlier value to restore."""
     if all(end.origin is not None for end in outcome.ends if end.entry is entry):
         return
     raise LocalityError(

@@ -1,4 +1,4 @@
-"""Trees with the leading axis of `flax.jax_utils.replicate`, taken in and given back."""
+"""Converts trees with the leading axis of `flax.jax_utils.replicate`, both ways."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from distjax.typing import PyTree
 
 
 def from_replicated(tree: PyTree, compare: bool = False) -> Any:
-    """Returns a tree of [R, ...] arrays as what `run` takes.
+    """Returns a tree of [R, ...] arrays in the form that `run` takes.
 
-    Every array becomes a PerReplica, whatever its rows hold: the values of an array never
-    decide how a step is compiled. For parameters, which are equal, `Strategy.first` (or
-    the tree as it was before `replicate`) is what distjax can prove things of.
+    Every array becomes a PerReplica, whatever its rows hold: array values never decide
+    how a step is compiled. Parameters, which are equal, are better passed by
+    `Strategy.first` (or as before `replicate`), so that distjax can prove them equal.
 
     Args:
-      tree: as `jax_utils.replicate` and functions under `jax.pmap` give it.
-      compare: whether leaves whose R rows are equal bit by bit become one mirrored
+      tree: as returned by `jax_utils.replicate` and functions under `jax.pmap`.
+      compare: whether leaves whose R rows are equal bit for bit become one mirrored
         array [...].
 
-    Locality: unplaced in, T out (M for equal rows that are compared). Context:
-      cross-replica. Cost: none; every leaf is compared on the host if `compare`.
+    Locality: unplaced in; T out (M for rows compared equal). Context: cross-replica.
+      Cost: none; with `compare`, every leaf is compared on the host.
 
     Raises:
       ContextError: no strategy is active.
-      LocalityError: a leaf without a leading dimension of R.
+      LocalityError: a leaf whose leading dimension is not R.
 
     Example:
       >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
@@ -72,7 +72,7 @@ def from_replicated(tree: PyTree, compare: bool = False) -> Any:
 
 
 def to_replicated(tree: PyTree) -> Any:
-    """Returns a tree of values as [R, ...] arrays, a row per replica.
+    """Returns a tree of values as [R, ...] arrays, one row per replica.
 
     Args:
       tree: a tree of arrays and PerReplica.

@@ -1,7 +1,7 @@
-"""What happens to each type of Flax NNX variable at the end of a step: one table.
+"""The table of what happens to each type of NNX variable at the end of a step.
 
-Inside `run` every replica has variables of its own to write. A rule says how what
-they wrote becomes the variable's one new value.
+Inside `run` every replica writes to its own variables. A rule says how these writes
+become the variable's one new value.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from distjax.errors import describe_value, message
 from distjax.typing import PyTree
 
 MIRRORED = "mirrored"  #: all replicas must write the same value
-MEAN = "mean"  #: the mean of what the replicas wrote
+MEAN = "mean"  #: the mean of the replicas' values
 PER_REPLICA = "per_replica"  #: each replica keeps its own: the variable holds a PerReplica
 FOLD = "fold"  #: a PRNG key: the replicas draw from keys folded with their number
 COMMON = "common"  #: a PRNG key: all replicas draw the same numbers
 METRIC = "metric"  #: by the rule of the metric that the variable belongs to
-NONE = "none"  #: no rule is known: all replicas must write the same value
+NONE = "none"  #: no known rule: all replicas must write the same value
 
-#: Rule by variable type; the nearest base class in the table counts.
+#: Rule by variable type; the nearest base class in the table applies.
 _RULES: dict[type, str] = {
     nnx.Variable: NONE,
     nnx.Param: MIRRORED,
@@ -35,7 +35,7 @@ _RULES: dict[type, str] = {
     nnx.metrics.MetricState: METRIC,
 }
 
-#: Streams whose keys make parameters, which are equal on all replicas.
+#: Streams whose keys initialize parameters, which are equal on all replicas.
 _COMMON_STREAMS = frozenset({"params"})
 
 _CHOICES = (MIRRORED, MEAN, PER_REPLICA, FOLD, COMMON)
@@ -43,13 +43,13 @@ _METADATA = "distjax_rule"
 
 
 def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> None:
-    """Says how what replicas write to Flax variables becomes one value.
+    """Sets how the replicas' writes to Flax variables become one value.
 
-    For a type it holds for all variables of that type from the next trace on; for
-    an object, for its own variables, and is kept in their metadata.
+    For a type, it applies to all variables of that type from the next trace on; for
+    an object, to its variables, and is stored in their metadata.
 
     Args:
-      target: a `nnx.Variable` subclass, or a module (any NNX object).
+      target: an `nnx.Variable` subclass, or a module (any NNX object).
       rule: "mirrored" (all replicas write the same), "mean", "per_replica" (each
         keeps its own, the variable holds a PerReplica), for PRNG keys "fold" (each
         replica draws its own numbers) or "common" (all draw the same).
@@ -59,7 +59,7 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
     Context: outside of `run`.
 
     Raises:
-      ValueError: an unknown rule, or a target that has no variables.
+      ValueError: an unknown rule, or a target without variables.
 
     Example:
       >>> from flax import nnx
@@ -96,7 +96,7 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
 
 
 def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:
-    """Returns the rule of a variable; of a bare array in a module `NONE`."""
+    """Returns the rule of a variable; `NONE` for a bare array in a module."""
     if not isinstance(variable, nnx.Variable):
         return NONE
     own = variable.get_metadata().get(_METADATA)
@@ -108,7 +108,7 @@ def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:
 
 
 def of_types() -> tuple[tuple[type, str], ...]:
-    """Returns the table, as part of what a plan is looked up by."""
+    """Returns the table, as part of the key of a plan."""
     return tuple(_RULES.items())
 
 

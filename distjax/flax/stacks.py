@@ -1,4 +1,4 @@
-"""A stack of layers scanned, each layer gathered where it is read."""
+"""A scan over a stack of layers that gathers each layer where it is read."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def scan_layers(
 ) -> Any:
     """Returns `carry` passed through a stack of equal layers, one after the other.
 
-    ``for layer in layers: carry = fn(layer, carry)`` as one compiled loop. Where the
-    strategy splits the parameters, each step gathers those of its own layer only, and
-    gathers them again in the backward pass: memory for one layer, not for all.
+    ``for layer in layers: carry = fn(layer, carry)`` as one compiled loop. If the
+    strategy splits the parameters, each step gathers only those of its own layer, and
+    again in the backward pass: memory for one layer, not for all.
 
     Args:
       fn: takes a layer and the carry, returns the carry.
-      layers: a module whose variables are stacked, [L, ...], as `nnx.vmap` of a
-        constructor over `nnx.Rngs.split(L)` makes it.
+      layers: a module whose variables are stacked, [L, ...], as made by `nnx.vmap` of a
+        constructor over `nnx.Rngs.split(L)`.
       carry: a tree of arrays.
-      checkpoint: recompute a layer in the backward pass in place of keeping what it
-        computed; without it gathered parameters are kept.
+      checkpoint: recompute a layer in the backward pass instead of keeping its
+        residuals; without it gathered parameters are kept.
 
-    Locality: as ``fn``. Context: any. Cost: an all-gather per split variable and
+    Locality: that of ``fn``. Context: any. Cost: an all-gather per split variable and
       layer, twice with `checkpoint`, and a reduce-scatter in the backward pass.
 
     Raises:
-      ValueError: variables that do not have one common leading dimension.
+      ValueError: variables without a common leading dimension.
 
     Example:
       >>> from flax import nnx
@@ -77,7 +77,7 @@ def scan_layers(
 
 
 def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
-    """Returns what is scanned over, and the form of which a slice is gathered."""
+    """Returns what to scan over, and the form to gather a slice from."""
     state = frames.current().state
     held = state.shard_of(value) if state is not None else None
     if held is None:

@@ -1,4 +1,4 @@
-"""Static attributes of NNX objects: what a program is compiled for, so no arrays."""
+"""Static attributes of NNX objects: part of the key of a program, so no arrays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _Attribute(NamedTuple):
 
 
 def require_hashable(objects: Sequence[Any]) -> None:
-    """Raises for a static attribute, or metadata, that no program can be looked up by.
+    """Raises for static attributes or metadata that cannot be part of a program's key.
 
     Raises:
-      TypeError: such as a list, a dict or a set.
+      TypeError: an unhashable value, such as a list, a dict or a set.
     """
     for attribute in _static_attributes(objects):
         try:
@@ -57,7 +57,7 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
     """Raises for a static attribute that a step set to an array of its trace.
 
     Raises:
-      TraceLeakError: the array has no value outside of the trace.
+      TraceLeakError: the array has no value outside the trace.
     """
     for attribute in _static_attributes(objects):
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(attribute.value)):

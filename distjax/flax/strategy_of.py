@@ -12,24 +12,24 @@ from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, message
 from distjax.typing import PyTree
 
-# By identity, and weakly: objects may define equality, and die when the user drops them.
+# By identity, and weakly: objects may define equality, and must be able to die.
 _strategies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 def strategy_of(node: PyTree) -> Any:
-    """Returns the strategy that `node` was placed for, None if for none that is alive."""
+    """Returns the live strategy that `node` was placed for, or None."""
     entry = _strategies.get(id(node))
     return None if entry is None or entry[0]() is not node else entry[1]()
 
 
 def common_strategy(objects: Sequence[Any]) -> Any:
-    """Returns the one strategy that those modules in `objects` that have one were placed for."""
+    """Returns the one strategy that the placed modules in `objects` share, or None."""
     owners = {strategy_of(node) for node in objects if isinstance(node, nnx.Pytree)} - {None}
     return owners.pop() if len(owners) == 1 else None
 
 
 def objects_placed_for(strategy: StrategyLike) -> list[Any]:
-    """Returns the living modules that were placed for `strategy`."""
+    """Returns the live modules that were placed for `strategy`."""
     entries = [(node(), owner()) for node, owner in list(_strategies.values())]
     return [node for node, owner in entries if node is not None and owner is strategy]
 
@@ -52,7 +52,7 @@ def assign_strategy(objects: Sequence[Any], strategy: StrategyLike) -> None:
 
 
 def assign_unassigned(nodes: Sequence[Any], strategy: StrategyLike) -> None:
-    """Records `strategy` as that of those modules in `nodes` that have none."""
+    """Records `strategy` as that of the modules in `nodes` that have none."""
     for node in nodes:
         if strategy_of(node) is None:
             _assign(node, strategy)
@@ -65,12 +65,12 @@ def _assign(node: PyTree, strategy: StrategyLike) -> None:
 
 
 def records(nodes: Sequence[Any]) -> dict[int, Any]:
-    """Returns what is recorded of modules, for `put_back`."""
+    """Returns the records of modules, for `put_back`."""
     return {id(node): _strategies.get(id(node)) for node in nodes}
 
 
 def put_back(records: dict[int, Any]) -> None:
-    """Records what was recorded; may be run again."""
+    """Restores records; idempotent."""
     for key, record in records.items():
         if record is None:
             _strategies.pop(key, None)

@@ -1,8 +1,8 @@
-"""The level of JAX traces at which Flax lets an object change, and what hides behind its error.
+"""The trace level at which Flax lets an object change, and its error's cause.
 
 Flax marks each object with the trace that it was made in, and refuses to change it in
-another. A step's objects are given new marks while it is traced; one that distjax did
-not find keeps its own, and Flax's error does not say what to do.
+another. A step's objects get new marks while it is traced; an object that distjax did not
+find keeps its own, and Flax's error does not say how to fix that.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH
 from distjax.typing import PyTree
 
-#: The mark of what was made outside of all traces, in one of which this module may be imported.
+#: The mark of objects made outside all traces; this module may be imported inside one.
 with jax_compat.outside_traces():
     _OUTSIDE = tracers.TraceState()
-#: The names under which functions of Flax hold what they refuse to change.
+#: The local names under which Flax's functions hold the object they refuse to change.
 _NAMES = ("self", "value")
 
 
 def is_outside(node: object) -> bool:
-    """Returns whether a module or variable was made outside of traces, and is not in one now."""
+    """Returns whether a module or variable was made outside traces and is in none."""
     if isinstance(node, nnx.Variable):
         return any(_is_outside(part) for part in node.__getstate__().values())
     states = [x for x in vars(node).values() if isinstance(x, pytreelib.PytreeState)]
@@ -35,7 +35,7 @@ def _is_outside(mark: object) -> bool:
 
 
 def explain(error: Exception) -> TraceLeakError | None:
-    """Returns what to say of Flax's refusal to change what distjax did not find, or None."""
+    """Returns an error that explains Flax's refusal to change an object, or None."""
     if "different trace level" not in str(error) or error.__traceback__ is None:
         return None
     traceback = error.__traceback__
@@ -49,7 +49,7 @@ def explain(error: Exception) -> TraceLeakError | None:
 
 
 def not_found(node: PyTree) -> TraceLeakError:
-    """Returns the error for an object that a step uses and distjax did not find."""
+    """Returns the error for an object that a step uses but distjax did not find."""
     return TraceLeakError(
         message(
             f"an nnx.{type(node).__name__} that a step uses needs to be an argument, or captured "

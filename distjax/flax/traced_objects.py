@@ -1,7 +1,7 @@
-"""Traced objects: NNX objects while they hold values of a trace, and what they hold at its end.
+"""Traced objects: NNX objects while they hold traced values, and their end state.
 
-They are the user's own: nothing but the objects themselves is written, and what they held is
-saved before and given back after. So a function finds them wherever it refers to them.
+They are the user's own objects: their former state is saved before the trace and restored
+after it. So a function finds them wherever it refers to them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class End:
     """A variable at the end of a trace.
 
     Attributes:
-      entry: what is static of it.
-      origin: its number in the plan, None for a new one.
+      entry: its static part.
+      origin: its number in the plan; None for a new one.
     """
 
     entry: Entry
@@ -41,12 +41,12 @@ class End:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """What is static of objects at the end of a trace.
+    """The static part of objects at the end of a trace.
 
     Attributes:
-      graphdef: their graph where it changed (attributes, new variables), else None.
-      ends: the variables of it.
-      shards: numbers of leaves that are handed over as the replicas' shards.
+      graphdef: their graph if it changed (attributes, new variables), else None.
+      ends: their variables.
+      shards: numbers of the leaves that are passed on as the replicas' shards.
     """
 
     graphdef: Any
@@ -58,7 +58,7 @@ class TracedNNXObjects:
     """The user's own objects while they hold the values of a trace.
 
     Args:
-      plan: what is static of the objects.
+      plan: the static part of the objects.
       objects: the objects.
       variables: their variables and bare arrays, in the order of the plan.
     """
@@ -75,7 +75,7 @@ class TracedNNXObjects:
         self._start: list[list[Any]] = []
 
     def save(self) -> SavedState:
-        """Returns what the objects hold."""
+        """Returns the current state of the objects."""
         return SavedState([*self._nodes.values()], self._in_variables)
 
     def enter(
@@ -85,7 +85,7 @@ class TracedNNXObjects:
 
         Args:
           leaves: their arrays, as this view sees them.
-          paths: where each of the variables is in the graph.
+          paths: the path of each variable in the graph.
           context: the replica context; None in the global view.
         """
         plan, self._in_replica = self._plan, context is not None
@@ -114,13 +114,13 @@ class TracedNNXObjects:
         self._start = [jax.tree.leaves(raw_value(v), is_leaf=is_per_replica) for v in flat.leaves]
 
     def remaining_members(self) -> dict[int, Any]:
-        """Returns the variables that the objects had at the start and still have, by number."""
+        """Returns the variables that the objects have had from the start, by number."""
         left = {id(node) for _, node in nnx.iter_graph(tuple(self._objects))}
         variables = enumerate(self._variables)
         return {i: v for i, v in variables if isinstance(v, nnx.Variable) and id(v) in left}
 
     def collect(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
-        """Returns what is static of the end, and the leaves that changed, by number.
+        """Returns the static part at the end, and the leaves that changed, by number.
 
         Leaves of a changed graph are numbered in the order of that graph.
         """
@@ -139,7 +139,7 @@ class TracedNNXObjects:
     def _is_update(
         self, variable: nnx.Variable[Any] | jax.Array, value: object, entry: Entry, start: list[Any]
     ) -> bool:
-        """Returns whether a new value can be written to the variable as it is."""
+        """Returns whether a new value can be written to the existing variable."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
         is_same = all(a is b for a, b in zip(leaves, start, strict=False))
         return treedef == entry.treedef and (isinstance(variable, nnx.Variable) or is_same)
@@ -163,7 +163,7 @@ class TracedNNXObjects:
         return Outcome(None, ends, frozenset(shards)), finals
 
     def _find_combined_metrics(self, entries: Sequence[Entry], same: Sequence[bool]) -> set[int]:
-        """Returns the metrics that changed and whose function combines all of their state."""
+        """Returns the changed metrics whose function combines all of their state."""
         changed = {
             _metric_of(entry) for entry, is_same in zip(entries, same, strict=True) if not is_same
         }
@@ -187,7 +187,7 @@ class TracedNNXObjects:
         strategy = None if self._plan.strategy is None else self._plan.strategy()
         ends: list[
             tuple[End, list[Any], bool]
-        ] = []  # with the leaves, and whether they are the same
+        ] = []  # with the leaves, and whether these are unchanged
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
             origin = known.get(id(variable))
@@ -219,10 +219,10 @@ def _layouts(plan: Plan) -> list[tuple[Any, Entry]]:
 
 
 def _renew_trees(path: Sequence[Any], node: PyTree, bare: dict[tuple[Any, ...], Any]) -> None:
-    """Gives a module trees of its own for the trace: a step may change them in place.
+    """Gives a module its own trees for the trace: a step may change them in place.
 
-    Among them is Flax's mark of the trace that may change the module. Variables and modules in
-    them stay the user's; bare arrays become those of the trace, by path.
+    These include Flax's mark of the trace that may change the module. Variables and modules
+    in them stay the user's; bare arrays are replaced, by path, with those of the trace.
     """
     attributes = vars(node)
     for name, tree in [*attributes.items()]:
@@ -238,7 +238,7 @@ def _renew_trees(path: Sequence[Any], node: PyTree, bare: dict[tuple[Any, ...], 
 
 
 def _is_renewed(tree: PyTree) -> bool:
-    """Returns whether a tree may hold parts or arrays; what else is static stays as it is."""
+    """Returns whether a tree may hold parts or arrays; others are static and stay."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_part)
     if any(x is tree for x in leaves):
         return False
@@ -272,7 +272,7 @@ def _require_held(plan: Plan, held: Sequence[Any], values: Sequence[Any]) -> Non
 def _view_leaf(
     leaf: PyTree, layout: Layout | None, entry: Entry, context: ReplicaContext | None
 ) -> Any:
-    """Returns a leaf as the function that is traced sees it."""
+    """Returns a leaf as the traced function sees it."""
     if context is None:
         return leaf
     if layout is not None and layout.local_form.is_split:
@@ -288,7 +288,7 @@ def _fold_keys(keys: jax.Array, number: ArrayLike) -> jax.Array:
 
 
 def _empty_other_parts(plan: Plan, objects: Sequence[Any], replica: ArrayLike | None) -> None:
-    """Empties the metrics of all replicas but the first, so that each part counts once."""
+    """Empties the metrics of all replicas but the first: each part counts once."""
     metrics = metric_rules.metrics_in(objects)
     for (metric, own), (_, combine) in zip(metrics, plan.metrics, strict=True):
         if combine is None:

@@ -1,4 +1,4 @@
-"""Layers that ask in which context they are called."""
+"""Context-aware layers."""
 
 from distjax.layers.batch_normalization import BatchNormalization
 from distjax.layers.dropout import dropout

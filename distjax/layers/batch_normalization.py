@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch."""
+"""Batch normalization over the global batch."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from distjax.variables.variable import Variable
 
 
 class BatchNormalization:
-    """Normalises each feature by the statistics of the batch of all replicas.
+    """Normalizes each feature by the statistics of the batch of all replicas.
 
     ``y = gamma * (x - mean) / sqrt(variance + epsilon) + beta``: on R replicas
-    the same numbers, and the same gradients, as on one device with the whole
-    batch.
+    the same numbers and gradients as on one device with the whole batch.
 
     The moving statistics are sync-on-read variables with aggregation MEAN:
-    writing them communicates nothing, and where statistics are not synchronized
-    their mean over the replicas is read.
+    writing them communicates nothing, and without synchronization reading them
+    returns their mean over the replicas.
 
     Args:
       num_features: C, the size of the last axis.
-      momentum: how much of the moving statistics is kept in a step.
+      momentum: the fraction of the moving statistics kept in each step.
       epsilon: added to the variance.
-      synchronized: False: each replica normalises by its own batch.
+      synchronized: False: each replica normalizes by its own batch.
       name: prefix of the variables' names.
 
-    Locality: gamma, beta mirrored; moving statistics a component per replica.
-    Context: any; on a PerReplica in cross-replica context it goes through `run`.
+    Locality: gamma, beta mirrored; moving statistics one component per replica.
+    Context: any; a PerReplica in cross-replica context is processed by `run`.
 
     Example:
-      A variable cannot be written inside `jax.grad`: take the statistics out,
+      A variable cannot be written inside `jax.grad`: return the statistics,
       and `update` the moving ones outside.
 
       >>> strategy = dj.VirtualStrategy(2)
@@ -83,23 +82,23 @@ class BatchNormalization:
 
     @property
     def parameters(self) -> dict[str, Variable]:
-        """The variables to train, as `normalize` takes their values."""
+        """The trainable variables, keyed as `normalize` takes their values."""
         return {"gamma": self.gamma, "beta": self.beta}
 
     def __call__(self, x: ArrayLike, *, training: bool, mask: ArrayLike | None = None) -> Any:
-        """Returns `x` normalised; in training, updates the moving statistics.
+        """Returns `x` normalized; in training, updates the moving statistics.
 
         Args:
           x: [B, ..., C], or a PerReplica of such.
-          training: normalise by the batch, else by the moving statistics.
+          training: normalize by the batch, else by the moving statistics.
           mask: bool [B]: which examples count in the batch's statistics.
 
-        Locality: T or M in, the same out. Context: any; with `training` not
-          inside `jax.grad` (see `normalize`).
-        Cost: in training the all-reduces of `batch_statistics`.
+        Locality: T or M in, the same out. Context: any, but not inside `jax.grad`
+          when training (see `normalize`).
+        Cost: in training, the all-reduces of `batch_statistics`.
 
         Raises:
-          BatchError: another number of features, or a wrong mask.
+          BatchError: a wrong number of features, or a wrong mask.
         """
         if not training:
             return self._through_run(self._infer, x)
@@ -114,15 +113,15 @@ class BatchNormalization:
         *,
         parameters: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Statistics]:
-        """Returns `x` normalised by its batch, and the batch's statistics.
+        """Returns `x` normalized by its batch, and the batch's statistics.
 
-        Writes nothing, so it may stand inside `jax.grad`.
+        Writes nothing, so it may be called inside `jax.grad`.
 
         Args:
           x: [B, ..., C], or a PerReplica of such.
           mask: bool [B]: which examples count in the statistics.
-          parameters: values of gamma and beta [C] to differentiate by; default:
-            those of the variables.
+          parameters: gamma and beta [C] to differentiate with respect to; default:
+            the variables' values.
 
         Locality: T or M in; x the same, statistics M (T if not synchronized) out.
         """

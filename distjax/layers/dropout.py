@@ -15,25 +15,25 @@ from distjax.typing import ArrayLike
 
 
 def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool = False) -> Any:
-    """Returns `x` with a fraction of its elements zero and the others scaled up.
+    """Returns `x` with a fraction of its elements zeroed and the others scaled up.
 
-    ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate): the expectation
-    is `x`.
+    ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate), so the
+    expectation is `x`.
 
     Args:
       key: a PRNG key, equal on every replica.
-      rate: the fraction to drop, from 0 up to but not 1.
-      x: [B, ...]; in cross-replica context a PerReplica of such, too.
-      synchronized: False: the replica's number is folded into the key, so each
-        replica draws a mask of its own. True: all draw the same mask.
+      rate: the fraction to drop, in [0, 1).
+      x: [B, ...]; in cross-replica context also a PerReplica of such.
+      synchronized: False: folds the replica's number into the key, so each
+        replica draws its own mask. True: all draw the same mask.
 
     Locality: T or M in; T out, or the locality of `x` if synchronized.
-    Context: any. In cross-replica context it is `strategy.run` of itself: one
+    Context: any. In cross-replica context it runs through `strategy.run`: one
       array comes back as a PerReplica, or Mirrored if synchronized.
     Cost: no collective.
 
     Raises:
-      ValueError: a rate outside of [0, 1).
+      ValueError: a rate outside [0, 1).
       ContextError: a PerReplica with no active strategy.
 
     Example:

@@ -13,7 +13,7 @@ from distjax.typing import ArrayLike
 
 
 class Statistics(NamedTuple):
-    """Mean and variance [C] of a batch, per feature (the variance is the biased one)."""
+    """Per-feature mean and (biased) variance [C] of a batch."""
 
     mean: Any
     variance: Any
@@ -24,22 +24,22 @@ def batch_statistics(
 ) -> Statistics:
     """Returns mean and variance of each feature over the global batch.
 
-    ``mean = sum(x) / n`` and ``variance = sum((x - mean)^2) / n``, sums and n over
-    the examples of all replicas: equal to those of the whole batch on one
-    device. Two rounds, so that a large mean does not cancel the variance.
+    ``mean = sum(x) / n`` and ``variance = sum((x - mean)^2) / n``, with sums and n
+    over the examples of all replicas: equal to those of the whole batch on one
+    device. Takes two rounds, so that a large mean does not cancel the variance.
 
     Args:
       x: [B, ..., C].
       mask: bool [B] (or any leading part of the shape of `x`): which examples
         count.
-      synchronized: False: of this replica's batch alone.
+      synchronized: False: over this replica's batch alone.
 
-    Locality: T or M in; M out if synchronized. Context: replica or default; on
-      one array in cross-replica context, of that array.
+    Locality: T or M in; M out if synchronized. Context: replica or default; in
+      cross-replica context, over the given array alone.
     Cost: two all-reduces of [C], and one of the count if there is a mask.
 
     Raises:
-      BatchError: a mask of another dtype or shape.
+      BatchError: a mask of the wrong dtype or shape.
     """
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

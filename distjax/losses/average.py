@@ -18,21 +18,21 @@ def average_loss(
     """Returns this replica's share of the mean loss over the global batch.
 
     ``all_reduce(op, average_loss(losses, mask, op)) = sum(mask * losses) / sum(mask)``
-    with both sums over all replicas: the same number, and by the same reduction the
+    with both sums over all replicas: the same loss, and by the same reduction the
     same gradient, for any number of replicas and any padding.
 
     Args:
       losses: a loss per example, [B, ...].
       mask: which examples count, [B] or the shape of `losses`: bool, or weights;
         None: all. An empty batch gives zero.
-      op: how the gradients are reduced: "sum", as `dj.optim.Optimizer` does, or
-        "mean", as `dj.flax.apply_gradients` does; with the other op they are R times off.
+      op: how the gradients are reduced: "sum", as in `dj.optim.Optimizer`, or
+        "mean", as in `dj.flax.apply_gradients`; the wrong op is off by a factor of R.
 
     Locality: T in, T out. Context: replica or default; in cross-replica context the
-      arrays are the whole batch. Cost: with a mask one all-reduce of a number.
+      arrays are the whole batch. Cost: with a mask, one all-reduce of a number.
 
     Raises:
-      BatchError: a mask of another shape, or losses without a batch dimension.
+      BatchError: a mask of the wrong shape, or losses without a batch dimension.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -44,12 +44,12 @@ def average_loss(
       >>> strategy.run(step, args=(batch,))  # (1 + 3 + 5) / 3
       Array(3., dtype=float32)
 
-    Source: `tf.nn.compute_average_loss`, with the count in place of a batch size.
+    Source: `tf.nn.compute_average_loss`, with a count instead of a batch size.
     """
     op = as_reduce_op(op)
     losses = jnp.asarray(losses)
     dtype = mean_dtype(losses.dtype)
-    # Counted in float32 at least: float16 ends at 65504, and integers have no half weights.
+    # At least float32 for the count: float16 ends at 65504, and integers lack half weights.
     losses = losses.astype(jnp.promote_types(dtype, jnp.float32))
     weights = _weights(losses, mask)
     total = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)

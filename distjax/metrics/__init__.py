@@ -1,4 +1,4 @@
-"""Metrics: totals kept per replica, brought together when they are read."""
+"""Metrics: totals kept per replica, combined when they are read."""
 
 from distjax.metrics.accuracy import Accuracy
 from distjax.metrics.averages import Mean, Sum

@@ -1,4 +1,4 @@
-"""Accuracy: how often the largest logit is that of the label."""
+"""Accuracy: how often the largest logit is the label's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distjax.typing import ArrayLike
 
 
 class Accuracy(Metric):
-    """The fraction of examples whose largest logit is that of the label, 0 for none.
+    """The fraction of examples whose largest logit is the label's; 0 without examples.
 
     Args:
       name: the name in messages.
@@ -38,7 +38,7 @@ class Accuracy(Metric):
     def measure(
         self, logits: ArrayLike, labels: ArrayLike, mask: ArrayLike | None = None
     ) -> dict[str, Any]:
-        """Returns hits and number of examples.
+        """Returns the numbers of hits and of examples.
 
         Args:
           logits: [B, ..., C] scores of C classes.

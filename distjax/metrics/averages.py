@@ -13,7 +13,7 @@ from distjax.typing import ArrayLike, DTypeLike
 
 
 class Mean(Metric):
-    """The mean of all values: ``sum of values / their number``, 0 for none.
+    """The mean of all values: ``sum of values / their number``; 0 without values.
 
     Args:
       name: the name in messages.
@@ -38,7 +38,7 @@ class Mean(Metric):
         super().__init__(name, {"total": total, "count": jax.ShapeDtypeStruct((), jnp.int32)})
 
     def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
-        """Returns sum and number of `values` [B, ...] where `mask` [B] is True."""
+        """Returns the sum and count of `values` [B, ...] where `mask` [B] is True."""
         total, count = masked_sum(values, mask, self._dtype)
         return {"total": total, "count": count}
 

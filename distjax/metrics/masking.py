@@ -1,4 +1,4 @@
-"""Sums of values that a mask keeps."""
+"""Masked sums."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from distjax.data.masks import broadcast_mask
 from distjax.typing import ArrayLike, DTypeLike
 
 
-# Compiled: eagerly its constants would be transfers, which a guard may disallow.
+# Compiled, since eager constants would be transfers, which a guard may disallow.
 @functools.partial(jax.jit, static_argnums=2)
 def masked_sum(
     values: ArrayLike, mask: ArrayLike | None, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the values that count, and how many these are.
+    """Returns the sum and the count of the values that the mask keeps.
 
     Args:
       values: [B, ...], or a number.
-      mask: bool [B], or any leading part of the shape of `values`; None: all
-        count. What it leaves out may be NaN.
-      dtype: the dtype of the total that the sum is for; the sum is made in the
-        wider of it and that of `values`.
+      values: [B, ...], or a number.
+      mask: bool [B], or any leading part of the shape of `values`; None keeps
+        all. Masked-out values may be NaN.
+      dtype: the dtype of the total; the sum is computed in the wider of it and
+        the dtype of `values`.
 
     Returns:
       (sum, count as int32), both [].
 
     Raises:
-      BatchError: a mask of another dtype or shape.
+      BatchError: a mask of the wrong dtype or shape.
     """
     values = jnp.asarray(values)
-    with jax.numpy_dtype_promotion("standard"):  # strict, as the user may have it, does not say
+    with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
         wide = jnp.promote_types(values.dtype, dtype)
     if mask is None:
         return jnp.sum(values.astype(wide)), jnp.asarray(values.size, jnp.int32)
@@ -46,7 +47,7 @@ def masked_sum(
 def divide_or_zero(total: ArrayLike, count: ArrayLike) -> jax.Array:
     """Returns ``total / count``, and 0 where `count` is 0."""
     total, count = jnp.asarray(total), jnp.asarray(count)
-    if jnp.issubdtype(total.dtype, jnp.inexact):  # what strict promotion leaves to the caller
+    if jnp.issubdtype(total.dtype, jnp.inexact):  # cast explicitly, for strict promotion
         count = count.astype(total.dtype)
     quotient = total / jnp.where(count == 0, 1, count)
     return jnp.where(count == 0, jnp.zeros_like(quotient), quotient)

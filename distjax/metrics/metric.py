@@ -1,4 +1,4 @@
-"""Metric: what every metric does with its totals, in each context."""
+"""Metric: the behavior common to all metrics, in each context."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from distjax.variables.variable import Variable
 class Metric(abc.ABC):
     """A quantity made of totals: sums over all examples of all replicas.
 
-    A metric of one's own has two methods: `measure` says what a batch adds to
-    the totals, `compute` what the totals say. Both are pure.
+    A custom metric implements two pure methods: `measure` returns what a batch
+    adds to the totals, `compute` the metric's value from the totals.
 
     Args:
       name: the name in messages; its variables are `name/total`.
       totals: shape and dtype of each total, by name.
 
     Locality: a component per replica (ON_READ, SUM).
-    Context: made under the scope of the strategy that updates it.
+    Context: created under the scope of the strategy that updates it.
 
     Example:
       >>> class Above(dj.metrics.Metric):
@@ -74,22 +74,22 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def compute(self, **totals: jax.Array) -> Any:
-        """Returns the metric of the totals over all replicas."""
+        """Returns the metric's value from the totals over all replicas."""
 
     def update(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Adds a batch to the totals.
 
         Args:
-          *args: what `measure` takes. In cross-replica context PerReplica values
-            are added component by component, a Mirrored array as R equal copies,
-            and Python and numpy values once.
-          **kwargs: the same.
+          *args: the arguments of `measure`. In cross-replica context PerReplica
+            values are added component by component, a Mirrored array as R equal
+            copies, and Python and numpy values once.
+          **kwargs: likewise.
 
         Locality: T or M in. Context: any.
         Cost: no collective.
 
         Raises:
-          ValueError: in cross-replica context a JAX array that is on none of the
+          ValueError: in cross-replica context, a JAX array that is on none of the
             replicas; a `measure` that does not return the totals.
         """
         own, frame = self._strategy, frames.current()
@@ -103,19 +103,20 @@ class Metric(abc.ABC):
     def result(self) -> Any:
         """Returns the metric over all replicas.
 
-        In a replica context the totals are all-reduced, in cross-replica context
-        aggregated.
+        The totals are all-reduced in a replica context and aggregated in
+        cross-replica context.
 
         Locality: M out. Context: any. Cost: one all-reduce per total.
         """
         own, frame = self._strategy, frames.current()
         totals = {key: v.value for key, v in self.variables.items()}
-        if _is_replica_of(own, frame):
+        is_one = any(v.policy.merges for v in self.variables.values())  # for all replicas
+        if _is_replica_of(own, frame) and not is_one:
             totals = frame.replica_context.all_reduce("sum", totals)
         return self.compute(**totals)
 
     def kept_variables(self) -> dict[str, Variable]:
-        """Returns what a checkpoint keeps: the totals."""
+        """Returns the variables to checkpoint: the totals."""
         return self.variables
 
     def reset(self) -> None:
@@ -149,7 +150,7 @@ class Metric(abc.ABC):
         )
 
     def _counts_once(self, batch: PyTree) -> bool:
-        """Returns whether a batch in cross-replica context is one for all replicas."""
+        """Returns whether a batch in cross-replica context counts once, for all replicas."""
         topology = self._strategy.extended.topology
         leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)
         if any(is_per_replica(x) or is_mirrored(topology, x) for x in leaves):

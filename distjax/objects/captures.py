@@ -1,9 +1,9 @@
-"""Objects with state that a function refers to without taking them as arguments.
+"""Finds the stateful objects that a function uses but does not take as arguments.
 
-A reference is found in closure cells, in globals that the function's code names,
-in default arguments, in `functools.partial`, in the object of a bound method, in
-lists and dicts in any of these, and in the user's functions that it refers to.
-Nothing is written: what is found is traced as it stands.
+References are found in closure cells, in globals that the function's code names, in
+default arguments, in `functools.partial`, in the object of a bound method, in lists and
+dicts in any of these, and in the user's functions that it refers to. Nothing is modified;
+whatever is found is traced as it is.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import jax
 
 from distjax.placement.per_replica import PerReplica
 
-#: Packages whose functions and objects are not searched: they hold none of the user's.
+#: Packages whose functions and objects are not searched, as they hold nothing of the user's.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | frozenset(
     "jax jaxlib flax optax numpy orbax chex distjax tensorflow torch grain".split()
 )
-#: Longer containers hold data, not modules, and a search of them would cost at each call.
+#: Longer containers hold data rather than modules, and would be slow to search at each call.
 _MAX_ITEMS = 1000
-#: How deep attributes of the user's own objects are followed.
+#: How many levels of attributes of user objects are followed.
 MAX_DEPTH = 3
-#: What refers to nothing; exact types, since a subclass may have attributes.
+#: Types that refer to nothing; exact, since instances of subclasses may have attributes.
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type, types.ModuleType})
 
 
 def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[Any]:
-    """Returns the objects with state that `roots` refer to, one for each reference to one.
+    """Returns the stateful objects that `roots` refer to, one entry per reference.
 
     Args:
-      roots: functions, and the user's objects among their arguments.
-      is_stateful: tells the objects that are looked for.
+      roots: functions, and user objects among their arguments.
+      is_stateful: returns whether an object is one to be found.
     """
     found: list[Any] = []
     seen: set[int] = set()
-    # Nearest first: what two paths lead to is searched as deep as the shorter one allows.
+    # Breadth first, so that an object reached by two paths is searched as deep as possible.
     queue = collections.deque((root, 0) for root in roots)
     while queue:
         value, depth = queue.popleft()
@@ -55,7 +55,7 @@ def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[
 
 
 def _references(value: object, depth: int) -> Iterator[tuple[Any, int]]:
-    """Yields what `value` refers to, with the depth of each."""
+    """Yields what `value` refers to, each with its depth."""
     if isinstance(value, (tuple, list, dict)):
         if len(value) <= _MAX_ITEMS:
             for item in value.values() if isinstance(value, dict) else value:
@@ -91,7 +91,7 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that `code`, and the code inside it, refers to."""
+    """Yields the names that `code` and nested code refer to."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,10 +1,10 @@
-"""Claims: one thread at a time uses an object with state.
+"""Claims: only one thread at a time uses a stateful object.
 
-A thread holds the claims of all objects that it gives to a program, from reading their
-state until the new state is written back, so that two threads which step one module take
-turns. Objects that are first claimed together (a module with all that it holds) share one
-claim: a call takes few, however many variables it has. Claims are taken in the order of
-their numbers, all at once, and are all that is held while a user's function runs.
+A thread holds the claims of all objects that it passes to a program, from reading their
+state until the new state is written back, so that two threads that step the same module
+take turns. Objects first claimed together (a module with everything in it) share one claim,
+so a call takes few claims however many variables it has. Claims are acquired in order of
+their numbers, all at once, and no other locks are held while a user's function runs.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 _numbers = itertools.count()
-#: By the id of an object. Written without a lock, which a signal could leave taken: an entry is
-#: never exchanged.
+#: By object id. Written without a lock, since a signal could leave one locked; an entry is never
+#: replaced.
 _claims: dict[int, Claim] = {}
 _Lock = type(threading.RLock())
 
 
 class Claim:
-    """The right to use some objects, which one thread has at a time.
+    """A thread's exclusive right to use some objects.
 
     Attributes:
-      number: its place in the order in which claims are taken.
-      lock: held by the thread that has it.
+      number: its position in the order in which claims are acquired.
+      lock: held by the owning thread.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Claim:
         self._unwatched: set[int] = set()
 
     def cover(self, value: object) -> None:
-        """Makes this the claim of `value`, for as long as it lives, unless it has one by now."""
+        """Makes this the claim of `value` for its lifetime, unless it already has one."""
         key = id(value)
         try:
             self._watched[key] = weakref.ref(value, lambda _: self._forget(key))
-        except TypeError:  # a variable of NNX: forgotten with the modules around it
+        except TypeError:  # an NNX variable: forgotten together with the modules around it
             self._unwatched.add(key)
         _claims.setdefault(key, self)
 
@@ -52,19 +52,19 @@ class Claim:
 
 
 def known_claims(values: Iterable[object]) -> tuple[Claim, ...]:
-    """Returns the claims that cover any of `values`, in order."""
+    """Returns the claims that cover any of `values`, in claim order."""
     found = {claim for claim in (_claims.get(id(value)) for value in values) if claim is not None}
     return tuple(sorted(found, key=lambda claim: claim.number))
 
 
 def claims_of(modules: Sequence[object], variables: Sequence[object]) -> tuple[Claim, ...]:
-    """Returns the claims of objects, in order; those without one get one together.
+    """Returns the objects' claims in order; objects without one share a new one.
 
-    Threads that meet here agree: an object has the claim that covered it first.
+    If threads race, all agree: an object belongs to the claim that covered it first.
 
     Args:
-      modules: objects that hold others; weakly referable.
-      variables: what they hold; new ones come under a claim of the modules.
+      modules: objects that contain others; weakly referenceable.
+      variables: their contents; new ones join a claim of the modules.
     """
     known = known_claims((*modules, *variables))
     new = [value for value in modules if id(value) not in _claims]
@@ -78,13 +78,13 @@ def claims_of(modules: Sequence[object], variables: Sequence[object]) -> tuple[C
 
 
 class HeldClaims:
-    """The claims that one call holds.
+    """The claims held by one call.
 
-    A signal may raise between any two lines of Python. So locks are taken and released in
-    one call into C each, which records what it has done: `release` can be run again.
+    A signal may raise between any two lines of Python. So all locks are acquired, or released,
+    in a single C call that records its progress, which makes `release` safe to run again.
 
     Attributes:
-      claims: what `take` was asked for last.
+      claims: the argument of the last `take`.
     """
 
     def __init__(self) -> None:
@@ -93,14 +93,14 @@ class HeldClaims:
         self._released: list[None] = []
 
     def take(self, claims: tuple[Claim, ...]) -> None:
-        """Waits until this thread has `claims`, in the order given; first releases others."""
+        """Releases held claims, then waits until this thread has `claims`, in order."""
         self.release()
         self._taken, self._released = [], []
         self.claims = claims
         self._taken.extend(map(_Lock.acquire, [claim.lock for claim in claims]))
 
     def release(self) -> None:
-        """Lets other threads have the claims."""
+        """Releases the claims to other threads."""
         locks = [claim.lock for claim in self.claims[: len(self._taken)]]
         self._released.extend(
             map(_Lock.release, itertools.islice(locks, len(self._released), None))

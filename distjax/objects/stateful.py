@@ -1,9 +1,9 @@
-"""Objects with state of their own (Flax modules) as arguments: what a bridge offers.
+"""Stateful objects (Flax modules) as arguments: the interface of a bridge.
 
-A library whose objects change in place is bridged by one object that takes them
-apart into arrays; what they are taken apart into puts traced values into them for the
-time of a trace, and writes new arrays to them. The core knows no such library: a
-bridge is imported when its library has been.
+A library whose objects change in place is supported by a bridge, which splits objects into
+arrays. The result of the split can put traced values into the objects for the duration of a
+trace, and write new arrays to them. The core knows no such library: a bridge is imported only
+once its library has been.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distjax.variables.variable_description import VariableDescription
 
 R = TypeVar("R")
 
-#: Module of a library -> module of ours that has its bridge, as `BRIDGE`.
+#: Library module -> the distjax module with its bridge, as `BRIDGE`.
 _BRIDGES = {"flax.nnx": "distjax.flax.bridge"}
 
 
@@ -35,42 +35,42 @@ class Bridge(Protocol):
         ...
 
     def unwrap(self, fn: Callable[..., Any]) -> Any:
-        """Returns the function inside a compiling decorator of the library."""
+        """Returns the function wrapped by a compiling decorator of the library."""
         ...
 
     def take_apart(
         self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
     ) -> ObjectLeaves:
-        """Returns objects taken apart, placed for `strategy` first.
+        """Returns the objects split into arrays, after placing them for `strategy`.
 
         Args:
-          objects: the objects, each once.
+          objects: the objects, without duplicates.
           strategy: the strategy, or None.
-          held: takes the claims of the objects; None inside a program, whose call has them.
+          held: acquires the claims of the objects; None inside a program, whose call holds them.
         """
         ...
 
     def explain(self, error: Exception) -> Exception | None:
-        """Returns what to raise for an error of the library that hides its cause, or None."""
+        """Returns a clearer error to raise instead of the library's, or None."""
         ...
 
     def describe(self, strategy: StrategyLike) -> list[VariableDescription]:
-        """Returns a description of each variable of the objects placed for `strategy`."""
+        """Returns a description of each variable of objects placed for `strategy`."""
         ...
 
     def find_baked(self, constants: Sequence[Any]) -> str | None:
-        """Returns a description of an object whose array is among `constants`, or None."""
+        """Describes an object whose array is among `constants`; None if there is none."""
         ...
 
 
 class ObjectLeaves(Protocol):
-    """Objects taken apart.
+    """Objects split into arrays.
 
     Attributes:
-      plan: what is static of them; hashable.
-      leaves: their arrays and PerReplica, as stored.
-      owners: per leaf the number of the object that it was first found in.
-      members: what of the objects a function may return by itself: their variables.
+      plan: their static part; hashable.
+      leaves: their arrays and PerReplicas, in stored form.
+      owners: per leaf, the index of the object in which it was first found.
+      members: the parts of the objects that a function may return by themselves: their variables.
     """
 
     plan: Any
@@ -79,7 +79,7 @@ class ObjectLeaves(Protocol):
     members: Sequence[Any]
 
     def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
-        """Returns stored leaves in the global view, as what `run` takes or as values."""
+        """Converts stored leaves to the global view, as inputs of `run` or as values."""
         ...
 
     def put_together(
@@ -88,51 +88,51 @@ class ObjectLeaves(Protocol):
         context: ReplicaContext | None,
         body: Callable[[TracedObjects], R],
     ) -> R:
-        """Returns `body()`, called while the objects hold values of a trace.
+        """Returns `body()`, called while the objects hold traced values.
 
-        After it they are as they were before, even where it raised.
+        Afterwards, even on error, the objects are restored to their previous values.
 
         Args:
-          leaves: what they hold.
+          leaves: the values that the objects hold meanwhile.
           context: the replica context; None in the global view.
-          body: is handed the objects as they are meanwhile.
+          body: receives the objects in their traced state.
         """
         ...
 
     def combine_writes(
         self, outcome: Any, finals: Mapping[int, Any], strategy: StrategyLike | None
     ) -> Any:
-        """Returns what is stored of what was written, by number.
+        """Returns the stored form of the leaves that were written, by number.
 
         Args:
-          outcome: of `TracedObjects.collect`.
-          finals: of it, in the global view.
-          strategy: the strategy whose replicas wrote; None: code in the global view did.
+          outcome: from `TracedObjects.collect`.
+          finals: the leaves from `collect`, in the global view.
+          strategy: the strategy whose replicas wrote; None if global-view code did.
         """
         ...
 
     def write_back(self, outcome: Any, stored: Mapping[int, Any]) -> None:
-        """Gives the objects their new values; may be called again where a signal raised in it."""
+        """Writes the new values to the objects; can be retried if a signal interrupts it."""
         ...
 
 
 class TracedObjects(Protocol):
-    """Objects while they hold the values of a trace."""
+    """Objects while they hold traced values."""
 
     def remaining_members(self) -> Mapping[int, Any]:
         """Returns the `ObjectLeaves.members` that the objects still have, by number."""
         ...
 
     def collect(self, keep_all: frozenset[int]) -> tuple[Any, dict[int, Any]]:
-        """Returns what is static of the end, and the leaves that changed, by number.
+        """Returns the static part of the final state, and the changed leaves by number.
 
-        Those numbered in `keep_all` are returned even if they did not change.
+        Leaves numbered in `keep_all` are returned even if unchanged.
         """
         ...
 
 
 def active_bridge() -> Bridge | None:
-    """Returns the bridge of a library that is imported; None while there is none."""
+    """Returns the bridge of an imported library, or None."""
     for library, ours in _BRIDGES.items():
         if library in sys.modules:
             return _import_bridge(ours)
@@ -145,11 +145,11 @@ def _import_bridge(name: str) -> Bridge:
 
 
 class StateFound(Exception):
-    """A trace met objects with state that its arguments do not hold."""
+    """A trace met stateful objects that its arguments do not contain."""
 
 
 class Placeholder:
-    """The place of an object among arguments: its arrays, as a pytree node."""
+    """Stands for an object among arguments: a pytree node of its arrays."""
 
     __slots__ = ("index", "leaves")
 
@@ -165,5 +165,5 @@ jax.tree_util.register_pytree_node(
 
 
 def is_placeholder(value: object) -> bool:
-    """Returns whether `value` is the place of an object (for ``is_leaf=``)."""
+    """Returns whether `value` stands for an object; for use as ``is_leaf=``."""
     return isinstance(value, Placeholder)

@@ -1,9 +1,9 @@
-"""Objects with state through a program: taken apart, threaded, written back.
+"""Stateful objects in a program: split to arrays, threaded through, written back.
 
-Outside, the objects among the arguments and those that the function captured become
-arrays. While the function is traced, the objects themselves hold traced values. What
-they hold at the end is a result of the program, and is written to the objects when it
-has run; an exception before that leaves them as they were.
+Outside the program, the objects among the arguments and those captured by the function become
+arrays. While the function is traced, the objects themselves hold traced values. Their final
+values are results of the program, and are written to the objects once it has run; an exception
+before that leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from distjax.replica.run import run_in_trace
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
-# Which objects a program of this thread is called with: a trace of it finds them here, since
-# what is static of a call must not keep them alive.
+# The objects of this thread's current program call. A trace finds them here, because the static
+# part of a call must not keep them alive.
 _this_thread = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticPart:
-    """What is static of the objects that one call takes or captures.
+    """The static part of the objects that one call takes or captures.
 
     Attributes:
-      plan: the bridge's own.
-      captured: per reference in the function to an object the number of that object.
-      kept: numbers of leaves that come back changed or not, as they are donated.
+      plan: from the bridge.
+      captured: for each reference to an object in the function, the index of that object.
+      kept: indices of leaves that are returned even if unchanged, because they are donated.
     """
 
     plan: Any
@@ -60,12 +60,12 @@ class StaticPart:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectKeywords:
-    """The keyword arguments of a call with objects, and what no argument carries.
+    """The keyword arguments of a call with objects, plus what no argument carries.
 
     Attributes:
-      kwargs: the user's.
-      captured: the leaves of objects that only the function refers to.
-      static: what is static of the objects.
+      kwargs: the user's keyword arguments.
+      captured: the leaves of objects that are only captured by the function.
+      static: the static part of the objects.
     """
 
     kwargs: dict[str, Any]
@@ -91,19 +91,19 @@ jax.tree_util.register_pytree_with_keys(ObjectKeywords, _flatten_keywords, _unfl
 
 
 class StatefulArgs:
-    """The objects with state that one call takes or captures.
+    """The stateful objects that one call takes or captures.
 
     Args:
       bridge: the bridge of their library.
-      objects: the objects, each once; those among the arguments come first.
-      split: the objects, taken apart.
-      captured: per reference in the function to an object the number of that object.
+      objects: the objects, without duplicates; those among the arguments come first.
+      split: the objects, split into arrays.
+      captured: for each reference to an object in the function, the index of that object.
       args: positional arguments.
       kwargs: keyword arguments.
-      donated: numbers of the positional arguments that are donated.
+      donated: indices of the positional arguments that are donated.
 
     Attributes:
-      args, kwargs: the arguments with arrays in the objects' places.
+      args, kwargs: the arguments with placeholders for the objects.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StatefulArgs:
         self.kwargs = ObjectKeywords(kwargs, rest, StaticPart(split.plan, captured, kept))
 
     def call(self, program: Callable[..., Any]) -> Any:
-        """Returns ``program(args, kwargs, finish)``, whose trace finds the objects."""
+        """Returns ``program(args, kwargs, finish)``, during whose trace `self` is found."""
         outer = getattr(_this_thread, "call", None)
         try:
             _this_thread.call = self
@@ -149,14 +149,14 @@ class StatefulArgs:
             _this_thread.call = outer
 
     def finish(self, returned: tuple[Any, Any, Mapping[int, Any]]) -> Any:
-        """Writes what the program returned to the objects; returns the user's results."""
+        """Writes the program's results back to the objects; returns the user's results."""
         result, outcome, stored = returned
         self._split.write_back(
             outcome, {i: x.array if isinstance(x, AlreadyPlaced) else x for i, x in stored.items()}
         )
         return _put_objects(result, [*self._objects, *self._split.members])
 
-    # -- inside of a program --------------------------------------------------
+    # -- inside a program ---------------------------------------------------------
 
     def emit_run(
         self,
@@ -170,7 +170,7 @@ class StatefulArgs:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, True)
 
-        # The captured come last, so that errors number the user's arguments as he does.
+        # Captured objects come last, so that errors number arguments as the user does.
         def on_replica(*args: PyTree, **kwargs: PyTree) -> Any:
             given = ObjectKeywords(kwargs, args[-1], keywords.static)
             return self._trace(fn, args[:-1], given, frames.current().replica_context)
@@ -197,7 +197,7 @@ class StatefulArgs:
     def _with_inputs(
         self, args: tuple[PyTree, ...], keywords: ObjectKeywords, for_replicas: bool
     ) -> Any:
-        """Returns the arguments with all leaves of the placeholders in them converted together."""
+        """Returns the arguments with the leaves of all placeholders converted at once."""
         placeholders = _in_order((args, keywords))
         leaves = [leaf for s in placeholders for leaf in s.leaves]
         converted = iter(self._split.as_inputs(leaves, for_replicas))
@@ -217,7 +217,7 @@ class StatefulArgs:
         keywords: ObjectKeywords,
         context: ReplicaContext | None,
     ) -> tuple[Any, Any, dict[int, Any]]:
-        """Calls ``fn`` while its objects hold the leaves of the placeholders."""
+        """Calls ``fn`` while its objects hold the placeholders' leaves."""
         leaves = [leaf for s in _in_order((args, keywords)) for leaf in s.leaves]
         args, kwargs = _put_objects((args, keywords.kwargs), self._objects)
         fn = self._bridge.unwrap(fn)
@@ -229,7 +229,7 @@ class StatefulArgs:
         return self._split.put_together(leaves, context, body)
 
     def _take_objects(self, result: PyTree, traced: TracedObjects) -> Any:
-        """Returns results with placeholders for the objects in them, and for their variables."""
+        """Returns results with placeholders for any objects and their variables."""
         count = len(self._objects)
         indices = {id(v): count + i for i, v in traced.remaining_members().items()}
         indices.update((id(o), i) for i, o in enumerate(self._objects))
@@ -250,9 +250,9 @@ def extract_objects(
     donated: Collection[int],
     held: HeldClaims | None,
 ) -> StatefulArgs | None:
-    """Takes apart the objects among the arguments of ``fn`` and in what it captured.
+    """Splits the objects among the arguments of ``fn`` and those that it captured.
 
-    Returns None where there are none.
+    Returns None if there are none.
     """
     bridge = active_bridge()
     if bridge is None:
@@ -269,7 +269,7 @@ def extract_objects(
 
 
 def has_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call takes objects with state, or the function captured some."""
+    """Returns whether a call takes or captures stateful objects."""
     bridge = active_bridge()
     return bridge is not None and any(_find_objects(bridge, fn, args, kwargs))
 
@@ -277,7 +277,7 @@ def has_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _find_objects(
     bridge: Bridge, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the objects among the arguments, and those that the function refers to."""
+    """Returns the objects among the arguments, and those that the function captured."""
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
     values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
     given = [leaf for leaf in leaves if bridge.is_stateful(leaf)]
@@ -310,7 +310,7 @@ def _put_objects(tree: PyTree, objects: Sequence[Any]) -> Any:
     )
 
 
-# -- what programs emit -------------------------------------------------------
+# -- emission -----------------------------------------------------------------
 
 
 def run_here(
@@ -341,10 +341,10 @@ def emit_run(
     state: TraceState,
     options: RunOptions = AS_RUN,
 ) -> Any:
-    """Emits ``fn`` on every replica; objects are arrays among the arguments.
+    """Emits ``fn`` on every replica; objects are passed as arrays in the arguments.
 
-    Returns the results; where there are objects (results, what is static of
-    the objects' end, new stored values).
+    Returns the results; if there are objects, (results, static part of the objects' final
+    state, new stored values).
     """
     try:
         if isinstance(kwargs, ObjectKeywords):
@@ -359,7 +359,7 @@ def emit_run(
 def emit_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords
 ) -> Any:
-    """Calls ``fn`` in the global view, as `emit_run` does in the replica view."""
+    """Calls ``fn`` in the global view; otherwise like `emit_run`."""
     try:
         if isinstance(kwargs, ObjectKeywords):
             return _this_thread.call.emit_call(fn, args, kwargs)
@@ -379,7 +379,7 @@ def _require_no_state(
 
 
 def _explain(error: Exception) -> None:
-    """Raises what a bridge says in place of an error that hides its cause."""
+    """Raises the bridge's clearer error in place of `error`, if it has one."""
     bridge = active_bridge()
     explained = None if bridge is None else bridge.explain(error)
     if explained is not None:

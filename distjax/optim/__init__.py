@@ -1,4 +1,4 @@
-"""Optimizers: any optax transformation, with its state where it belongs."""
+"""Optimizers: any optax transformation, with its state placed where it belongs."""
 
 from distjax.optim.functional import reduce_gradients
 from distjax.optim.optimizer import Optimizer

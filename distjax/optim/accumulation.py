@@ -1,4 +1,4 @@
-"""Gradients added up over several steps."""
+"""Gradient accumulation over several steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distjax.modes import VariableAggregation, VariableSynchronization
+from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.replica import lax
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
@@ -18,40 +18,54 @@ from distjax.variables.variable import Variable
 class Accumulation:
     """The mean of each replica's gradients over k steps.
 
-    Kept per replica, in sync-on-read variables: adding to them communicates
-    nothing. The counter is equal on every replica, so all arrive together at
-    the branch that communicates. Where a strategy splits gradients (ZeRO 2 and
-    3) a whole one per replica is what does not fit: there each step reduces, and
-    the sum is kept split, beside its variable.
+    The sums are per replica, in sync-on-read variables, so adding to them needs no
+    communication. The counter is equal on every replica, so all reach the branch
+    that communicates together. Strategies that split gradients (ZeRO 2 and 3) have
+    no room for a whole one per replica: there each step reduces, and the sum is
+    kept split, beside its variable. Each step also reduces on a parameter server,
+    which keeps one sum for all.
 
     Args:
       extended: the strategy.
-      variables: the variables to be optimized.
+      variables: the variables to optimize.
       num_steps: k, the number of gradients per update.
+      op: how the replicas' gradients are reduced. A checkpoint holds their reduced sum, so that it
+        means the same on another number of replicas, or where each step reduces.
 
-    Context: a trace of distjax.
+    Context: a distjax trace.
     """
 
-    def __init__(self, extended: ExtendedContract, variables: Sequence[Variable], num_steps: int):
+    def __init__(
+        self,
+        extended: ExtendedContract,
+        variables: Sequence[Variable],
+        num_steps: int,
+        op: ReduceOp,
+    ):
         self._extended, self._num_steps, self._variables = extended, num_steps, variables
+        # Without synchronization there is one value, a sum of what is reduced already.
+        is_mean = op is ReduceOp.MEAN and extended.placement.synchronizes
+        self._aggregation = VariableAggregation.MEAN if is_mean else VariableAggregation.SUM
         self._devices = extended.non_slot_devices(variables)
-        self._is_split = [reduction_layout(extended, v).local_form.is_split for v in variables]
+        split = [reduction_layout(extended, v).local_form.is_split for v in variables]
         self.accumulators = [
-            self._make_accumulator(v, split)
-            for v, split in zip(variables, self._is_split, strict=True)
+            self._make_accumulator(v, is_split)
+            for v, is_split in zip(variables, split, strict=True)
         ]
+        has_one = [extended.num_replicas > 1 and not a.policy.stacked for a in self.accumulators]
+        self._reduces_first = [a or b for a, b in zip(split, has_one, strict=True)]
         with extended.colocate_vars_with(self._devices):
             self.counter = Variable(jnp.int32(0), name="accumulated_steps", trainable=False)
 
     def _make_accumulator(self, variable: Variable, split: bool) -> Variable:
-        sync, aggregation = VariableSynchronization, VariableAggregation
+        sync = VariableSynchronization
         with self._extended.colocate_vars_with(variable):
             return Variable(
                 jnp.zeros(variable.shape, variable.dtype),
                 name=f"{variable.name}/accumulator",
                 trainable=False,
                 synchronization=sync.ON_WRITE if split else sync.ON_READ,
-                aggregation=aggregation.NONE if split else aggregation.SUM,
+                aggregation=VariableAggregation.NONE if split else self._aggregation,
             )
 
     def step(
@@ -60,25 +74,24 @@ class Accumulation:
         reduce: Callable[[Sequence[tuple[Any, Variable]]], Sequence[Any]],
         apply: Callable[[list[Any]], None],
     ) -> None:
-        """Adds `grads`; every k-th time applies the mean of what has been added.
+        """Adds `grads`; every k-th call applies the mean of the accumulated gradients.
 
         Args:
           grads: a gradient for each variable, in the global view.
-          reduce: reduces values over the replicas to variables, given in pairs.
-          apply: updates the variables by reduced gradients.
-
-        Context: cross-replica, in a trace. Cost: collectives inside the branch
-          only, but for gradients that are kept split.
+          reduce: reduces (value, variable) pairs over the replicas.
+          apply: updates the variables with reduced gradients.
+        Context: cross-replica, in a trace. Cost: collectives only inside the
+          branch, except for gradients that are kept split.
         """
         for accumulator, gradient in zip(
-            self.accumulators, self._reduce_some(grads, reduce, split=True), strict=True
+            self.accumulators, self._reduce_some(grads, reduce, first=True), strict=True
         ):
             self._extended.update(accumulator, _add, args=(gradient,))
         count = self.counter.value + 1
         is_last = count == self._num_steps
 
         def flush() -> None:
-            sums = self._reduce_some(self.accumulators, reduce, split=False)
+            sums = self._reduce_some(self.accumulators, reduce, first=False)
             apply([(g / self._num_steps).astype(g.dtype) for g in sums])
             for accumulator in self.accumulators:
                 accumulator.assign(jnp.zeros(accumulator.shape, accumulator.dtype))
@@ -88,11 +101,11 @@ class Accumulation:
         self._extended.update_non_slot(self._devices, self.counter.assign, args=(count,))
 
     def _reduce_some(
-        self, values: Sequence[Any], reduce: Callable[..., Any], *, split: bool
+        self, values: Sequence[Any], reduce: Callable[..., Any], *, first: bool
     ) -> list[Any]:
-        """Returns `values` with those reduced that are kept split, or those that are not."""
+        """Returns `values`, reducing those that are due before (`first`), or after, the sum."""
         out = list(values)
-        chosen = [i for i, is_split in enumerate(self._is_split) if is_split == split]
+        chosen = [i for i, is_first in enumerate(self._reduces_first) if is_first == first]
         pairs = [(out[i], self._variables[i]) for i in chosen]
         for i, value in zip(chosen, reduce(pairs), strict=True):
             out[i] = value

@@ -1,4 +1,4 @@
-"""Reduced gradients as a link of an optax chain, for functional loops."""
+"""reduce_gradients: the reduction as a link of an optax chain."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from distjax.typing import PyTree, ReduceOpLike
 def reduce_gradients(op: ReduceOpLike = "mean") -> optax.GradientTransformation:
     """Returns an optax transformation that reduces gradients over the replicas.
 
-    ``update(g) = all_reduce(op, g)``. Put it first in a chain: what follows sees
-    the global gradient, so that norms are those of the global batch.
+    ``update(g) = all_reduce(op, g)``. Put it first in a chain: later links see
+    the global gradient, so norms are those of the global batch.
 
     Args:
       op: a ReduceOp or its name.
 
-    Locality: T or M in, M out. Context: replica; with no active strategy the
-      identity.
+    Locality: T or M in, M out. Context: replica; the identity without an active
+      strategy.
     Cost: one all-reduce per leaf. State: none.
 
     Raises:

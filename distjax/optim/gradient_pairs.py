@@ -1,4 +1,4 @@
-"""Gradients and variables as users hand them in, checked and in order."""
+"""User-supplied gradients and variables, checked and put in order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from distjax.variables.variable import Variable
 
 
 def require_variables(variables: PyTree) -> list[Variable]:
-    """Returns the leaves of a tree of variables to optimize, or raises.
+    """Returns the leaves of a tree of variables to optimize.
 
     Raises:
-      TypeError: a leaf that is no variable.
-      ValueError: no variable, or one twice.
+      TypeError: a leaf that is not a variable.
+      ValueError: no variables, or a duplicate.
       LocalityError: a sync-on-read variable.
       StrategyMismatchError: variables of several strategies.
     """
@@ -57,12 +57,12 @@ def in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> li
     """Returns one gradient for each of `variables`, in their order.
 
     Args:
-      grads_and_vars: pairs (gradient, variable), or (tree, tree).
-      variables: the variables that the optimizer was initialised with.
+      grads_and_vars: (gradient, variable) pairs, or (tree, tree) pairs.
+      variables: the variables that the optimizer was initialized with.
 
     Raises:
-      ValueError: no pairs; a variable that is unknown, missing or there twice; a
-        gradient of another shape, or None.
+      ValueError: not pairs; a variable that is unknown, missing or duplicated; a
+        gradient that is None or of the wrong shape.
     """
     grads: dict[Variable, Any] = {}
     for gradient, variable in _flat_pairs(grads_and_vars):
@@ -141,7 +141,7 @@ def _require_shape(gradient: PyTree, variable: Variable) -> None:
 # -- locality -----------------------------------------------------------------
 
 
-def require_local(values: PyTree) -> None:
+def require_no_per_replica(values: PyTree) -> None:
     """Raises a LocalityError if a replica function passes a PerReplica."""
     found = [x for x in jax.tree.leaves(values, is_leaf=is_per_replica) if is_per_replica(x)]
     if not found:
@@ -174,7 +174,7 @@ def require_one_value(extra: dict[str, Any]) -> None:
 def require_placed(
     extended: ExtendedContract, grads: Sequence[Any], variables: Sequence[Variable]
 ) -> None:
-    """Raises a ValueError for a gradient to be summed that is not on the replicas."""
+    """Raises a ValueError if a gradient to be summed is not on the replicas."""
     for gradient, variable in zip(grads, variables, strict=True):
         if is_per_replica(gradient) or is_mirrored(extended.topology, gradient):
             continue

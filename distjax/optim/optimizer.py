@@ -1,4 +1,4 @@
-"""Optimizer: an optax transformation applied to variables of a strategy."""
+"""Optimizer: applies an optax transformation to variables of a strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distjax.optim.accumulation import Accumulation
 from distjax.optim.slots import OptimizerState, make_state
 from distjax.optim.variable_update import update_variables
 from distjax.program.jit import jit
-from distjax.replica.cross_facts import require_fit_between_runs
+from distjax.replica.cross_facts import report_unfit_between_runs
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
@@ -29,17 +29,17 @@ from distjax.variables.variable import Variable
 class Optimizer:
     """Applies an optax transformation to variables, on any strategy.
 
-    ``v <- v + tx(reduce(op, g))``: gradients are reduced over the replicas
-    first, then the transformation runs once, in the global view. Norms, clips
-    and moments are therefore those of the global gradient, as on one device.
+    ``v <- v + tx(reduce(op, g))``: gradients are first reduced over the replicas,
+    then the transformation runs once, in the global view. Norms, clipping and
+    moments are therefore those of the global gradient, as on one device.
 
     Args:
       tx: an optax transformation; extra arguments of its update are passed on.
-      reduce_op: how the replicas' gradients combine: "sum" as in tf.distribute,
+      reduce_op: how to combine the replicas' gradients: "sum" as in tf.distribute,
         or "mean".
       accumulate_steps: k; only every k-th call communicates and updates, with
-        the mean of the gradients of k calls. Where the strategy splits gradients
-        (ZeRO 2 and 3) every call reduce-scatters, and the sum is kept split.
+        the mean gradient of k calls. If the strategy splits gradients (ZeRO 2
+        and 3), every call reduce-scatters and the sum is kept split.
 
     Example:
       >>> import optax
@@ -60,7 +60,7 @@ class Optimizer:
       "How to update a variable" (TF 1.13, 1.15).
     """
 
-    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
+    #: The merge argument that holds the gradients: see `UserMerge.reduces`.
     reduced_argument = 0
 
     def __init__(
@@ -83,12 +83,12 @@ class Optimizer:
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """How the replicas' gradients combine."""
+        """How the replicas' gradients are combined."""
         return self._op
 
     @property
     def variables(self) -> Any:
-        """The tree of variables that `init` was called with; None before."""
+        """The tree of variables passed to `init`; None before."""
         return self._tree
 
     @property
@@ -98,12 +98,12 @@ class Optimizer:
 
     @property
     def accumulators(self) -> tuple[Variable, ...]:
-        """The variables that gradient accumulation keeps: sums, then the counter."""
+        """The variables of gradient accumulation: the sums, then the counter."""
         kept = self._accumulation
         return () if kept is None else (*kept.accumulators, kept.counter)
 
     def kept_variables(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: state and accumulators, not what is optimized.
+        """Returns the variables to checkpoint: state and accumulators, no parameters.
 
         Raises:
           ContextError: before `init`.
@@ -112,18 +112,17 @@ class Optimizer:
         return {"state": state.tree, "accumulators": self.accumulators}
 
     def init(self, variables: PyTree) -> None:
-        """Makes the state of the transformation, as variables.
+        """Creates the state of the transformation, as variables.
 
-        Slots (by optax's account) are made where their variable lives, the rest
-        on the non-slot devices. Initial values are one compiled program of the
-        variables' values. A second call starts afresh.
+        Slots (as identified by optax) are created where their variable lives, the
+        rest on the non-slot devices. One compiled program computes the initial values
+        from the variables' values. A second call starts afresh.
 
         Args:
           variables: a list or any tree of variables of one strategy; the
-            transformation sees a tree of arrays like it (for masks and labels).
-
-        Locality: V(v) in; V(v) and N out. Context: any; in a replica function
-          guard it, as any creation: `if optimizer.state is None`.
+            transformation sees a tree of arrays of that structure (for masks and labels).
+        Locality: V(v) in; V(v) and N out. Context: any; guard it in a replica
+          function, like any creation: `if optimizer.state is None`.
 
         Raises:
           TypeError, ValueError, LocalityError: not a tree of distinct mirrored
@@ -132,7 +131,7 @@ class Optimizer:
         """
         self._variables = gradient_pairs.require_variables(variables)
         self._tree = variables
-        self._step = jit(self._step_in_trace)  # the former programs hold the former state
+        self._step = jit(self._step_in_trace)  # old programs hold the old state
         with _active(self._strategy):
             jit(self._make)()
 
@@ -140,7 +139,8 @@ class Optimizer:
         extended = self._strategy.extended
         self._state = make_state(self._tx, extended, self._tree)
         if self._accumulate_steps > 1:
-            self._accumulation = Accumulation(extended, self._variables, self._accumulate_steps)
+            steps, op = self._accumulate_steps, self._op
+            self._accumulation = Accumulation(extended, self._variables, steps, op)
 
     @property
     def _strategy(self) -> Any:
@@ -151,14 +151,14 @@ class Optimizer:
     def apply_gradients(self, grads_and_vars: Iterable[Any], **extra: PyTree) -> None:
         """Reduces the gradients over the replicas and updates the variables.
 
-        In a replica context: merge_call, reduce to the variables, update: what
-        TensorFlow asks of an optimizer. In cross-replica context: `distributed_apply`.
+        In a replica context: merge_call, reduce to the variables, update, as TensorFlow
+        requires of an optimizer. In cross-replica context: `distributed_apply`.
 
         Args:
-          grads_and_vars: pairs (gradient, variable), one for each variable of
-            `init`, in any order; or pairs of trees.
+          grads_and_vars: (gradient, variable) pairs, one for each variable passed
+            to `init`, in any order; or pairs of trees.
           **extra: arguments of the transformation's update, equal on every
-            replica (`value=` the all-reduced loss).
+            replica (e.g. the all-reduced loss as `value=`).
 
         Locality: T or M in; V(v) written. Context: any.
         Cost: one all-reduce per gradient (or per bucket of the strategy's
@@ -167,8 +167,8 @@ class Optimizer:
 
         Raises:
           ContextError: before `init`.
-          ValueError: gradients that do not fit the variables; a sum of what is
-            not on the replicas.
+          ValueError: gradients that do not fit the variables; a sum of values that
+            are not on the replicas.
           LocalityError: a PerReplica in a replica function, or as an extra
             argument.
         Source: tf.keras Optimizer.apply_gradients.
@@ -177,10 +177,10 @@ class Optimizer:
         frame = frames.current()
         context = frame.replica_context
         if context is None or (frame.allows_both and frame.strategy is not self._strategy):
-            require_fit_between_runs(self._op.name, grads, self._strategy.extended.topology)
+            report_unfit_between_runs(self._op.name, grads, self._strategy.extended.topology)
             self._apply_across(self._strategy, grads, extra)
             return
-        gradient_pairs.require_local((grads, extra))
+        gradient_pairs.require_no_per_replica((grads, extra))
         grads = [jnp.asarray(g) for g in grads]
         context.merge_call(self._apply_across, args=(grads, extra))
 
@@ -190,16 +190,16 @@ class Optimizer:
         """Updates the variables in cross-replica context.
 
         Args:
-          strategy: the active strategy, or its adapter of `dj.compat`, as a merge
-            function is handed it.
-          grads_and_vars: as in `apply_gradients`, PerReplica or Mirrored (which
+          strategy: the active strategy, or its `dj.compat` adapter, as passed to a
+            merge function.
+          grads_and_vars: as for `apply_gradients`, PerReplica or Mirrored (which
             counts as R equal gradients).
-          **extra: as in `apply_gradients`.
+          **extra: as for `apply_gradients`.
 
         Locality: T or M in; V(v) written. Context: cross-replica or default.
         Source: `Optimizer._distributed_apply` (TF 1.12, 1.13).
         """
-        extended = getattr(strategy, "extended", None)  # an adapter has that of its strategy
+        extended = getattr(strategy, "extended", None)  # an adapter has its strategy's
         current = getattr(extended, "strategy", strategy)
         self._apply_across(current, self._in_order(grads_and_vars), extra)
 

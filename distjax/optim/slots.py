@@ -1,8 +1,8 @@
-"""The state of an optax transformation as variables, each where it belongs.
+"""The state of an optax transformation as variables, each placed where it belongs.
 
-What optax says is per parameter (a slot: a moment, an accumulator) lives where
-its variable lives; the rest (step counts, hyperparameters) on the non-slot
-devices.
+State that optax identifies as per-parameter (a slot: a moment, an accumulator)
+lives where its variable lives; the rest (step counts, hyperparameters) lives on
+the non-slot devices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OptimizerState:
     """An optax state whose arrays are variables.
 
     Attributes:
-      tree: the state, as `tx.init` gives it, with variables as leaves.
-      slots: per variable that is optimized, the leaves of `tree` that are its
+      tree: the state as returned by `tx.init`, with variables as leaves.
+      slots: for each optimized variable, the leaves of `tree` that are its
         slots.
       non_slots: the other variables among the leaves of `tree`.
     """
@@ -37,18 +37,18 @@ class OptimizerState:
     non_slots: list[Variable]
 
     def values(self) -> Any:
-        """Returns the optax state of arrays that the current context sees."""
+        """Returns the optax state as arrays, as seen by the current context."""
         return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
 
     def pair_with(self, new: PyTree) -> dict[Variable, Any]:
-        """Returns for each variable of the state its value in the state `new`."""
+        """Returns each variable's value in the state `new`."""
         pairs = jax.tree.map(lambda old, value: (old, value), self.tree, new)
         leaves = jax.tree.structure(self.tree).flatten_up_to(pairs)
         return {old: value for old, value in leaves if isinstance(old, Variable)}
 
 
 class _Owned:
-    """A leaf of an optax state, and whose it is (None: nobody's)."""
+    """A leaf of an optax state and its owner (None: no owner)."""
 
     def __init__(self, value: PyTree, owner: tuple[Variable, int] | None):
         self.value, self.owner = value, owner
@@ -61,10 +61,10 @@ def make_state(
 
     Args:
       tx: an optax transformation.
-      extended: the strategy that the variables belong to.
+      extended: the strategy of the variables.
       variables: a tree of variables.
 
-    Context: a trace of distjax, so that all initial values are one program.
+    Context: a distjax trace, so that one program computes all initial values.
     """
     optimized = jax.tree.leaves(variables)
     initial = tx.init(jax.tree.map(lambda v: v.value, variables))
@@ -95,10 +95,10 @@ def make_state(
 def _with_owners(
     tx: optax.GradientTransformationExtraArgs, state: PyTree, variables: PyTree
 ) -> Any:
-    """Returns `state` with each leaf an `_Owned`, by optax's own account.
+    """Returns `state` with each leaf an `_Owned`, attributed by optax itself.
 
-    A transformation whose `init` looks inside its parameters, so that optax
-    cannot tell, has non-slot state only.
+    A transformation whose `init` inspects its parameters, so that optax cannot
+    attribute its state, has only non-slot state.
     """
     owners = jax.tree_util.tree_map_with_path(lambda path, v: (v, len(path)), variables)
     try:

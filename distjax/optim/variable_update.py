@@ -1,4 +1,4 @@
-"""One update: the transformation in the global view, then each variable's own."""
+"""One update: the transformation in the global view, then each variable."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def update_variables(
 ) -> None:
     """Runs `tx` once on all reduced gradients and writes variables and state.
 
-    A variable and its slots are written where they live, by one `update`; the
-    non-slot state by one `update_non_slot`.
+    One `update` writes a variable and its slots where they live; one
+    `update_non_slot` writes the non-slot state.
 
     Args:
-      tx: the transformation, with support for extra arguments.
+      tx: the transformation, supporting extra arguments.
       state: its state.
       variables: the tree of variables.
-      grads: their reduced gradients, in the order of its leaves.
+      grads: their reduced gradients, in leaf order.
       extra: extra arguments of the transformation's update.
 
     Locality: V(v) in and out. Context: cross-replica, in a trace.
@@ -52,10 +52,10 @@ def update_variables(
 
 
 def _add_by_shards(variable: Variable, slots: Sequence[Variable], value: jax.Array) -> jax.Array:
-    """Returns a variable's new value, computed shard by shard where its slots are split.
+    """Returns a variable's new value, computed shard by shard if its slots are split.
 
-    Else XLA would gather the update and add it whole on each replica: R times the
-    additions, and a buffer of the variable's size.
+    Otherwise XLA would gather the update and add it whole on each replica: R times
+    the additions, and a buffer of the variable's size.
     """
     form = variable.layout.local_form
     for other in (s.layout.local_form for s in slots if s.shape == value.shape):

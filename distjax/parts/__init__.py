@@ -1,12 +1,12 @@
-"""Parts of strategies, for a strategy of one's own: public, as the top package is.
+"""Parts for building custom strategies: as public as the top-level package.
 
 A strategy is a `dj.Strategy` around a `StrategyExtended`, which takes a topology
 (which devices, how many replicas) and a placement (where variables live); a
-placement answers with layouts (how one variable is stored), and may ask a
+placement returns layouts (how one variable is stored), and may consult a
 partitioner (into how many shards).
 
-Modules that neither this package nor another one of the API reference shows are
-private: they change without notice.
+Modules that neither this package nor the rest of the API reference exposes are
+private and may change without notice.
 """
 
 from distjax.placement.topology import Topology, mesh_topology, one_device_topology

@@ -1,8 +1,9 @@
-"""Arrays [R, ...] that are split over the replicas, and are no PerReplica: refused, not guessed."""
+"""Rejects arrays [R, ...] that are split over the replicas but not a PerReplica."""
 
 from __future__ import annotations
 
 import jax
+from jax.sharding import Sharding
 
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
@@ -10,13 +11,16 @@ from distjax.placement.topology import Topology
 
 
 def is_split_over_replicas(value: object, topology: Topology) -> bool:
-    """Returns whether `value` is an array of which each replica's devices hold another part."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+    """Returns whether each replica's devices hold a different part of array `value`."""
+    is_one = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+    if not is_one or isinstance(value, jax_compat.Tracer):
         return False
     sharding = value.sharding
-    if topology.mesh is None or sharding.device_set != set(topology.devices):
+    if topology.mesh is None or not isinstance(sharding, Sharding):  # None, of a struct
         return False
-    if topology.num_replicas == 1:  # JAX may say so of any array: a lone replica has all of it
+    if sharding.device_set != set(topology.devices):
+        return False
+    if topology.num_replicas == 1:  # a single replica holds all of any array
         return False
     if sharding == topology.per_replica:
         return True
@@ -30,12 +34,12 @@ def is_split_over_replicas(value: object, topology: Topology) -> bool:
 
 
 def require_not_split(value: object, topology: Topology, where: str) -> None:
-    """Raises a LocalityError for an array, no PerReplica, that is split over the replicas.
+    """Raises a LocalityError for a bare array that is split over the replicas.
 
     Args:
-      value: what came.
+      value: the value passed in.
       topology: the replicas.
-      where: the user's name of it, e.g. "argument x of step".
+      where: the user's name for it, e.g. "argument x of step".
     """
     if is_split_over_replicas(value, topology):
         raise LocalityError(

@@ -14,7 +14,7 @@ UNPLACED = "unplaced"
 
 
 def is_host_memory(sharding: Sharding | None) -> bool:
-    """Returns whether arrays of `sharding` live in host memory beside that of the devices."""
+    """Returns whether arrays with `sharding` live in host rather than device memory."""
     kind = None if sharding is None else sharding.memory_kind
     return kind not in (None, "device", "unpinned_host")
 
@@ -27,9 +27,9 @@ class Locality:
     devices, so ``locality(slot) == locality(variable)`` states V(variable).
 
     Attributes:
-      kind: "per_replica" (a value of its own on each replica), "mirrored" (one
-        value, held by all), "partitioned" (split over the replicas), "host" (in
-        host memory) or "unplaced" (numpy, Python numbers, arrays elsewhere).
+      kind: "per_replica" (each replica has its own value), "mirrored" (one value, held by
+        all), "partitioned" (split over the replicas), "host" (in host memory) or
+        "unplaced" (NumPy arrays, Python numbers, arrays elsewhere).
       sharding: the JAX sharding; None for "unplaced".
 
     Source: locality T, M, V(v) and N of tf.distribute.StrategyExtended,

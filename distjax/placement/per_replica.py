@@ -15,8 +15,8 @@ from distjax.placement.topology import Topology, unplaced_topology
 from distjax.placement.transfer import local_rows, transfer
 from distjax.typing import PyTree
 
-#: What a treedef remembers of a PerReplica: the topology, and the shape [R, ...]. All of it counts
-#: for equality, since JAX finds compiled programs by treedefs that are equal.
+#: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. All of
+#: it counts for equality, since JAX looks up compiled programs by equal treedefs.
 Form = tuple[Topology, tuple[int, ...]]
 
 _ARRAYS = (jax.Array, np.ndarray)
@@ -39,22 +39,22 @@ def _refuse(self: PerReplica, *_: object) -> NoReturn:
 class PerReplica:
     """One value per replica, held as one global array of shape [R, ...].
 
-    A PerReplica has no arithmetic and no silent conversion: reduce it, or use
-    it as an argument of `run`. distjax's own functions treat it as a leaf; `map`
-    applies a function to each replica's value.
+    A PerReplica has no arithmetic and no implicit conversions: reduce it, or pass it to
+    `run`. distjax's own functions treat it as a leaf; `map` applies a function to each
+    replica's value.
 
-    As a pytree node it holds one leaf, the stacked array, which is what `jax.tree.map`
-    sees. Its treedef remembers ``stacked.shape``: of an array of exactly this shape,
-    and any dtype, a tree is built with a PerReplica; an array of another shape (a row, a
-    mean) and a float are no values per replica any more, and stand in the tree as they
-    are. What is no value (a sharding, a spec, an axis, None) stays in its PerReplica.
+    As a pytree node it has one leaf, the stacked array, which is what `jax.tree.map` sees.
+    Its treedef remembers ``stacked.shape``. Unflattening with an array of exactly this shape,
+    of any dtype, gives a PerReplica. An array of another shape (a row, a mean) or a float is
+    no longer a value per replica, and takes the PerReplica's place in the tree as it is.
+    Anything that is not a value (a sharding, a spec, an axis, None) stays in its PerReplica.
 
-    What `pickle`, `copy.copy` and `copy.deepcopy` make of it is a numpy array [R, ...]
-    on no devices: the first strategy with R replicas that uses it places it.
+    `pickle`, `copy.copy` and `copy.deepcopy` turn it into a numpy array [R, ...] on no
+    devices; the first strategy with R replicas that uses it places it.
 
     Attributes:
       stacked: array of shape [R, ...]; slice r belongs to replica r.
-      form: (topology, shape of `stacked`), what is static of it.
+      form: (topology, shape of `stacked`), its static part.
 
     Locality: T (per replica), sharded over the replica axis.
 
@@ -95,11 +95,11 @@ class PerReplica:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the values."""
+        """The dtype of each replica's value."""
         return self.stacked.dtype
 
     def map(self, fn: Callable[[Any], Any]) -> PerReplica:
-        """Returns the PerReplica of ``fn(value)`` for each replica's value."""
+        """Returns the PerReplica of ``fn(value)`` over each replica's value."""
         out = jax.vmap(fn)(self.stacked)
         return jax.tree.map(lambda leaf: PerReplica(leaf, self.topology), out)
 
@@ -177,14 +177,14 @@ for _name in "neg pos abs invert round lt le gt ge eq ne".split():
 
 
 def with_form(stacked: PyTree, form: Form) -> PerReplica:
-    """Returns the PerReplica of an array [R, ...] that is known to have this form."""
+    """Returns a PerReplica of an array [R, ...] known to have this form."""
     value = _new(PerReplica)
     value.stacked, value.form = stacked, form
     return value
 
 
 def _unflatten(form: Form, children: tuple[Any, ...]) -> Any:
-    # `jax.tree.map` comes here for each leaf: hence no call for the common case.
+    # `jax.tree.map` calls this for every leaf, so the common path makes no calls.
     (child,) = children
     try:
         if child.shape != form[1] and isinstance(child.shape, tuple):
@@ -202,13 +202,13 @@ jax.tree_util.register_pytree_node(PerReplica, lambda x: ((x.stacked,), x.form),
 
 
 def _from_host(host: PyTree, shape: tuple[int, ...], key_impl: str | None) -> PerReplica:
-    """Returns a PerReplica that was pickled, or copied."""
+    """Rebuilds a PerReplica that was pickled or copied."""
     stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
     return with_form(stacked, (unplaced_topology(shape[0]), shape))
 
 
 def is_per_replica(value: object) -> bool:
-    """Returns whether `value` is a PerReplica: for ``is_leaf=``.
+    """Returns whether `value` is a PerReplica; use it as ``is_leaf=``.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -222,12 +222,12 @@ def is_per_replica(value: object) -> bool:
 def require_same_topology(value: PerReplica, topology: Topology, where: str) -> None:
     """Raises a LocalityError if `value` belongs to other replicas.
 
-    A value on no devices yet, of as many replicas, is placed.
+    A value on no devices yet is placed in situ if its number of replicas matches.
 
     Args:
-      value: the PerReplica that came.
-      topology: the replicas that are needed.
-      where: the user's name of the argument, e.g. "argument args[0]['x'] of f".
+      value: the PerReplica passed in.
+      topology: the required replicas.
+      where: the user's name for the argument, e.g. "argument args[0]['x'] of f".
     """
     if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))

@@ -1,37 +1,38 @@
-"""Topology: which devices there are and how replicas lie on them."""
+"""Topology: which devices there are, and how replicas are laid out on them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
-#: The default name of the mesh axis that runs over the replicas.
+#: The default name of the mesh axis over the replicas.
 REPLICA_AXIS = "replica"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Topology:
-    """R replicas on D devices, of which each replica owns D / R.
+    """R replicas on D devices, each owning D / R of them.
 
-    With `mesh` set every replica has devices of its own. Without one, all
-    replicas share one device: the same program runs under `vmap`. Made by
-    `mesh_topology` and `one_device_topology`, which hand out one object for equal
-    arguments: topologies are compared at every call of a program.
+    If `mesh` is set, every replica has devices of its own. Otherwise all replicas share one
+    device, and the same program runs under `vmap`. Create with `mesh_topology` and
+    `one_device_topology`, which return the same object for equal arguments, since every call
+    of a program compares topologies.
 
     Attributes:
       devices: the D devices, replica by replica.
       num_replicas: R.
       axis_name: the name of the replica axis inside a replica function.
-      mesh: mesh of shape [R, *model sizes], axes (axis_name, *model names), all
+      mesh: mesh of shape [R, *model sizes] with axes (axis_name, *model names), all
         axis types Auto; None where all replicas share one device.
       model_axes: (name, size) of the axes inside one replica.
     """
@@ -44,7 +45,7 @@ class Topology:
 
     @property
     def is_placed(self) -> bool:
-        """Whether it says where; see `unplaced_topology`."""
+        """Whether it has devices; see `unplaced_topology`."""
         return bool(self.devices)
 
     def __repr__(self) -> str:
@@ -67,14 +68,14 @@ class Topology:
         return self.split_along(0)
 
     def split_along(self, axis: int) -> Sharding:
-        """Returns the sharding of a value of which `axis` runs over the replicas."""
+        """Returns the sharding of a value whose `axis` runs over the replicas."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.axis_name))
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
-        """The numbers of the processes that the devices belong to, in order."""
+        """The indices of the processes that own the devices, sorted."""
         return tuple(sorted({d.process_index for d in self.devices}))
 
     @functools.cached_property
@@ -84,12 +85,12 @@ class Topology:
 
     @property
     def is_on_first_process(self) -> bool:
-        """Whether this process is the first that the devices belong to."""
+        """Whether this process is the first of those that own the devices."""
         return not self.spans_processes or jax.process_index() == self.processes[0]
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """The devices of this process, replica by replica; all, where they are only described."""
+        """This process's devices by replica; all if the devices can only be compiled for."""
         if not self.spans_processes or jax_compat.only_compiles(self.devices):
             return self.devices
         here = jax.process_index()
@@ -97,7 +98,7 @@ class Topology:
 
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
-        """The replicas that have a device of this process, in order."""
+        """The replicas with at least one device in this process, in order."""
         if not self.spans_processes:
             return tuple(range(self.num_replicas))
         here = set(self.local_devices)
@@ -114,7 +115,7 @@ class Topology:
 
 @functools.cache
 def unplaced_topology(num_replicas: int) -> Topology:
-    """Returns the topology of values that came from another process, and lie on no devices."""
+    """Returns the topology of values from another process that have no devices yet."""
     return Topology((), num_replicas, "", None)
 
 
@@ -125,10 +126,10 @@ def local_devices() -> tuple[jax.Device, ...]:
 
 
 def devices_or_all(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-    """Returns `devices`; all local ones for None and for an empty sequence.
+    """Returns `devices`, or all local devices for None or an empty sequence.
 
     Raises:
-      ValueError: no sequence, such as one device.
+      ValueError: not a sequence, for example a single device.
     """
     if devices is not None and not hasattr(devices, "__len__"):
         raise ValueError(_devices_text(devices))
@@ -138,16 +139,16 @@ def devices_or_all(devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]
 def mesh_topology(
     devices: Sequence[jax.Device], axis_name: str, model_axes: Mapping[str, int] | None = None
 ) -> Topology:
-    """Returns a topology with devices of its own for each replica.
+    """Returns a topology in which each replica has its own devices.
 
     Args:
       devices: D devices, replica by replica.
       axis_name: the name of the replica axis.
-      model_axes: sizes of the axes inside one replica, by name; their product
-        divides D, and R is the quotient.
+      model_axes: sizes of the axes inside one replica, by name; their product must
+        divide D, and R is the quotient.
 
     Raises:
-      ValueError: no or repeated devices, or axes that do not fit.
+      ValueError: devices are missing or repeated, or the axes do not fit.
     """
     devices = tuple(devices)
     _require_devices(devices)
@@ -172,10 +173,10 @@ def _mesh_topology(
 
 
 def renamed_topology(topology: Topology, axis_name: str) -> Topology:
-    """Returns the same replicas on the same devices, their axis under another name.
+    """Returns the same replicas and devices with the replica axis renamed.
 
     Raises:
-      ValueError: no string, or the name of a model axis.
+      ValueError: the name is not a string, or is that of a model axis.
     """
     if axis_name == topology.axis_name:
         return topology
@@ -215,6 +216,16 @@ def _one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) 
     return Topology((device,), num_replicas, axis_name, None)
 
 
+@functools.cache
+def abstract_topology(num_replicas: int, axis_name: str) -> Topology:
+    """Returns the topology of replicas on devices of their own, whichever these are.
+
+    A program that is traced for it runs on every mesh of as many; its own mesh is an abstract one.
+    """
+    mesh: Any = AbstractMesh((num_replicas,), (axis_name,), axis_types=(AxisType.Auto,))
+    return Topology((), num_replicas, axis_name, mesh)
+
+
 def _require_devices(devices: tuple[jax.Device, ...]) -> None:
     wrong = [d for d in devices if not isinstance(d, jax.Device)]
     if wrong:
@@ -242,7 +253,7 @@ def _devices_text(got: object) -> str:
 
 
 def require_axis_name(axis_name: object, fix: str = "MirroredStrategy(axis_name='batch')") -> None:
-    """Raises a ValueError unless `axis_name` can name an axis of replicas."""
+    """Raises a ValueError unless `axis_name` is a nonempty string."""
     if isinstance(axis_name, str) and axis_name:
         return
     raise ValueError(

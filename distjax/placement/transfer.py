@@ -1,13 +1,14 @@
-"""The doors to devices: how a value of the host becomes an array of several processes.
+"""Transfers to devices: how a host value becomes an array over several processes.
 
-`jax.device_put` of a host value onto devices of several processes is a collective behind the
-user's back: it gathers the value from all of them and compares, which hangs on a second thread,
-refuses NaN and keys, and costs a round trip. Here each process gives its own devices what they
-hold and nothing is exchanged. That the value is the same everywhere is agreed elsewhere.
+When `jax.device_put` places a host value on devices of several processes, it implicitly runs a
+collective that gathers the value from all of them and compares, which hangs on a second thread,
+rejects NaNs and keys, and costs a round trip. Here each process fills its own devices and
+nothing is exchanged; that the value is the same everywhere is checked elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -21,36 +22,48 @@ from distjax.typing import PyTree
 
 
 def transfer(value: PyTree, sharding: Sharding | None) -> Any:
-    """Returns one array, which is the same on every process, at `sharding`.
+    """Returns `value`, which must be the same on every process, placed at `sharding`.
 
     Args:
-      value: an array or number of the host or of this process's devices, which every process
-        has; or an array of several processes, which all of them move by one program.
-      sharding: where; None: JAX's default device.
+      value: an array or number on the host or on this process's devices, present on every
+        process; an array over several processes, which all of them move by one program; or a
+        struct that stands for an array.
+      sharding: where to place it; None: JAX's default device.
 
-    Cost: the bytes that this process's devices hold; between processes nothing for a value
-      of the host.
+    Cost: the bytes that this process's devices hold; for a host value, nothing is sent
+      between processes.
     """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.update(sharding=sharding)
     if sharding is None or sharding.is_fully_addressable or _is_global(value):
         return jax.device_put(value, sharding)
     host = _on_host(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
+    """Returns whether `value` is an array that is committed to other devices, or stands for one."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return isinstance(value.sharding, Sharding) and value.sharding.device_set != devices
+    if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+        return False
+    return value.committed and value.sharding.device_set != devices
+
+
 def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
-    """Returns `values` at `sharding` as `transfer` does, in one transfer within one process."""
+    """Places `values` like `transfer`, in a single transfer within one process."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
     return [transfer(value, sharding) for value in values]
 
 
 def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
-    """Returns the array [R, ...] of which each process gives the rows of its own replicas.
+    """Builds an array [R, ...] from the rows that each process has for its replicas.
 
     Args:
-      rows: array [L, ...], a row for each replica in `topology.local_replicas`, in order.
+      rows: array [L, ...], one row per replica in `topology.local_replicas`, in order.
       topology: the replicas.
-      axis: which axis of `rows`, and of the array, runs over the replicas.
+      axis: which axis of `rows`, and of the result, runs over the replicas.
     """
     sharding = topology.split_along(axis)
     if not topology.spans_processes:
@@ -59,7 +72,7 @@ def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
 
     def of_one_replica(index: tuple[slice, ...] | None) -> Any:
         assert index is not None, "JAX says which part"
-        own = place[index[axis].start or 0]  # R = 1: slice(None)
+        own = place[index[axis].start or 0]  # `start` is None for R = 1
         return host[(slice(None),) * axis + (slice(own, own + 1),)]
 
     shape = [*host.shape]
@@ -68,9 +81,10 @@ def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:
 
 
 def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
-    """Returns the rows of an array [R, ...] that this process holds whole, by replica.
+    """Returns the rows of an array [R, ...] that this process holds, by replica.
 
-    Nothing is computed or moved: a row is an array on one of this process's devices.
+    Only whole rows are returned, each as an array on one of this process's devices; nothing
+    moves between devices.
     """
     rows: dict[int, Any] = {}
     for shard in stacked.addressable_shards:
@@ -82,11 +96,11 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
 
 
 def require_wholly_here(array: jax.Array | np.ndarray, name: str) -> None:
-    """Raises a LocalityError for an array of which other processes hold a part.
+    """Raises a LocalityError if part of the array is held only by other processes.
 
     Args:
       array: the array.
-      name: the user's name of it.
+      name: the user's name for it.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return
@@ -106,13 +120,13 @@ def _covers(part: slice, size: int) -> bool:
 
 
 def _on_host(value: PyTree) -> Any:
-    """Returns `value` as numpy, PRNG keys as they are: parts of it go to several devices."""
+    """Returns `value` as numpy; PRNG keys stay as they are, since numpy has no keys."""
     is_key = isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype)
     return value if is_key else np.asarray(value)
 
 
 def _is_global(value: object) -> bool:
-    """Returns whether `value` is traced, or lies on devices of several processes."""
+    """Returns whether `value` is traced, or spans several processes."""
     if isinstance(value, jax_compat.Tracer):
         return True
     return isinstance(value, jax.Array) and not value.is_fully_addressable

@@ -1,4 +1,4 @@
-"""What processes of a job compare before a program runs for the first time."""
+"""Agreement of a job's processes before a program first runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from distjax.cluster.agreement import agree
-from distjax.cluster.facts import Fact, describe_on_host, describe_program
+from distjax.cluster.facts import ComparedFact, describe_on_host, describe_program
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.build import Build
 from distjax.replica.arguments import user_path
@@ -22,25 +22,28 @@ def agree_on_program(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
 ) -> None:
-    """Returns when every process is about to run this program, with these host arguments.
+    """Waits until every process is about to run this program with these arguments.
 
     Args:
       build: the program.
       lowered: its text for this signature.
-      argument_names: the user's names of its positional arguments.
+      argument_names: the names of its positional arguments.
       args: positional arguments.
       kwargs: keyword arguments.
 
     Raises:
       AgreementError: processes differ; nothing has changed.
-      StuckError, PeerLostError: a process does not come.
+      StuckError, PeerLostError: a process does not arrive.
     """
     program = [
-        *(Fact(f"variable {v.name!r}", _describe_variable(build, v)) for v in build.variables),
-        Fact(f"the program of {build.name}", describe_program(lowered)),
+        *(
+            ComparedFact(f"variable {v.name!r}", _describe_variable(build, v))
+            for v in build.variables
+        ),
+        ComparedFact(f"the program of {build.name}", describe_program(lowered)),
     ]
     arguments = _describe_arguments(build.name, argument_names, args, kwargs)
-    # Not by arguments: who has lost a program meets another number at its next call.
+    # Not keyed by arguments: a process that lost its program has another number at its next call.
     agree(f"the first call of {build.name}", [*arguments, *program], known_by=program)
 
 
@@ -51,10 +54,10 @@ def _describe_variable(build: Build, variable: Variable) -> str:
 
 def _describe_arguments(
     name: str, argument_names: Sequence[str], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> Iterator[Fact]:
+) -> Iterator[ComparedFact]:
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_per_replica):
         where = user_path(jax.tree_util.keystr(path), argument_names)
-        yield Fact(f"argument {where} of {name}", _describe(leaf))
+        yield ComparedFact(f"argument {where} of {name}", _describe(leaf))
 
 
 def _describe(leaf: PyTree) -> str:

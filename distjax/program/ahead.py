@@ -7,7 +7,7 @@ which finds what was compiled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ class LoweredProgram:
       args: its positional arguments.
       marked: the same, static ones marked.
       static_kwargs: the keyword arguments that are static.
+      names: the names of the function's positional parameters.
     """
 
     def __init__(
@@ -34,11 +35,12 @@ class LoweredProgram:
         args: tuple[PyTree, ...],
         marked: tuple[PyTree, ...],
         static_kwargs: Mapping[str, PyTree],
+        names: Sequence[str],
     ):
         self._lowered, self._call = lowered, call
         pairs = enumerate(zip(args, marked, strict=True))
         self._static = {i: arg for i, (arg, mark) in pairs if arg is not mark}
-        self._static_kwargs = static_kwargs
+        self._static_kwargs, self._names = static_kwargs, names
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledProgram:
         """Returns the program compiled; calls of the function with such arguments find it."""
@@ -50,10 +52,13 @@ class LoweredProgram:
 
     def _call_with(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Calls the function with the static arguments that it was lowered for."""
-        given = list(args)
+        given, by_name = list(args), dict(self._static_kwargs)
         for i, static in self._static.items():
-            given.insert(i, static)
-        return self._call(*given, **kwargs, **self._static_kwargs)
+            if i <= len(given) or i >= len(self._names):
+                given.insert(i, static)
+            else:  # an argument before it comes by keyword
+                by_name[self._names[i]] = static
+        return self._call(*given, **kwargs, **by_name)
 
 
 class CompiledProgram:

@@ -17,7 +17,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.cluster.job import job
-from distjax.collectives.throttle import make_token
+from distjax.collectives.throttle import is_throttled, make_token
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import as_static_output
 from distjax.program.signatures import Jitted, Signatures
@@ -84,22 +84,23 @@ class Build:
         """All variables that the program threads."""
         return *self.writes, *self.reads
 
-    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
-        """Returns the program lowered for these arguments; no lock is held meanwhile.
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered | None:
+        """Returns the program lowered for these arguments; None: they have to be traced first.
 
-        Raises:
-          NotCompiled: they have to be traced first.
+        No lock is held meanwhile.
         """
         for variable in self.variables:
             if variable.storage is None:  # deleted is no matter here: another thread may step it
                 variable.stored.require()
         signature = self.signatures.find(args, kwargs)
         if signature is None:
-            raise NotCompiled
+            return None
         try:
             return signature.jitted.lower(
                 self._collect_written(), self.collect_read(), kwargs, *args
             )
+        except NotCompiled:
+            return None
         finally:
             self.offered.pop(threading.get_ident(), None)
 
@@ -155,10 +156,11 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
-        if found.spans_devices or found.spans_processes:
+        needs_end = job() is not None or is_throttled()
+        if needs_end and (found.spans_devices or found.spans_processes):
             donated = [args[number] for number in step.donate_argnums]
-            tells_the_end = _tells_the_end(arrays, (args, kwargs), donated)
-            token = make_token(job() is not None and not tells_the_end)
+            spec.end = _find_end(arrays, (args, kwargs), donated)
+            token = make_token() if spec.end is None else None
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]
@@ -189,17 +191,19 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
     return build
 
 
-def _tells_the_end(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> bool:
-    """Returns whether the first result shows that the program has completed.
+def _find_end(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:
+    """Returns the number of a result that shows that the program has completed, as a loss does.
 
-    It is held for a while (see `Ledger`), so it has to be small; JAX hands on an input at once; and
-    what takes the place of a donated input is gone with the next call.
+    It is held for a while (see `Ledger`, `throttle`), so it has to be small; JAX hands on an input
+    at once; and what takes the place of a donated input is gone with the next call.
     """
-    if not results or results[0].size > _SMALL or jax_compat.is_key_dtype(results[0].dtype):
-        return False
     kinds = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(donated)}
-    is_handed_on = any(results[0] is leaf for leaf in jax.tree.leaves(inputs))
-    return not is_handed_on and (results[0].shape, results[0].dtype) not in kinds
+    given = {id(leaf) for leaf in jax.tree.leaves(inputs)}
+    for number, x in enumerate(results):
+        is_kept = x.size <= _SMALL and (x.shape, x.dtype) not in kinds
+        if is_kept and id(x) not in given and not jax_compat.is_key_dtype(x.dtype):
+            return number
+    return None
 
 
 def _make_lock(variables: Iterable[Variable]) -> AbstractContextManager[Any]:

@@ -1,12 +1,12 @@
-"""One call of a compiled program: arrays in, arrays out, nothing half done.
+"""One call of a compiled program: arrays in, arrays out, never half done.
 
-The order of things makes a call safe, whatever raises and whoever else runs:
+The order of events makes a call safe, whatever raises and whichever other thread runs:
 
-1. Under the lock of the variables, the program takes the arrays that other programs have.
-2. It says that it is being started, then copies what a user still holds: see `donation`.
-3. The compiled call gets the list of arrays, and what it returns replaces the list, in one C call:
-   Python raises a pending signal only between bytecodes, so there is no moment at which the
-   arrays are donated and their successors nowhere.
+1. Under the lock of the variables, the program takes the arrays that other programs hold.
+2. It marks itself as starting, then copies arrays that a user still holds: see `donation`.
+3. The compiled call gets the list of arrays, and its result replaces the list, in one C call:
+   Python raises a pending signal only between bytecodes, so at no moment are arrays donated
+   while their successors are not yet stored.
 4. The results become the user's. `finish`, the write-back of objects, belongs to the step.
 """
 
@@ -34,7 +34,7 @@ from distjax.program.signatures import Signature
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
 
-#: Makes the user's results final; called once more where a signal raises in it.
+#: Finalizes the user's results; called again if a signal raises in it.
 Finish = Callable[[Any], Any]
 
 
@@ -47,10 +47,10 @@ def start(
       build: the program.
       args: positional arguments; Python objects among them are static nodes.
       kwargs: keyword arguments.
-      finish: what makes the results final.
+      finish: finalizes the results.
 
     Returns:
-      The user's results, and how they are made of arrays.
+      The user's results, and how they are built from arrays.
 
     Raises:
       NotCompiled: the signature is new; nothing has happened.
@@ -94,8 +94,9 @@ def start(
                 raise
         finally:
             stepped.is_starting = False
-    if returned[3] is not None:
-        throttle(returned[3])
+    end = returned[3] if spec.end is None else returned[2][spec.end]
+    if end is not None:
+        throttle(end)
     return result, spec
 
 
@@ -104,7 +105,7 @@ def start_uninterrupted(
 ) -> tuple[Any, OutputSpec]:
     """Starts a signature for the first time, on a thread that no signal reaches.
 
-    The first execution goes through Python of JAX that a signal could stop between the donation of
+    The first execution runs Python code of JAX, which a signal could stop between the donation of
     arrays and the return of their successors.
 
     Raises:
@@ -114,7 +115,7 @@ def start_uninterrupted(
     def start_first() -> tuple[Any, OutputSpec]:
         started = start(build, args, kwargs, finish)
         if build.spans_processes:
-            ledger.wait()  # it keeps no order with what the caller's thread launches next
+            ledger.wait()  # else unordered with what the caller's thread launches next
         return started
 
     return call_uninterrupted(start_first)
@@ -123,7 +124,7 @@ def start_uninterrupted(
 def trace_and_start(
     build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
 ) -> tuple[Any, OutputSpec]:
-    """Starts the program; a new signature is traced and compiled inside of `jit`, under the lock.
+    """Starts the program; `jit` traces and compiles new signatures, under the lock.
 
     Raises:
       UnknownVariables: the signature touches more variables; nothing has happened.
@@ -143,7 +144,7 @@ def _start_reader(
     kwargs: dict[str, Any],
     finish: Finish | None,
 ) -> tuple[Any, OutputSpec]:
-    """Starts a program that writes no variable."""
+    """Starts a program that writes no variables."""
     cell: list[Any] = []
     jitted, launch = signature.jitted, None
     try:
@@ -170,8 +171,9 @@ def _start_reader(
         if cell and finish is not None:
             finish(spec_of(cell[0]).unpack(cell[0][2]))
         raise
-    if returned[3] is not None:
-        throttle(returned[3])
+    end = returned[3] if spec.end is None else returned[2][spec.end]
+    if end is not None:
+        throttle(end)
     return result, spec
 
 
@@ -182,10 +184,10 @@ def _start_remote_writer(
     kwargs: dict[str, Any],
     finish: Finish | None,
 ) -> tuple[Any, OutputSpec]:
-    """Starts a program that writes variables kept elsewhere, while nobody else writes there.
+    """Starts a program that writes remote variables, while no one else does.
 
-    Their values are fetched, and the new ones sent when the program has run: if it fails, or is
-    interrupted, nothing was sent.
+    Their values are fetched, and the new ones sent after the program has run: if it fails or is
+    interrupted, nothing has been sent.
     """
     require_outside_traces(build)
     stored = [variable.stored for variable in build.writes]
@@ -193,7 +195,7 @@ def _start_remote_writer(
         for extended in dict.fromkeys(v.strategy.extended for v in build.writes):
             stack.enter_context(extended.pause_writers())
         stack.enter_context(build.lock)
-        # What a program steps is its own to donate; here it gets copies.
+        # A program donates the arrays it steps; give it copies here.
         before: list[Any] = [s.require() for s in stored]
         before = [x if s.is_remote else jnp.copy(x) for s, x in zip(stored, before, strict=True)]
         returned = signature.jitted(before, build.collect_read(), kwargs, *args)
@@ -209,7 +211,7 @@ def _start_remote_writer(
         try:
             result = conclude()
         except BaseException:
-            conclude()  # a signal raised in it: all of the step, or nothing
+            conclude()  # a signal raised in it: write all of the step or nothing
             raise
     return result, spec
 
@@ -217,22 +219,24 @@ def _start_remote_writer(
 def _begin(
     build: Build, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, int] | None:
-    """Notes that a program of a job is about to run; None: of this process alone."""
+    """Records that a program is about to run; None if only this process runs it."""
     if not build.spans_processes:
         own_programs.note(build.name, ledger.count)
         return None
-    places = signature.places
-    return ledger.begin_launch(build.name, checksum(places, args, kwargs) if places else 0)
+    paths = signature.host_leaves
+    return ledger.begin_launch(build.name, checksum(paths, args, kwargs) if paths else 0)
 
 
 def _end_launch(launch: tuple[str, int], returned: tuple[Any, ...]) -> None:
-    """Notes that a program runs, and what is ready when it has completed."""
+    """Records that a program runs, and the array that is ready when it completes."""
     _, _, arrays, token = returned
-    ledger.end_launch(launch, arrays[0] if token is None and arrays else token)
+    if token is None and arrays:
+        token = arrays[spec_of(returned).end or 0]
+    ledger.end_launch(launch, token)
 
 
 def _conclude_launch(launch: tuple[str, int], returned: tuple[Any, ...] | None) -> None:
-    """Completes the note of a launch in whose call something was raised."""
+    """Completes the record of a launch whose call raised."""
     if returned is None:
         ledger.abandon_launch()
     else:
@@ -245,7 +249,7 @@ def _conclude(
     finish: Finish | None,
     launch: tuple[str, int] | None,
 ) -> None:
-    """Completes a call in which something was raised: its step happened, or its arrays are lost."""
+    """Completes a call that raised: either its step happened, or its arrays are lost."""
     cell = build.stepped.cell
     if isinstance(cell[0], tuple):
         returned = cell[0]
@@ -261,20 +265,20 @@ def _conclude(
             variable.stored.lose()
 
 
-# -- traces that are not ours -------------------------------------------------
+# -- foreign traces ------------------------------------------------------------
 
 
 def require_outside_traces(build: Build) -> None:
-    """Raises if the program is called in a JAX trace that would bake its variables in.
+    """Raises if the program is called in a JAX trace that would bake in its variables.
 
-    Derivatives of a program that only reads are legal: their traces hold no constants.
+    Derivatives of a read-only program are legal: their traces hold no constants.
     """
     if jax_compat.tracing() and (build.writes or jax_compat.staging()):
         raise TraceLeakError(_leak_text(build))
 
 
 def _leak_text(build: Build) -> str:
-    """Returns the text for a call, in a JAX trace, of a program that threads variables."""
+    """Returns the error text for calling a program with variables in a JAX trace."""
     name, variable = build.name, build.variables[0].name
     return message(
         f"{name} reads or writes variable {variable!r} and needs to be called "

@@ -1,4 +1,4 @@
-"""Discovery: the trace of a cross-replica function, with its variables found."""
+"""Discovery: traces a cross-replica function and finds its variables."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
-      reads: variables whose value at the start is needed.
+      reads: variables whose initial value is needed.
       writes: variables that are written.
-      created: variables that were created, not yet initialised.
-      facts: what is known of each array result.
+      created: variables that were created, not yet initialized.
+      facts: what is known about each array result.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class Discovered:
             jaxpr.outvars,
             [e for e in jaxpr.eqns if e.primitive is not variable_p],
         )
-        # A result that is a variable's value gets a buffer of its own: the
-        # variable's will be donated while the user holds the result.
+        # A result that is a variable's value gets its own buffer: the variable's will be
+        # donated while the user holds the result.
         ends = self._jaxpr.outvars[len(forms) : len(forms) + len(writes)]
         state_vars = [*(e.outvars[0] for e in reads), *ends]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
 
     @functools.cached_property
     def spans_devices(self) -> bool:
-        """Whether the program runs on several devices, as far as the trace tells."""
+        """Whether the program runs on several devices, as far as the trace shows."""
         return any(mesh.size > 1 for mesh in self._meshes())
 
     @functools.cached_property
     def spans_processes(self) -> bool:
-        """Whether the program runs on devices of several processes, as far as the trace tells."""
+        """Whether the program spans several processes, as far as the trace shows."""
         if jax.process_count() == 1:
             return False
         return any(jax_compat.spans_processes(mesh) for mesh in self._meshes())
@@ -91,18 +91,18 @@ class Discovered:
 
     @property
     def results(self) -> list[tuple[str, bool]]:
-        """The paths of the array results, and which differ per replica."""
+        """The paths of the array results, and whether each differs per replica."""
         varying = (w is not None for w in self._forms)
         return list(zip(self._partitioned.paths, varying, strict=True))
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether the trace was made for arguments like these."""
+        """Returns whether the trace was made for arguments with this signature."""
         return signature_of((args, kwargs)) == self._signature
 
     def evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
-        """Returns the array results, their form, and new values of variables written."""
+        """Returns the array results, their form, and the new values of written variables."""
         inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
         outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
         num_results = len(self._forms)
@@ -126,10 +126,10 @@ class Discovered:
     def compute_initial_values(
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Computes the initial values of created variables, which complete them later.
+        """Computes the initial values of created variables, which store them later.
 
-        A program for each strategy, with explicit output shardings: nothing is first
-        whole on one device.
+        Uses one program per strategy, with explicit output shardings, so nothing is ever
+        whole on one device first.
         """
         groups: dict[Any, list[Any]] = {}
         for variable in self.created:
@@ -158,7 +158,7 @@ class Discovered:
 
 
 def _initial(variable: Variable, value: jax.Array) -> Any:
-    """Returns a copy of `value` as stored (a result of `jit` may be one of its inputs)."""
+    """Returns a stored copy of `value` (a result of `jit` may be one of its inputs)."""
     if not variable.size:
         return value
     return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
@@ -167,7 +167,7 @@ def _initial(variable: Variable, value: jax.Array) -> Any:
 def _store_initial(variable: Variable, value: jax.Array) -> None:
     if variable.size:
         variable.stored.swap(value)
-    else:  # JAX cannot place empty outputs: those are placed by themselves
+    else:  # JAX cannot place empty outputs: those are placed separately
         access.initialize(variable, value)
 
 
@@ -182,9 +182,9 @@ def discover(
 
     Args:
       step: the step.
-      args: positional arguments, or what stands for them in a trace.
+      args: positional arguments, or their stand-ins in a trace.
       kwargs: keyword arguments.
-      log: where variables that the step creates are recorded.
+      log: records the variables that the step creates.
     """
     given, treedef = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
@@ -221,12 +221,12 @@ def discover(
         log.close()
     error = found.pop("error", None)
     discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
-    # The user may hold what was created, behind a guard. Whatever is raised from here on, the next
-    # trace that meets it can give it its initial value.
+    # The user may hold a created variable, behind a guard. If anything raises from here on, the
+    # next trace that meets the variable can still initialize it.
     for variable in discovered.created:
         variable.stored.complete = lambda: discovered.initialize_created(step, args, kwargs)
     if error is not None:
-        if not jax_compat.tracing():  # here, and not in the next trace: its context is another
+        if not jax_compat.tracing():  # now, not in the next trace, whose context differs
             discovered.compute_initial_values(step, args, kwargs)
         raise error
     _require_no_baked_state(consts)
@@ -237,7 +237,7 @@ def discover(
 
 
 def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:
-    """Yields the topology of each PerReplica, without building a tree of the user's classes."""
+    """Yields each PerReplica's topology, without building the user's classes."""
     ahead = [treedef]
     while ahead:
         node = ahead.pop()
@@ -252,7 +252,7 @@ def _is_result(value: object) -> bool:
 
 
 def _require_no_baked_state(consts: Sequence[Any]) -> None:
-    """Raises if the state of an object went into the trace as a constant."""
+    """Raises if an object's state entered the trace as a constant."""
     bridge = active_bridge() if consts else None
     found = bridge.find_baked(consts) if bridge is not None else None
     if found is None:
@@ -269,7 +269,7 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
 
 
 def signature_of(tree: PyTree) -> tuple[Any, ...]:
-    """Returns what a trace depends on: the tree, and shape and dtype of each leaf."""
+    """Returns what a trace depends on: the tree, and each leaf's shape and dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     avals = (jax_compat.aval_of(leaf) for leaf in leaves)
     return treedef, tuple((a.shape, a.dtype, a.weak_type) for a in avals)

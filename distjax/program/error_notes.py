@@ -1,4 +1,4 @@
-"""Hints beside errors of JAX whose cause lies in a step's use of distjax."""
+"""Hints for JAX errors caused by how a step uses distjax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distjax.errors import LocalityError, message
 
 
 def explain_devices(error: Exception, name: str) -> Exception:
-    """Returns what is raised in place of an error of JAX in a program of `dj.jit`."""
+    """Returns the error to raise instead of a JAX error in a program of `dj.jit`."""
     if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
         return error
     return LocalityError(
@@ -24,13 +24,15 @@ def explain_devices(error: Exception, name: str) -> Exception:
     )
 
 
-def add_static_note(error: Exception) -> None:
-    """Adds to an error of JAX about a traced value that an argument can be marked static."""
+def add_argument_note(error: Exception) -> None:
+    """Adds a note to an error that comes from how an argument was taken: traced, or as a struct."""
     is_traced_value = isinstance(error, _TRACED_VALUE) or re.search(
         r"of concrete values.*Tracer", str(error)
     )
-    if is_traced_value and _STATIC_NOTE not in getattr(error, "__notes__", ()):
-        error.add_note(_STATIC_NOTE)
+    is_struct = isinstance(error, (TypeError, AttributeError)) and "ShapeDtypeStruct" in str(error)
+    note = _STATIC_NOTE if is_traced_value else _STRUCT_NOTE if is_struct else None
+    if note is not None and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 _TRACED_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -40,16 +42,22 @@ _STATIC_NOTE = (
     "  Fix: dj.static(x) in place of x, for an argument that is a shape, a length or a flag"
 )
 
+_STRUCT_NOTE = (
+    "A jax.ShapeDtypeStruct stands for an array where a step is lowered, explained or checked; "
+    "a call takes it for a Python object, as for the results of a jax.pure_callback.\n"
+    "  Fix: step.lower(struct).compile(); an array where the step is called"
+)
+
 
 def add_cause_note(error: Exception, strategy: StrategyLike, axis_name: str | None = None) -> None:
-    """Adds to an error of JAX what distjax knows of its cause, as a note under its text.
+    """Adds a note to a JAX error with what distjax knows about its cause.
 
     Args:
-      error: what was raised.
+      error: the error.
       strategy: the strategy that ran.
-      axis_name: the name of its replica axis in this call, where it has one of its own.
+      axis_name: the name of the replica axis in this call, if it differs.
     """
-    add_static_note(error)
+    add_argument_note(error)
     text = str(error)
     axis = re.search(r"unbound axis name: (\w+)", text)
     if isinstance(error, NameError) and axis is not None:

@@ -12,9 +12,9 @@ from typing import Any
 class FunctionCache:
     """Maps a function, by identity, to a value.
 
-    A bound method is keyed by (object, function), since every attribute access
-    makes a new method object. The cache keeps neither functions nor objects
-    alive: values must not hold them, and are handed `resolve()` instead.
+    A bound method is keyed by (object, function), since every attribute access makes
+    a new method object. The cache keeps neither functions nor objects alive: values
+    must not hold them, and use `resolve()` instead.
     """
 
     def __init__(self) -> None:

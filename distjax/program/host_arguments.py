@@ -1,7 +1,7 @@
-"""Numbers and small arrays of the host among the arguments of a call, as a checksum.
+"""Checksums of the numbers and small host arrays among the arguments of a call.
 
-Each process brings its own, so that they may differ at any call. Where they are is known of a
-signature when it is compiled: a call looks at those places only, not at a whole tree of arrays.
+Each process passes its own, so they may differ at any call. Paths to them are found when a
+signature is compiled: a call checks only those leaves, not a whole tree of arrays.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ import numpy as np
 
 from distjax.typing import PyTree
 
-#: What a call looks at; larger ones are compared at the first call of a signature.
+#: The largest array that every call checks; larger ones are compared at a signature's first call.
 _MAX_BYTES = 4096
 
-#: How to come to a leaf from (args, kwargs): each step is a function of a container and a key.
-Place = tuple[tuple[Callable[[Any, Any], Any], Any], ...]
+#: The path to a leaf from (args, kwargs): each step is a function of a container and a key.
+LeafPath = tuple[tuple[Callable[[Any, Any], Any], Any], ...]
 
 _ARRAYS: Any = (np.ndarray, np.generic)
 _pack = struct.Struct("d").pack
 
 
-def find_places(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> tuple[Place, ...]:
-    """Returns where the arguments have numbers and arrays of the host."""
+def find_host_leaves(
+    args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> tuple[LeafPath, ...]:
+    """Returns the paths to host numbers and arrays among the arguments."""
     given = (args, *_user_kwargs(kwargs))
     leaves = jax.tree_util.tree_leaves_with_path(given)
     on_host = [(i, *found) for i, found in enumerate(leaves) if _is_on_host(found[1])]
     try:
-        return tuple(_find_place(given, path, leaf) for _, path, leaf in on_host)
+        return tuple(_find_leaf_path(given, path, leaf) for _, path, leaf in on_host)
     except (AttributeError, LookupError, TypeError):
         return tuple(((_leaf, i),) for i, _, _ in on_host)
 
 
 def checksum(
-    places: tuple[Place, ...], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+    paths: tuple[LeafPath, ...], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> int:
-    """Returns a checksum of what is small at these places: a fraction of a microsecond for each."""
+    """Returns a checksum of the small values at these paths, in under 1 us each."""
     found = 0
     leaf: Any
     given = (args, *_user_kwargs(kwargs)) if kwargs else (args,)
-    for place in places:
+    for path in paths:
         leaf = given
-        for get, key in place:
+        for get, key in path:
             leaf = get(leaf, key)
         if type(leaf) is float:
             found = crc32(_pack(leaf), found)
@@ -55,7 +57,7 @@ def checksum(
             if leaf.nbytes <= _MAX_BYTES:
                 try:
                     found = crc32(leaf, found)
-                except (TypeError, ValueError):  # not contiguous, or of a type like bfloat16
+                except (TypeError, ValueError):  # not contiguous, or of a dtype like bfloat16
                     found = crc32(leaf.tobytes(), found)
         elif isinstance(leaf, (int, complex)):
             found = crc32(repr(leaf).encode(), found)
@@ -67,30 +69,30 @@ def _is_on_host(leaf: PyTree) -> bool:
 
 
 def _user_kwargs(kwargs: Mapping[str, PyTree]) -> tuple[Any, ...]:
-    """Returns the user's of keyword arguments, which may carry objects with state too."""
+    """Returns the user's keyword arguments, without stateful objects among them."""
     return (getattr(kwargs, "kwargs", kwargs),) if kwargs else ()
 
 
-def _find_place(tree: PyTree, path: tuple[object, ...], leaf: PyTree) -> Place:
-    """Returns how to come to `leaf`, if the keys of JAX lead there, and run no code of a user's."""
-    place = tuple(map(_step, path))
-    for get, key in place:
+def _find_leaf_path(tree: PyTree, keys: tuple[object, ...], leaf: PyTree) -> LeafPath:
+    """Returns the path to `leaf` if JAX's keys lead there without running user code."""
+    path = tuple(map(_step, keys))
+    for get, key in path:
         if get is getattr and isinstance(getattr(type(tree), key, None), property):
             raise LookupError(key)
         tree = get(tree, key)
     if tree is not leaf:
         raise LookupError(path)
-    return place
+    return path
 
 
 def _step(key: object) -> tuple[Callable[[Any, Any], Any], Any]:
-    """Returns how to come from a container to what it has under a key of JAX's."""
+    """Returns the accessor and key for one of JAX's tree keys."""
     match key:
         case jax.tree_util.SequenceKey(idx=where) | jax.tree_util.DictKey(key=where):
             return operator.getitem, where
         case jax.tree_util.GetAttrKey(name=where):
             return getattr, where
-        case _:  # of a class that tells JAX its leaves, and not their names
+        case _:  # of a class that gives JAX its leaves without their names
             raise LookupError(key)
 
 

@@ -1,4 +1,4 @@
-"""dj.jit: a whole step as one program, variables followed."""
+"""dj.jit: a whole step as one program that tracks variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import ObjectKeywords, StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.ahead import LoweredProgram
-from distjax.program.error_notes import add_static_note, explain_devices
+from distjax.program.error_notes import add_argument_note, explain_devices
 from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import (
@@ -38,14 +38,14 @@ from distjax.variables.state import TraceState
 
 
 class CompiledFunction:
-    """What `dj.jit` returns: the function, compiled at its first call.
+    """The result of `dj.jit`: the function, compiled at its first call.
 
     Args:
       fn: the function.
       donate_argnums: the positional arguments whose buffers are donated.
       static: names of arguments that are Python values.
-      require: of a function that hands its arguments on to `run`: raises for those that `run`
-        refuses. Such a function is given static values as they are marked.
+      require: for a function that passes its arguments on to `run`: raises for those that
+        `run` rejects. Such a function receives static values still marked.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CompiledFunction:
         self._off_mesh: set[Program] = set()
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
-        """Runs the program; inside a trace of distjax the function itself."""
+        """Runs the program; inside a distjax trace, calls the function itself."""
         frame = frames.current()
         if frame.state is not None:
             if self._require is None:
@@ -77,7 +77,7 @@ class CompiledFunction:
                 return self._under_user_mesh(program, program, args, kwargs)
             return program(args, kwargs)
         except Exception as error:
-            add_static_note(error)
+            add_argument_note(error)
             keep_user_lines(error)
             explained = explain_devices(error, repr(self))
             if explained is not error:
@@ -91,13 +91,18 @@ class CompiledFunction:
         """Returns the program for these arguments, lowered but not run."""
         frame = frames.current()
         program, marked = self._program(frame), self.mark_arguments(args, kwargs)
-        if user_mesh.has_user_mesh():
-            lowered = self._under_user_mesh(program, program.lower, *marked)
-        else:
-            lowered = program.lower(*marked)
+        try:
+            if user_mesh.has_user_mesh():
+                lowered = self._under_user_mesh(program, program.lower, *marked)
+            else:
+                lowered = program.lower(*marked)
+        except Exception as error:
+            keep_user_lines(error)
+            raise
         static_kwargs = {k: v for k, v in kwargs.items() if k in self._static}
         call = functools.partial(_call_within, frame, self)
-        return LoweredProgram(lowered, call, args, marked[0], static_kwargs)
+        names = positional_names(self._fn)
+        return LoweredProgram(lowered, call, args, marked[0], static_kwargs, names)
 
     def _under_user_mesh(
         self,
@@ -106,9 +111,9 @@ class CompiledFunction:
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> Any:
-        """Calls with the mesh that the user has set, or without, as the function needs it.
+        """Calls with or without the mesh that the user has set, as the function needs.
 
-        Code of the user's may name the mesh; JAX refuses code of a strategy under it.
+        User code may name the mesh; JAX rejects a strategy's code under it.
         """
         ignoring = user_mesh.ignores_user_mesh(call)
         if program in self._off_mesh or frames.current().has_strategy:
@@ -124,7 +129,7 @@ class CompiledFunction:
             return result
 
     def fresh_copy(self) -> CompiledFunction:
-        """Returns the same function, compiled anew at its first call."""
+        """Returns the same function, to be recompiled at its first call."""
         return CompiledFunction(self._fn, self._donate_argnums, self._static, self._require)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -148,7 +153,7 @@ class CompiledFunction:
     def mark_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments, static ones as Static."""
+        """Returns the arguments with static ones as Static."""
         if not self._static:
             return args, kwargs
         names = list(inspect.signature(self._fn).parameters)
@@ -168,9 +173,11 @@ def _call_within(frame: Frame, fn: CompiledFunction, *args: PyTree, **kwargs: Py
 
 
 def _off_their_devices(tree: PyTree) -> Any:
-    """Returns the arguments with arrays that the program may move to its devices."""
+    """Returns uncommitted arguments, which the program may move to its devices."""
 
     def uncommitted(leaf: PyTree) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=None)
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
         return jax_compat.as_uncommitted(leaf) if is_array else leaf
 
@@ -184,8 +191,8 @@ class JitStep:
       fn: the function.
       frame: the frame that it was called in.
       donate_argnums: the positional arguments whose buffers are donated.
-      hands_on_static: whether the function is given static values as they are marked, since it
-        hands its arguments on to `run`.
+      hands_on_static: whether the function receives static values still marked, since it
+        passes its arguments on to `run`.
     """
 
     ignores_user_mesh = False  # its code may name the mesh
@@ -216,13 +223,13 @@ class JitStep:
         return emit_call(self._fn, args, own)
 
     def place(self, tree: PyTree) -> Any:
-        """Returns the arguments with arrays that the program may move to its devices."""
+        """Returns uncommitted arguments, which the program may move to its devices."""
         return _off_their_devices(tree)
 
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
-        """Returns the objects with state that a call takes or the function captured."""
+        """Returns the stateful objects that a call takes or the function captured."""
         strategy = self._frame.strategy if self._frame.has_strategy else None
         return extract_objects(self._fn, args, kwargs, strategy, self.donate_argnums, held)
 
@@ -234,25 +241,25 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
-    """Returns ``fn`` compiled into one program, in which variables are followed.
+    """Returns ``fn`` compiled into one program that tracks variables.
 
-    To `jax.jit` what `nnx.jit` is: several `run`, `reduce` and assignments become
-    one XLA program; variables read become inputs, variables written donated
-    inputs and outputs.
+    What `nnx.jit` is to `jax.jit`: several `run`, `reduce` and assignments become one
+    XLA program; variables read become inputs, variables written become donated inputs
+    and outputs.
 
     Args:
       fn: a function of trees of arrays, PerReplica and hashable Python objects.
       donate_argnums: positional arguments whose buffers the program may reuse.
       static_argnums: numbers of parameters that are Python values, part of the program.
-      static_argnames: the same by name.
+      static_argnames: the same, by name.
 
-    Locality: as ``fn``; every JAX array that is not PerReplica is Mirrored inside.
-    Context: any; inside another `dj.jit` or `run` it is the function itself.
+    Locality: that of ``fn``; every JAX array that is not PerReplica is Mirrored inside.
+    Context: any; inside another `dj.jit` or `run` it calls the function itself.
 
     Raises:
-      TypeError: ``fn`` is no function.
+      TypeError: ``fn`` is not a function.
       ValueError: a static number or name that ``fn`` does not have; a donated argument
-        that is no number.
+        that is not an argument number.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)

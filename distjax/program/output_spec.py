@@ -1,8 +1,8 @@
 """How the array results of a program become the user's results.
 
-What belongs to one signature and is no array (Python results, the tree of results) leaves a
-compiled call in the auxiliary data of its output tree, since a call that hits runs no Python of
-ours inside `jit`. A compiled program returns ``(written, {spec: None}, arrays, token)``.
+Parts of a signature's results that are not arrays (Python results, the result tree) leave a
+compiled call in the auxiliary data of its output tree, since a cache hit runs none of our
+Python code inside `jit`. A compiled program returns ``(written, {spec: None}, arrays, token)``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from distjax.replica.arguments import PartitionedTree
 
 
 class OutputSpec:
-    """What the results of one signature are, apart from their arrays.
+    """The results of one signature, apart from their arrays.
 
     Args:
       partitioned: the user's tree of results.
-      forms: per array the form of its PerReplica, or None.
-      recreated: the names of variables made before that constructors were handed.
+      forms: for each array, the form of its PerReplica, or None.
+      recreated: the names of existing variables that constructors returned again.
 
     Attributes:
-      unpack: ``unpack(arrays)`` returns the user's results; in C where all are bare arrays.
+      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays.
       recreated: as given.
+      end: the number of the array that shows the end of the program; None: its token does.
     """
 
-    __slots__ = ("recreated", "unpack")
+    __slots__ = ("end", "recreated", "unpack")
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class OutputSpec:
         recreated: tuple[str, ...],
     ):
         self.recreated = recreated
+        self.end: int | None = None
         combine = partitioned.combine
         if partitioned.is_of_arrays:
             combine = partitioned.treedef.unflatten
@@ -64,13 +66,13 @@ def _unpack(
 def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
     """Returns the spec as a tree without leaves, for a result of `jit`.
 
-    As a key, and no node of its own class: `jit` makes a dict without running Python, where a
+    A key, not a node of its own class: `jit` builds a dict without running Python, where a
     signal could raise and drop all results.
     """
     return {spec: None}
 
 
 def spec_of(returned: tuple[Any, ...]) -> OutputSpec:
-    """Returns the spec in what a compiled program returned."""
+    """Returns the spec in the result of a compiled program."""
     (spec,) = returned[1]
     return spec

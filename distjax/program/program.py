@@ -1,9 +1,9 @@
-"""Program: a step compiled for every signature it is called with, its variables threaded.
+"""Program: a step compiled per signature, with its variables threaded through.
 
-A program grows. The first call traces the step and finds the variables that it touches; they are
-threaded through one `jax.jit` (see `build`), which traces every later signature. A signature that
-touches more variables replaces the build by one that threads these too. All of this happens
-before a lock on variables is taken; then the call is started (see `calls`).
+A program grows. The first call traces the step and finds the variables that it touches; a build
+threads them (see `build`) through a `jax.jit` for each signature (see `signatures`). A signature
+that touches more variables replaces the build by one that threads these too. All of this happens
+before any lock on variables is taken; then the call starts (see `calls`).
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
-from distjax.replica.arguments import mark_static
+from distjax.replica.arguments import is_array, is_array_or_struct, mark_static
 from distjax.replica.feedback import Feedback
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog, require_no_trace
-from distjax.variables.donation import copy_handles
+from distjax.variables.donation import copy_handles, require_undeleted
 
-#: What may mend a call that `jit` refused: returns the arguments to go on with, or None.
+#: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
 Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 
-#: Raises for arguments (args, kwargs) that no trace can refuse: a trace knows no layouts.
+#: Raises for (args, kwargs) that a trace, which does not see layouts, cannot reject.
 Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Program:
     """A step as one compiled program.
 
-    Whether calls bring objects with state is found at the first two; a later one that does is
-    found when it is traced, so that a call without objects pays nothing.
+    The first two calls determine whether calls pass stateful objects; if a later call is the first
+    to do so, its trace finds out, so that a call without objects pays nothing.
 
     Args:
-      step: what is compiled.
-      on_second_call: is called once, at the second call.
-      require: is called for the arguments of each signature that is new.
+      step: the step to compile.
+      on_second_call: called once, at the second call.
+      require: called with the arguments of each new signature.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Program:
     ):
         self._step = step
         self._on_second_call = on_second_call
-        self._require = require
+        self._require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
         self._feedback: Feedback | None = None
-        self._is_plain = False  # a build, and nothing to do before it is started
+        self._is_plain = False  # there is a build, and nothing to do before starting it
         self._has_no_objects = False
         self._meets_user_mesh = False
         self._marks_objects = False
@@ -91,20 +91,25 @@ class Program:
         try:
             result, spec = start(build, args, kwargs)
         except Exception as error:
-            return self._call_with_care(args, kwargs, error)
-        if spec.recreated:
-            self._note_recreated(spec)
-        return result
+            refused = error
+        else:
+            if spec.recreated:
+                self._note_recreated(spec)
+            return result
+        try:  # outside the handler, so that the user's errors are not chained to `refused`
+            return self._call_with_care(args, kwargs, refused)
+        finally:
+            del refused  # its traceback holds this frame, and the arguments
 
     def _call_with_care(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
     ) -> Any:
-        """Runs the program where a call is more than the start of a build.
+        """Runs the program when a call is more than the start of a build.
 
         Args:
           args: positional arguments.
           kwargs: keyword arguments.
-          error: what an attempt to start the build ended in, if there was one.
+          error: the error of an attempt to start the build, if any.
         """
         if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
             self._meets_user_mesh, self._is_plain = True, False
@@ -117,7 +122,7 @@ class Program:
         return self._run_first_calls(args, kwargs)
 
     def _run_first_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that may bring objects; the second is compared with the first's results."""
+        """Runs a call that may pass objects; compares the second with the first's results."""
         former, self._feedback = self._feedback, None
         if former is not None:
             former.compare(args, kwargs)
@@ -132,7 +137,7 @@ class Program:
     def _with_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Returns what `run` does of the arguments; its objects are claimed meanwhile."""
+        """Returns ``run``'s result for the arguments, holding the claims of their objects."""
         held = HeldClaims()
         try:
             stateful = self._step.take_objects(args, kwargs, held)
@@ -155,9 +160,9 @@ class Program:
         finish: Finish | None = None,
         error: Exception | None = None,
     ) -> Any:
-        """Runs the program and returns the user's results, or what `finish` makes of them.
+        """Runs the program and returns the user's results, passed through `finish`.
 
-        `finish` is part of the step: where a signal raises meanwhile, it is called once more.
+        `finish` is part of the step: it is called again if a signal raises meanwhile.
         """
         build = self._build
         if build is None or self._marks_objects:
@@ -166,14 +171,16 @@ class Program:
             raise ContextError(_unguarded_text(self._step.name, self._recreated))
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
+        started = None
+        if build is not None and error is None:
+            try:
+                started = start(build, args, kwargs, finish)
+            except Exception as refused:
+                error = refused
         try:
-            if error is not None:
-                raise error
-            if build is None:
-                raise NotCompiled
-            result, spec = start(build, args, kwargs, finish)
-        except Exception as refused:
-            result, spec = self._start_anew(refused, args, kwargs, finish)
+            result, spec = started or self._start_anew(error or NotCompiled(), args, kwargs, finish)
+        finally:
+            del error
         if spec.recreated:
             self._note_recreated(spec)
         self._is_plain = self._has_no_objects and not (
@@ -189,50 +196,52 @@ class Program:
     ) -> tuple[Any, OutputSpec]:
         """Starts the program after an attempt that ended in `error`, or raises it.
 
-        Each round knows more than the one before: a signature that is compiled, more variables,
-        or arguments that `jit` takes.
+        Each round makes progress: a compiled signature, more variables, or arguments that
+        `jit` accepts.
         """
-        if self._require is not None:
-            self._require(args, kwargs)
+        self._require(args, kwargs)
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
-        while True:
-            if isinstance(error, UnknownVariables):
-                with self._tracing, phase(f"tracing {self._step.name}"):
-                    self._rebuild(error.discovered, args, kwargs)
-            elif not isinstance(error, NotCompiled):
-                args, kwargs = self._retry_args(error, args, kwargs, cures)
-            try:
-                return self._start_compiled(args, kwargs, finish)
-            except Exception as again:
-                error = again
+        try:
+            while True:
+                if isinstance(error, UnknownVariables):
+                    with self._tracing, phase(f"tracing {self._step.name}"):
+                        self._rebuild(error.discovered, args, kwargs)
+                elif not isinstance(error, NotCompiled):
+                    args, kwargs = self._retry_args(error, args, kwargs, cures)
+                try:
+                    return self._start_compiled(args, kwargs, finish)
+                except Exception as again:
+                    error = again
+        finally:
+            del error  # its traceback holds this frame, and the arguments
 
     def _start_compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
     ) -> tuple[Any, OutputSpec]:
-        """Compiles the signature without any lock of variables, then starts the program."""
+        """Compiles the signature without any variable lock, then starts the program."""
         with phase(f"compiling {self._step.name}"):
             build = self._compile(args, kwargs)
         if not build.writes or build.is_remote:
             return trace_and_start(build, args, kwargs, finish)
-        try:
+        with contextlib.suppress(NotCompiled):
             return start_uninterrupted(build, args, kwargs, finish)
-        except NotCompiled:  # JAX is configured for this thread alone, or compiles nothing at all
-            return trace_and_start(build, args, kwargs, finish)
+        # JAX is configured for this thread only, or compiles nothing at all.
+        return trace_and_start(build, args, kwargs, finish)
 
     def _retry_args(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments that `jit` takes in place of those it refused, or raises `error`.
+        """Returns arguments that `jit` accepts in place of these, or raises `error`.
 
         Args:
-          error: what `jit` raised.
+          error: the error that `jit` raised.
           args: positional arguments.
           kwargs: keyword arguments.
-          cures: what was not tried yet in this call.
+          cures: the remedies not yet tried in this call.
         """
         build = self._build
         if build is not None:
-            with build.lock:  # else an array that another thread just donates would seem deleted
+            with build.lock:  # else an array being donated by another thread would seem deleted
                 for variable in build.variables:
                     variable.stored.require()
                     variable.require_present()
@@ -260,25 +269,26 @@ class Program:
         return self._step.place((args, kwargs)) if jax_compat.is_device_mismatch(error) else None
 
     def _mark_objects(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self, *call: PyTree, is_data: Callable[[Any], bool] = is_array
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with Python objects as static nodes, and notes if there are any."""
+        """Returns (args, kwargs) with Python objects as static nodes; records if any."""
         names = tuple(self._step.argument_names)
-        marked = mark_static(mark_modules((args, kwargs), names), names)
-        if jax.tree.structure(marked) != jax.tree.structure((args, kwargs)):
+        marked = mark_static(mark_modules(call, names, is_data), names, is_data)
+        if jax.tree.structure(marked) != jax.tree.structure(call):
             self._marks_objects, self._is_plain = True, False
         return marked
 
     # -- building -------------------------------------------------------------
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
-        """Returns the `jax.stages.Lowered` of the program for these arguments."""
+        """Returns the program lowered for these arguments; structs among them stand for arrays."""
         return self._with_objects(args, kwargs, self._lower)
 
     def _lower(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> jax.stages.Lowered:
-        args, kwargs = self._mark_objects(args, kwargs)
+        self._require(args, kwargs)
+        args, kwargs = self._mark_objects(args, kwargs, is_data=is_array_or_struct)
         with self._tracing:
             try:
                 return self._lower_traced(args, kwargs)
@@ -289,38 +299,36 @@ class Program:
                 return self._lower_traced(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Returns a build that has compiled this signature, or whose call compiles it."""
+        """Returns a build that has compiled this signature, or whose call will compile it."""
         with self._tracing:
             build = self._build
             if build is None or not build.variables:
                 build = self._trace(args, kwargs)
-            # Without variables there is no lock, and the call compiles; in a job it is timed.
+            # Without variables there is no lock, so the call compiles; in a job it is timed.
             while build.variables or (build.spans_processes and not jax_compat.tracing()):
                 require_outside_traces(build)
                 try:
                     lowered = build.lower(args, kwargs)
-                except NotCompiled:
+                except Exception:
+                    break  # a class among the arguments takes only arrays: the call compiles
+                if lowered is None:
                     build = self._trace(args, kwargs)
                     continue
-                except Exception:
-                    break  # a class among the arguments takes arrays only: the call compiles
                 if build.spans_processes:
                     agree_on_program(build, lowered, self._step.argument_names, args, kwargs)
-                with contextlib.suppress(Exception):  # the call will say it
+                with contextlib.suppress(Exception):  # the call will raise it
                     lowered.compile()
                 break
             return build
 
     def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         build = self._build or self._trace(args, kwargs)
-        while True:
-            try:
-                return build.lower(args, kwargs)
-            except NotCompiled:
-                build = self._trace(args, kwargs)
+        while (lowered := build.lower(args, kwargs)) is None:
+            build = self._trace(args, kwargs)
+        return lowered
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Traces the step; returns a build that threads its variables and is offered the trace."""
+        """Traces the step; returns a build with its variables, offered the trace."""
         build = self._build
         if build is not None:
             self._watch.record(args, kwargs)
@@ -333,7 +341,7 @@ class Program:
     def _rebuild(
         self, discovered: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Build:
-        """Threads the variables of one more trace, once those it created exist."""
+        """Adds the variables of one more trace to the build, after initializing new ones."""
         created = discovered.created
         if created:
             require_no_trace(created[0].name)
@@ -347,10 +355,9 @@ class Program:
     # -- donated arguments ----------------------------------------------------
 
     def _prepare_donated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the arguments with copies of what variables would lose by the donation."""
-        build = self._build
-        if build is not None and build.spans_devices:
-            self._require_undeleted(args)  # JAX 0.10 ends the process where it meets one
+        """Returns the arguments, copying arrays that variables would lose by donation."""
+        if self._build is not None and self._build.spans_devices:
+            self._require_undeleted(args)  # JAX 0.10 aborts the process on a deleted one
         copied = list(args)
         for number in self._step.donate_argnums:
             if number < len(args):
@@ -358,17 +365,8 @@ class Program:
         return tuple(copied)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
-        """Raises a RuntimeError if an argument to donate has been donated before.
-
-        Its first array tells: those of one argument are donated together.
-        """
-        for number in self._step.donate_argnums:
-            for leaf in jax.tree.leaves(args[number])[:1]:
-                is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
-                if is_array and leaf.is_deleted():
-                    names = self._step.argument_names
-                    name = names[number] if number < len(names) else str(number)
-                    raise RuntimeError(_deleted_text(self._step.name, name, leaf))
+        step = self._step
+        require_undeleted(step.name, step.argument_names, step.donate_argnums, args)
 
 
 def _leave_explicit_meshes(
@@ -377,16 +375,6 @@ def _leave_explicit_meshes(
     if not user_mesh.has_explicit_mesh((args, kwargs)):
         return None
     return user_mesh.off_explicit_meshes((args, kwargs))  # JAX raises a KeyError, and more
-
-
-def _deleted_text(function: str, argument: str, array: jax.Array) -> str:
-    return message(
-        f"{function} needs argument {argument} to hold arrays that are still there",
-        got=f"an array of {array.dtype}{list(array.shape)} that was donated before. Array has been "
-        "deleted",
-        why=f"{argument} is named in donate_argnums, so each call reuses its memory",
-        fix=f"go on with what the call returns: {argument} = {function}({argument}, ...)",
-    )
 
 
 def _unguarded_text(name: str, variables: tuple[str, ...]) -> str:

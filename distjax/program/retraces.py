@@ -1,4 +1,4 @@
-"""Watching for a function that is compiled again and again."""
+"""Warnings for functions that are compiled again and again."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import Static, function_name, user_path
 from distjax.typing import PyTree
 
-#: The number of compilations of one function at which a warning is given.
+#: The number of compilations of one function at which to warn first.
 FIRST_WARNING = 8
 
 
 class RetraceWatch:
-    """Counts the signatures of one function and says what changed.
+    """Counts the signatures of one function and reports what changed.
 
     Args:
-      name: the user's name of the function.
-      argument_names: the user's names of its positional arguments.
+      name: the name of the function.
+      argument_names: the names of its positional arguments.
     """
 
     def __init__(self, name: str, argument_names: Sequence[str] = ()):
@@ -64,24 +64,24 @@ class RetraceWatch:
 
 
 class FreshFunctionCounter:
-    """Counts function objects that a loop makes anew for each call of the same code.
+    """Counts function objects that a loop creates anew for each call of the same code.
 
-    Each is compiled, called once and thrown away: a step as slow as a compilation, and
-    nothing else to see it by.
+    Each is compiled, called once and discarded: every step takes a compilation, with no
+    other visible sign.
     """
 
     def __init__(self) -> None:
         self._rows = FunctionCache()
 
     def record(self, fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
-        """Records a function that is new; warns at the 8th, 16th, 32nd of a row.
+        """Records a new function; warns at the 8th, 16th, 32nd in a row.
 
         Args:
           fn: the function.
-          strategy: where it is called; another one begins a new row.
+          strategy: where it is called; another one starts a new row.
 
         Returns:
-          What to call at the function's second call, which ends the row.
+          A function to call at the function's second call, which ends the row.
         """
         code = _code_of(fn)
         if code is None:
@@ -106,7 +106,7 @@ class FreshFunctionCounter:
 
 
 class _Streak:
-    """How many new functions of one code were seen in a row, under one strategy."""
+    """The number of new functions with one code seen in a row, under one strategy."""
 
     def __init__(self) -> None:
         self._strategy: Callable[[], Any] = lambda: None
@@ -122,12 +122,12 @@ class _Streak:
         self.count, self.warn_at = 0, FIRST_WARNING
 
 
-#: Of all functions given to `run` and `dj.jit`.
+#: For all functions passed to `run` and `dj.jit`.
 fresh_functions = FreshFunctionCounter()
 
 
 def _code_of(fn: Callable[..., Any]) -> types.CodeType | None:
-    """Returns the code under partials and decorators; None of a method, which has its object."""
+    """Returns the code under partials and decorators, or None for a bound method."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(inspect.unwrap(fn), "__code__", None) if not inspect.ismethod(fn) else None

@@ -1,4 +1,4 @@
-"""RunStep: a replica function, as the step of a program."""
+"""RunStep: a replica function as the step of a program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
 from distjax.context.contracts import ExtendedLike, StrategyLike
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
@@ -17,7 +16,7 @@ from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_object
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.jit import CompiledFunction, as_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
@@ -27,11 +26,11 @@ from distjax.variables.state import TraceState
 
 
 class RunStep:
-    """A replica function, as the step of a program.
+    """A replica function as the step of a program.
 
     Args:
-      extended: of the strategy whose replicas run it.
-      resolve: returns the function; a program keeps none alive.
+      extended: the inside of the strategy whose replicas run it.
+      resolve: returns the function; a program does not keep it alive.
     """
 
     donate_argnums = ()
@@ -57,11 +56,11 @@ class RunStep:
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
-        """Returns the objects with state that a call takes or the function captured."""
+        """Returns the stateful objects that a call takes or the function captured."""
         return extract_objects(self._resolve(), args, kwargs, self._extended.strategy, (), held)
 
     def require_no_bare_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises for an array that is split over the replicas, and no PerReplica."""
+        """Raises for an array that is split over the replicas without being a PerReplica."""
         require_no_bare_rows(self._extended.topology, self.name, self.argument_names, args, kwargs)
 
 
@@ -72,18 +71,18 @@ def require_no_bare_rows(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Raises for an array that is split over the replicas, and no PerReplica.
+    """Raises for an array that is split over the replicas without being a PerReplica.
 
     Args:
       topology: the replicas.
-      name: the user's name of the function.
-      argument_names: the user's names of its positional arguments.
+      name: the name of the function.
+      argument_names: the names of its positional arguments.
       args: positional arguments.
       kwargs: keyword arguments.
     """
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
     for path, leaf in leaves:
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
             where = user_path(jax.tree_util.keystr(path), argument_names)
             require_not_split(leaf, topology, f"argument {where} of {name}")
 
@@ -93,14 +92,11 @@ def _is_one_argument(value: object) -> bool:
 
 
 def place_arguments(topology: Topology, tree: PyTree) -> Any:
-    """Returns the arguments of `run` with arrays from elsewhere on the strategy's devices."""
+    """Returns the arguments of `run`, with arrays moved to the strategy's devices."""
     devices = set(topology.devices)
 
     def place(leaf: PyTree) -> Any:
-        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
-        if not is_array or not leaf.committed or leaf.sharding.device_set == devices:
-            return leaf
-        return transfer(leaf, topology.mirrored)
+        return transfer(leaf, topology.mirrored) if is_elsewhere(leaf, devices) else leaf
 
     return jax.tree.map(place, tree, is_leaf=is_per_replica)
 
@@ -109,8 +105,8 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
     """Returns the program of a replica function.
 
     Args:
-      extended: of the strategy whose replicas run it.
-      resolve: returns the function; a program keeps none alive.
+      extended: the inside of the strategy whose replicas run it.
+      resolve: returns the function; a program does not keep it alive.
     """
     on_second_call = fresh_functions.record(resolve(), extended.strategy)
     step = RunStep(extended, resolve)

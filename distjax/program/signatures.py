@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from distjax.program.host_arguments import Place, find_places
+from distjax.program.host_arguments import LeafPath, find_host_leaves
 from distjax.typing import PyTree
 
 
@@ -34,11 +34,11 @@ class Signature(NamedTuple):
 
     Attributes:
       jitted: the compiled function.
-      places: where it has numbers and arrays of the host.
+      host_leaves: where it has numbers and arrays of the host.
     """
 
     jitted: Jitted
-    places: tuple[Place, ...]
+    host_leaves: tuple[LeafPath, ...]
 
 
 class Signatures:
@@ -66,7 +66,7 @@ class Signatures:
         """Makes a function for these arguments, if there is none."""
         key = _key_of(args, kwargs)
         if key not in self._by_key:
-            self._by_key[key] = Signature(self._jit_anew(), find_places(args, kwargs))
+            self._by_key[key] = Signature(self._jit_anew(), find_host_leaves(args, kwargs))
         self.only = next(iter(self._by_key.values())) if len(self._by_key) == 1 else None
 
 
@@ -79,4 +79,8 @@ def _kind_of(leaf: object) -> Hashable:
     aval = getattr(leaf, "aval", None)  # isinstance(leaf, jax.Array) would cost ten times as much
     if aval is not None:
         return aval.shape, aval.dtype, aval.weak_type
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # stands for an array of JAX's
+        return leaf.shape, leaf.dtype, leaf.weak_type
+    return type(leaf)

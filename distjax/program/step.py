@@ -1,4 +1,4 @@
-"""Step: what a program compiles."""
+"""Step: the contract for what a program compiles."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from distjax.variables.state import TraceState
 
 
 class Step(Protocol):
-    """A function of the user, and how it is run inside the trace of a program."""
+    """A user's function, and how it runs inside the trace of a program."""
 
     @property
     def name(self) -> str:
-        """The user's name of the function."""
+        """The name of the function."""
         ...
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """The user's names of its positional arguments."""
+        """The names of its positional arguments."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Step(Protocol):
         ...
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the function into the trace of `state`; returns its results in the global view."""
+        """Runs the function in the trace of `state`; returns global-view results."""
         ...
 
     def place(self, tree: PyTree) -> Any:
@@ -50,11 +50,11 @@ class Step(Protocol):
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
-        """Returns the objects with state that a call takes or the function captured.
+        """Returns the stateful objects that a call takes or the function captured.
 
         Args:
           args: positional arguments.
           kwargs: keyword arguments.
-          held: takes the claims of the objects; None where the call has them.
+          held: takes the claims of the objects; None if the call already has them.
         """
         ...

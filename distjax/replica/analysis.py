@@ -1,8 +1,8 @@
 """Locality analysis: which values of a replica function are equal everywhere.
 
-A forward dataflow analysis over jaxprs. A value *differs* (T) if it may be
-different on two replicas, else it is proved equal (M). It may say T for a value
-that is equal; it must never say M for one that may differ.
+A forward dataflow analysis over jaxprs. A value *differs* (T) if it may be different on two
+replicas; otherwise it is proved equal (M). The analysis may report T for a value that is
+equal, but must never report M for one that may differ.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from distjax.context.expectation import says_equal
 from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 
-#: Collectives whose result is the same on every member of the whole axis.
+#: Collectives whose result is equal on all replicas when run over the whole axis.
 EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
-#: Primitives that run one inner jaxpr on their own operands.
+#: Primitives that run one inner jaxpr on their operands.
 CALLS = frozenset(
     "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint custom_jvp_call "
     "custom_vjp_call custom_vjp_call_jaxpr composite compute_on".split()
 )
-#: Primitives with a predicate, and what users call them.
+#: Primitives with a predicate, and their names for users.
 _CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
-#: Primitives that hand on each operand as it is.
+#: Primitives that return each operand unchanged.
 EACH = frozenset(("optimization_barrier", "device_put"))
-#: Primitives whose value is not a function of their operands, as far as anybody can know:
-#: they draw, run code that JAX does not see, leave memory as it was, or ask which process it is.
+#: Primitives whose value may not be a function of their operands: they draw random numbers, run
+#: code that JAX does not see, leave memory uninitialized, or depend on the process index.
 IMPURE = frozenset(
     "rng_uniform infeed pure_callback io_callback buffer_callback ffi_call call_exported "
     "tpu_custom_call mosaic_gpu_p empty global_array_to_host_local_array "
     "host_local_array_to_global_array".split()
 )
-#: Classes of JAX behind a `call_hi_primitive` that are functions of arrays, without a jaxpr.
+#: JAX classes behind a `call_hi_primitive` that are pure functions of arrays, without a jaxpr.
 HI_PRIMITIVES = frozenset("SearchSorted Nonzero Einsum Ldexp Frexp CheckpointName".split())
 
 MERGE_NAME = "distjax_merge_call"
@@ -45,9 +45,9 @@ _blind: ContextVar[bool] = ContextVar("distjax_blind_analysis", default=False)
 
 @contextlib.contextmanager
 def blind() -> Generator[None]:
-    """Makes the analysis prove nothing for a block (for tests of its law).
+    """Makes the analysis prove nothing for a block, to test its soundness.
 
-    Programs compiled in the block treat every value as one that differs.
+    Programs compiled in the block treat every value as differing.
     """
     token = _blind.set(True)
     try:
@@ -57,7 +57,7 @@ def blind() -> Generator[None]:
 
 
 class Analysis:
-    """The rules, for one name of the replica axis."""
+    """The rules, for one replica axis name."""
 
     def __init__(self, axis_name: str):
         self.axis_name = axis_name
@@ -67,7 +67,7 @@ class Analysis:
         """Adds to `varying` the locality of every output of `eqns`, in order.
 
         Raises:
-          DivergenceError: a collective stands under a predicate that differs.
+          DivergenceError: a collective is under a predicate that differs.
         """
         for eqn in eqns:
             ins = [not isinstance(v, Literal) and varying[v] for v in eqn.invars]
@@ -78,7 +78,7 @@ class Analysis:
     def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
         """Returns which outputs of `jaxpr` differ, given which inputs do.
 
-        The answer is remembered: rounds of nested loops would multiply.
+        Memoized, since the rounds of nested loops multiply.
         """
         key = id(jaxpr), tuple(ins), _blind.get()
         if key not in self._remembered:
@@ -86,7 +86,7 @@ class Analysis:
             varying.update((v, False) for v in jaxpr.constvars)
             self.run(jaxpr.eqns, varying)
             outs = [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
-            self._remembered[key] = jaxpr, outs  # the jaxpr is kept, and so is its id
+            self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
         return list(self._remembered[key][1])
 
     def _outputs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
@@ -125,7 +125,7 @@ class Analysis:
         return False
 
     def _is_source(self, eqn: jax_compat.JaxprEqn) -> bool:
-        """Returns whether an equation may make different values of equal operands."""
+        """Returns whether an equation may turn equal operands into different values."""
         impure = eqn.primitive.name in IMPURE and not is_declared_equal(eqn)
         impure = impure or _hides_its_body(eqn)
         if impure or eqn.effects or self.over_replicas(eqn):
@@ -171,9 +171,9 @@ class Analysis:
         return outs
 
     def _require_no_loop(self, eqn: jax_compat.JaxprEqn) -> None:
-        """Raises if an equation of rules of its own holds a loop or branch with a collective.
+        """Raises if an opaque equation contains a loop or branch with a collective.
 
-        What the predicate in it depends on is not known, and an operand differs.
+        Its operands differ, and what the predicate inside depends on is unknown.
         """
         for sub in sub_jaxprs(eqn) if eqn.primitive.name != "shard_map" else ():
             for inner in sub.eqns:
@@ -182,7 +182,7 @@ class Analysis:
                 self._require_no_loop(inner)
 
     def require_uniform(self, eqn: jax_compat.JaxprEqn, construct: str) -> None:
-        """Raises if an equation whose predicate differs holds a collective."""
+        """Raises if an equation whose predicate differs contains a collective."""
         found = next((c for sub in sub_jaxprs(eqn) for c in self.collectives(sub)), None)
         if found is None:
             return
@@ -204,7 +204,7 @@ class Analysis:
         )
 
     def collectives(self, jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:
-        """Yields equations in which replicas wait for each other."""
+        """Yields the equations at which replicas wait for each other."""
         for eqn in jaxpr.eqns:
             waits = self.over_replicas(eqn) and eqn.primitive.name != "axis_index"
             if waits or eqn.primitive.name == MERGE_NAME:
@@ -215,12 +215,12 @@ class Analysis:
 
 
 def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
-    """Returns the least locality above both, element by element."""
+    """Returns the elementwise join: True wherever either value differs."""
     return [x or y for x, y in zip(a, b, strict=True)]
 
 
 def is_declared_equal(eqn: jax_compat.JaxprEqn) -> bool:
-    """Returns whether the user says of a callback that it is a function of its operands."""
+    """Returns whether `dj.expect` declares a callback a function of its operands."""
     is_pure = eqn.primitive.name == "pure_callback"
     return is_pure and says_equal(str(eqn.source_info.name_stack))
 

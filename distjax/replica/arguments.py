@@ -1,4 +1,4 @@
-"""Taking user trees apart into arrays and Python objects, and back."""
+"""Partitioning user pytrees into arrays and Python objects, and recombining them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from distjax.variables.conversion import is_number
 
 
 def is_array(value: object) -> bool:
-    """Returns whether `value` is an array that a program can take as it is."""
+    """Returns whether `value` is an array that a program can take directly."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
+def is_array_or_struct(value: object) -> bool:
+    """Returns whether `value` is an array, or stands for one where a program is lowered."""
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
 class Static:
-    """A Python object among array leaves: part of the tree, not of the data."""
+    """A Python object among array leaves; part of the treedef, not a leaf."""
 
     __slots__ = ("value",)
 
@@ -42,11 +47,11 @@ jax.tree_util.register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
 
 
 class PartitionedTree:
-    """A tree in which some leaves are arrays, and the rest Python objects.
+    """A pytree partitioned into array leaves and Python objects.
 
     Args:
-      tree: a user's tree.
-      takes: says which leaves are data (PerReplica leaves always are).
+      tree: a user's pytree.
+      takes: returns whether a leaf is data (PerReplica leaves always are).
 
     Attributes:
       leaves: the data leaves, in order.
@@ -72,16 +77,16 @@ class PartitionedTree:
         return len(self._where) == len(self._all)
 
     def take_leaves(self) -> list[Any]:
-        """Returns the data leaves and keeps none: a trace must not outlive itself in them."""
+        """Returns the data leaves and drops them, so no tracer outlives its trace."""
         leaves, self.leaves = self.leaves, [None] * len(self.leaves)
         return leaves
 
     def combine(self, leaves: Sequence[Any]) -> Any:
-        """Returns the tree with `leaves` in the places of the data leaves."""
+        """Returns the tree with `leaves` in place of the data leaves."""
         return jax.tree_util.tree_unflatten(self.treedef, self.combine_leaves(leaves))
 
     def combine_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns all leaves of the tree, with `leaves` in the places of the data leaves."""
+        """Returns all leaves of the tree, with `leaves` in place of the data leaves."""
         if self.is_of_arrays:
             return leaves
         combined = list(self._all)
@@ -95,10 +100,10 @@ def _is_leaf(value: object) -> bool:
 
 
 def as_static(value: object, name: str) -> Static:
-    """Returns an argument as part of what a program is looked up by.
+    """Returns an argument wrapped as part of a program's cache key.
 
     Raises:
-      ValueError: it cannot be hashed.
+      ValueError: it is not hashable.
     """
     try:
         hash(value)
@@ -114,19 +119,22 @@ def as_static(value: object, name: str) -> Static:
     return Static(value)
 
 
-def mark_static(tree: PyTree, names: Sequence[str] = ()) -> Any:
-    """Returns `tree` with every leaf that is neither array nor number made Static.
+def mark_static(
+    tree: PyTree, names: Sequence[str] = (), is_data: Callable[[Any], bool] = is_array
+) -> Any:
+    """Returns `tree` with all leaves other than arrays and numbers made Static.
 
     Args:
       tree: (args, kwargs).
       names: names of the positional arguments, for the error.
+      is_data: what is an array.
 
     Raises:
-      ValueError: a Python object that cannot be hashed.
+      ValueError: a Python object is not hashable.
     """
 
     def hide(path: tuple[Any, ...], leaf: PyTree) -> Any:
-        if is_array(leaf) or is_number(leaf) or is_per_replica(leaf) or isinstance(leaf, Static):
+        if is_data(leaf) or is_number(leaf) or is_per_replica(leaf) or isinstance(leaf, Static):
             return leaf
         return as_static(leaf, user_path(jax.tree_util.keystr(path), names))
 
@@ -134,7 +142,7 @@ def mark_static(tree: PyTree, names: Sequence[str] = ()) -> Any:
 
 
 def require_callable(fn: object, method: str) -> None:
-    """Raises a TypeError unless `fn` is a function or another callable object."""
+    """Raises a TypeError unless `fn` is callable."""
     if callable(fn):
         return
     raise TypeError(
@@ -153,8 +161,8 @@ def require_call(
     """Returns args as a tuple and kwargs as a dict.
 
     Raises:
-      TypeError: `fn` is no function.
-      ValueError: args or kwargs of another type.
+      TypeError: `fn` is not callable.
+      ValueError: args or kwargs have the wrong type.
     """
     require_callable(fn, method)
     if not isinstance(args, (tuple, list)):
@@ -179,14 +187,14 @@ def require_call(
 
 
 def function_name(fn: object) -> str:
-    """Returns the user's name of a function, or of the one that a `functools.partial` calls."""
+    """Returns a function's name as the user wrote it, looking through partials."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def positional_names(fn: Callable[..., Any]) -> list[str]:
-    """Returns the names of the parameters that take positional arguments."""
+    """Returns the names of the parameters that accept positional arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -202,7 +210,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def user_path(path: str, names: Sequence[str]) -> str:
-    """Returns the user's "x['a']" for the path "[0][0]['a']" in (args, kwargs).
+    """Returns "x['a']" for the path "[0][0]['a']" in (args, kwargs).
 
     Args:
       path: a `jax.tree_util.keystr`.

@@ -1,4 +1,4 @@
-"""Axes given as a prefix of a tree, as `in_axes` and `out_axes` are."""
+"""Axes given as a prefix of a pytree, such as `in_axes` and `out_axes`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def broadcast_axes(axes: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
 
     Args:
       axes: a prefix of the tree.
-      treedef: its structure.
+      treedef: the tree's structure.
 
     Raises:
-      ValueError: it is no prefix.
+      ValueError: `axes` is not a prefix.
     """
-    if not axes and not isinstance(axes, (tuple, list, dict)):  # 0 or None: the same for all
+    if not axes and not isinstance(axes, (tuple, list, dict)):  # 0 or None: the same everywhere
         return [axes] * treedef.num_leaves
     prefix = jax.tree.structure(axes, is_leaf=_is_none)
     leaves = jax.tree.leaves(axes, is_leaf=_is_none)
@@ -33,7 +33,7 @@ def broadcast_axes(axes: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
 def _subtrees(
     prefix: jax.tree_util.PyTreeDef, full: jax.tree_util.PyTreeDef
 ) -> list[jax.tree_util.PyTreeDef]:
-    """Returns what stands in a tree in the places of the leaves of its prefix."""
+    """Returns the subtrees at the positions of the prefix's leaves."""
     if prefix.node_data() is None:
         return [full]
     if prefix.node_data() != full.node_data() or len(prefix.children()) != len(full.children()):

@@ -1,4 +1,4 @@
-"""What distjax knows of errors in a replica function that JAX tells in its own words, or late."""
+"""Clear messages for errors in replica functions that JAX reports badly or late."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distjax.placement.topology import Topology
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.emit import holds_merge
 
-#: What JAX says of a traced number where a Python number has to be: a shape, a length, an index.
+#: JAX's messages for a traced number used as a shape, a length or an index.
 _NEEDS_A_NUMBER = re.compile("Shapes must be 1D|concrete value is expected|__index__")
 
 
 def add_number_note(
     error: Exception, fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str]
 ) -> None:
-    """Adds to an error of JAX which argument is a number, and how it stays one."""
+    """Notes on a JAX error which argument is traced, and how to make it static."""
     found = re.search(r"leaves\[(\d+)\]", str(error))
     if found is None or not _NEEDS_A_NUMBER.search(str(error)):
         return
@@ -34,15 +34,15 @@ def add_number_note(
 
 
 def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
-    """Raises if a replica function holds a `shard_map`, or `pmap`, over other devices.
+    """Raises if a replica function has a `shard_map` or `pmap` over other devices.
 
     Raises:
-      MergeError: naming its axes and line.
+      MergeError: naming the axes and the line.
     """
     own = topology.mesh.axis_names if topology.mesh is not None else ()
     for outer, eqn in ((e, s) for e in jaxpr.eqns for s in _shard_maps(e)):
         axes = tuple(eqn.params["mesh"].axis_names)
-        if set(axes) <= set(own) or holds_merge(eqn):  # of a merge the emitter speaks
+        if set(axes) <= set(own) or holds_merge(eqn):  # the emitter reports merges
             continue
         raise MergeError(
             message(

@@ -1,9 +1,9 @@
-"""What a function's closure holds at one moment.
+"""Snapshots of a function's closure.
 
-A merge function is called where it is met, for shapes, and again when the program
-is emitted. In between the replica function goes on, and the names that the merge
-function closes over may go on too: the `v` of ``for v in variables``. The second
-call has to see what the first one saw.
+A merge function is called when it is traced for shapes, and again when the program is
+emitted. In between, the replica function continues, and may rebind names that the merge
+function closes over, such as the `v` in ``for v in variables``. The second call must see
+the values that the first one saw.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _EMPTY = object()
 
 
 class ClosureValues:
-    """The values of the names that a function, and functions in them, close over.
+    """The values closed over by a function and by the functions in its closure.
 
     Args:
-      fn: the function, a bound method, or a `functools.partial` of one.
+      fn: a function, bound method, or `functools.partial` of one.
     """
 
     def __init__(self, fn: Callable[..., Any]):
@@ -30,7 +30,7 @@ class ClosureValues:
 
     @contextlib.contextmanager
     def restore(self) -> Generator[None]:
-        """Gives the names these values; afterwards those they had, unless set inside."""
+        """Restores these values for a block, then undoes that unless rebound inside."""
         others = [
             (cell, value, _content(cell))
             for cell, value in self._values
@@ -47,7 +47,7 @@ class ClosureValues:
 
 
 def _cells(fn: object, found: dict[int, types.CellType]) -> dict[int, types.CellType]:
-    """Returns the cells of ``fn``, and of functions in them, by identity."""
+    """Returns the closure cells of ``fn`` and of functions in them, by identity."""
     while isinstance(fn, (functools.partial, types.MethodType)):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
     cells = (fn.__closure__ or ()) if inspect.isfunction(fn) else ()
@@ -61,7 +61,7 @@ def _cells(fn: object, found: dict[int, types.CellType]) -> dict[int, types.Cell
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:  # an unbound name
         return _EMPTY
 
 

@@ -1,8 +1,8 @@
-"""Control flow: an equation that holds a merge runs in the global view.
+"""Control flow: equations that contain a merge are emitted in the global view.
 
-A merge calls its function. Calls are inlined. Loops and branches become loops
-and branches of the global view whose bodies are cut in turn, with the
-localities of their carries at a fixpoint. `remat` stays `remat`.
+Merges call their function and calls are inlined. Loops and branches become loops and
+branches of the global view, whose bodies are split at merges in turn and whose carries are
+at a locality fixpoint. `remat` stays `remat`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distjax.replica.global_value import GlobalValue, stack_replicas
 
 
 class Emitter(Protocol):
-    """What emits a jaxpr into the current trace: see `emit.JaxprEmitter`."""
+    """Emits jaxprs into the current trace; see `emit.JaxprEmitter`."""
 
     topology: Topology
     analysis: Analysis
@@ -39,7 +39,7 @@ class Emitter(Protocol):
 def emit_equation(
     emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
 ) -> list[GlobalValue]:
-    """Evaluates one equation that is or holds a merge."""
+    """Evaluates one equation that is or contains a merge."""
     name = eqn.primitive.name
     if name == MERGE_NAME:
         observer = frames.observer()
@@ -67,7 +67,7 @@ def _emit_inlined(
 
 
 def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:
-    # A `call_hi_primitive` is known to users by the class of what it calls.
+    # Users know a `call_hi_primitive` by the class of what it calls.
     name = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
     merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in emitter.analysis.collectives(sub))
     return message(
@@ -83,7 +83,7 @@ def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:
 def _emit_remat(
     emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
 ) -> list[GlobalValue]:
-    """Binds the same primitive, with its parameters, on the cut jaxpr."""
+    """Binds the same primitive and parameters on the emitted jaxpr."""
     inner, inner_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     outs: list[GlobalValue] = []
 
@@ -190,7 +190,7 @@ def _fixpoint(
     slices: Sequence[Any],
     step: Callable[[Sequence[GlobalValue], Sequence[Any]], list[GlobalValue]],
 ) -> tuple[list[GlobalValue], list[bool], list[bool]]:
-    """Returns the carry at its least stable locality, and localities of all outputs."""
+    """Returns (carry, its localities, output localities) at the fixpoint."""
     carry = [GlobalValue(jnp.asarray(c.array), c.varying) for c in carry]
     while True:
         flags = [c.varying for c in carry]

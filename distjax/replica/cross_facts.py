@@ -1,7 +1,7 @@
-"""Facts of cross-replica code: what its reductions make of what replicas computed.
+"""Facts about cross-replica code: how its reductions affect replicas' values.
 
-In a merge function values are followed as in a replica function. Between two runs a value is known
-by its identity: as the result of a run, or of a reduction of one.
+Inside a merge function, values are tracked as in a replica function. Between two runs, a value is
+recognized by its identity: as the result of a run, or of a reduction of one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distjax.errors import ReductionWarning
 from distjax.jax_compat import JaxprEqn
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
-from distjax.replica.facts import EQUAL, Fact, FactWalk, Place, Site, Where
+from distjax.replica.facts import EQUAL, Fact, FactWalk, Site, SiteRecord, Where
 from distjax.typing import PyTree
 from distjax.variables.state import MergeState, ShapeState
 
@@ -28,14 +28,14 @@ _REDUCTION = "distjax_reduce_"
 def call_as_reduction(
     name: str, reduce: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
 ) -> list[Any]:
-    """Returns ``reduce(arrays)``; where a merge is traced for shapes, by one equation.
+    """Returns ``reduce(arrays)``, as a single equation in the shape trace of a merge.
 
-    So what is known of the arrays is followed through the merge; the program has no trace of it.
+    This lets facts about the arrays be tracked through the merge; the program is not affected.
 
     Args:
-      name: "SUM", "MEAN" or "GATHER"; another one of what is not followed.
+      name: "SUM", "MEAN" or "GATHER"; anything else is not tracked.
       reduce: the reduction.
-      arrays: what it reduces.
+      arrays: its operands.
     """
     if not isinstance(frames.current().state, ShapeState):
         return reduce(arrays)
@@ -48,7 +48,7 @@ def call_as_reduction(
 
 
 def reduced(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    """The rule of such an equation; None of any other call."""
+    """The rule for equations of `call_as_reduction`; None for any other call."""
     name = str(eqn.params.get("name"))
     if not name.startswith(_REDUCTION):
         return None
@@ -59,12 +59,12 @@ def reduced(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | 
 
 
 def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
-    """Returns what is known of `x` reduced over the replicas in cross-replica code."""
-    if op not in ("SUM", "MEAN", "GATHER"):  # over elements too
+    """Returns the fact of `x` reduced over the replicas in cross-replica code."""
+    if op not in ("SUM", "MEAN", "GATHER"):  # also reduces over elements
         return EQUAL
     if op == "GATHER":
         return EQUAL.having(gathered=walk.site(eqn))
-    if op == "MEAN" and not x.differs:  # which costs nothing, and changes nothing
+    if op == "MEAN" and not x.differs:  # free, and the identity
         return x
     total = findings.summed(walk, eqn, x)
     return findings.divided(walk, eqn, total) if op == "MEAN" else total
@@ -72,19 +72,19 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
 
 # -- between two runs ----------------------------------------------------------
 
-#: What another function may be told: reductions, and what is not to be reduced.
+#: Tags that may be carried to another function: reductions, and values not to be reduced.
 _TOLD = frozenset(
     "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
     "grad".split()
 )
-#: What is known of arrays that are alive, by identity. They are results of first calls.
+#: Facts about live arrays, by identity. The arrays are results of first calls.
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
 
 def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
-    """Keeps what is known of arrays, or PerReplicas, for as long as they live.
+    """Remembers facts about arrays or PerReplicas for as long as these live.
 
-    Of state nothing is kept: it is no reduction any more, and is told of where it is updated.
+    Nothing is remembered of state, which is no longer a reduction, and is reported where updated.
     """
     if len(values) == len(facts):  # else there are objects or variables among the values
         for value, fact in zip(values, facts, strict=True):
@@ -101,7 +101,7 @@ def _remember(array: PyTree, fact: Fact) -> None:
 
 
 def recall(value: PyTree) -> Fact | None:
-    """Returns what is known of an array, or a PerReplica, or None."""
+    """Returns the fact of an array or PerReplica, or None."""
     array = getattr(value, "stacked", value)
     reference, fact = _known.get(id(array), (lambda: None, None))
     return fact if reference() is array else None
@@ -109,14 +109,14 @@ def recall(value: PyTree) -> Fact | None:
 
 def _without_trace(held: object) -> Any:
     if isinstance(held, Site):
-        return Place(held.source, held.is_mean, held.names)
+        return SiteRecord(held.source, held.is_mean, held.names)
     return tuple(map(_without_trace, held)) if type(held) is tuple else held
 
 
 def follow_between_runs(
     op: str, arrays: Sequence[Any], outs: Sequence[Any], topology: Topology
 ) -> None:
-    """Finds what a reduction of cross-replica code does amiss; remembers what it makes."""
+    """Reports mistakes in a cross-replica reduction; remembers facts of its results."""
     facts = [recall(array) for array in arrays] if _is_between_runs() else []
     for out, fact in zip(outs, facts, strict=False):
         if fact is not None:
@@ -125,12 +125,12 @@ def follow_between_runs(
             walk.report()
 
 
-def require_fit_between_runs(op: str, gradients: Sequence[PyTree], topology: Topology) -> None:
-    """Finds gradients that an optimizer with reduction `op` is not to be given."""
+def report_unfit_between_runs(op: str, gradients: Sequence[PyTree], topology: Topology) -> None:
+    """Reports gradients that do not fit an optimizer with reduction `op`."""
     for fact in map(recall, gradients) if _is_between_runs() else ():
         if fact is not None:
             walk = _Line(topology)
-            findings.require_fit(walk, op, _ANY, fact)
+            findings.find_unfit_gradients(walk, op, _ANY, fact)
             walk.report()
 
 
@@ -138,26 +138,26 @@ def _is_between_runs() -> bool:
     return bool(_known) and not isinstance(frames.current().state, MergeState)
 
 
-#: In the place of an equation: what happens now is at the line that is being run.
+#: Stands in for an equation: operations between runs happen at the line now running.
 _ANY: Any = None
 
 
 class _Line(FactWalk):
-    """Where one operation of cross-replica code stands."""
+    """The location of one operation of cross-replica code."""
 
     def __init__(self, topology: Topology):
         super().__init__({}, topology.axis_name, topology.num_replicas, frozenset())
         self.across = True
 
     def site(self, eqn: JaxprEqn) -> Where:
-        """Returns the user's line that is being run."""
-        return Place(calling_line(), False, "")
+        """Returns the user's line that is running."""
+        return SiteRecord(calling_line(), False, "")
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
-        """Returns False: nothing here is a derivative's backward pass."""
+        """Returns False: nothing here is part of a backward pass."""
         return False
 
     def report(self) -> None:
-        """Tells what was found."""
+        """Reports what was found."""
         for finding in self.found.values():
             report(finding, ReductionWarning if finding.level == "warning" else None)

@@ -17,7 +17,7 @@ from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 
 
 class DefaultReplicaContext:
-    """One replica: reductions return their input, merges are calls."""
+    """A single replica: reductions return their input, merges are plain calls."""
 
     def __init__(self, strategy: StrategyLike):
         self._strategy = strategy
@@ -29,7 +29,7 @@ class DefaultReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """1."""
+        """Always 1."""
         return 1
 
     @property
@@ -48,7 +48,7 @@ class DefaultReplicaContext:
         args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Returns ``merge_fn(strategy, *args, **kwargs)``, called in cross-replica context."""
+        """Calls ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context."""
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         self._require_current("merge_call")
         frame = Frame(self._strategy, state=frames.current().state)
@@ -67,7 +67,7 @@ class DefaultReplicaContext:
         return value
 
     def fold_in(self, key: jax.Array) -> jax.Array:
-        """Returns `key` folded with replica number 0, as replica 0 of any strategy does."""
+        """Returns `key` folded with 0, as replica 0 of any strategy does."""
         return jax.random.fold_in(key, 0)
 
     def _require_current(self, what: str) -> None:

@@ -1,8 +1,8 @@
-"""The emitter: a replica function's jaxpr becomes global-view code.
+"""The emitter: turns a replica function's jaxpr into global-view code.
 
-The jaxpr is walked once. Runs of equations that hold no merge are evaluated by
-one `map_replicas` each; merge functions run between them in the global view;
-control flow that holds a merge is emitted by `control_flow`.
+It walks the jaxpr once. Each run of equations without a merge is evaluated by one
+`map_replicas`; merge functions run between these in the global view; control flow that
+contains a merge is emitted by `control_flow`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distjax.replica.one_device import OneDevice
 
 
 class JaxprEmitter:
-    """Emits jaxprs of one strategy's replica functions under the current trace."""
+    """Emits the jaxprs of one strategy's replica functions into the current trace."""
 
     def __init__(self, topology: Topology):
         self.topology = topology
@@ -44,7 +44,7 @@ class JaxprEmitter:
           jaxpr: a replica-view jaxpr.
           consts: values of its constvars, equal on every replica.
           args: values of its invars.
-          known: values of further variables that no equation computes.
+          known: values of variables that are given rather than computed.
 
         Returns:
           The values of its outputs.
@@ -107,7 +107,7 @@ def read_atom(
 
 
 def holds_merge(eqn: jax_compat.JaxprEqn) -> bool:
-    """Returns whether an equation is a merge or holds one, at any depth."""
+    """Returns whether an equation is a merge or contains one, at any depth."""
     if eqn.primitive.name == MERGE_NAME:
         return True
     return any(holds_merge(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)

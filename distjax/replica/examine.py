@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
-from distjax.context.findings import STATE, calling_line, report
+from distjax.context.findings import LOCAL_VARIANCES, STATE, calling_line, report
 from distjax.errors import ReductionWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
@@ -26,12 +26,12 @@ from distjax.variables.variable import Variable
 
 
 class Given(NamedTuple):
-    """What a replica function is given.
+    """A replica function's arguments.
 
     Attributes:
-      name: the user's name of the function.
+      name: the user's name for the function.
       partitioned: its arguments.
-      names: the user's names of the positional ones.
+      names: the user's names for the positional ones.
       values: the values of their leaves.
     """
 
@@ -42,24 +42,24 @@ class Given(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """The user's paths of the leaves."""
+        """The user's paths to the leaves."""
         return [user_path(path, self.names) for path in self.partitioned.paths]
 
 
 def examine(
     jaxpr: Jaxpr, num_results: int, written: Sequence[Variable], given: Given, topology: Topology
 ) -> dict[Any, Fact]:
-    """Reports what is probably wrong in a replica function.
+    """Reports probable mistakes in a replica function.
 
     Args:
       jaxpr: its code.
-      num_results: how many outputs of it are results; the values of `written` follow.
+      num_results: how many of its outputs are results; the values of `written` follow.
       written: the variables that it writes.
       given: its arguments.
       topology: its replicas.
 
     Returns:
-      What is known of each value of its code.
+      A fact for each value in the jaxpr.
     """
     args = given.values
     leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
@@ -74,7 +74,9 @@ def examine(
     _find_local_training(walk, written, finals)
     if walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
-    for finding in walk.found.values():
+    for (rule, _), finding in walk.found.items():
+        if rule == LOCAL_VARIANCES and walk.tells_means_apart:
+            continue  # variances within and between the replicas, each by itself
         report(finding, ReductionWarning if finding.level == "warning" else None)
     return env
 
@@ -86,7 +88,7 @@ def _of_argument(index: int, value: GlobalValue) -> Fact:
 
 
 def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Follows the values through a merge; of one of distjax's own, finds what it reduces amiss."""
+    """Tracks values through a merge; in distjax's own merges, checks what is reduced."""
     walk.combines = True
     merge, outs = eqn.params["merge"], [EQUAL] * len(eqn.outvars)
     if not isinstance(merge, WeakMerge) or walk.is_transposed(eqn):
@@ -97,7 +99,7 @@ def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[F
         return [*found, *outs[len(found) :]]
     op, first, last = merge.reduces
     for x in ins[first:last]:
-        findings.require_fit(walk, op, eqn, x)
+        findings.find_unfit_gradients(walk, op, eqn, x)
     return outs
 
 
@@ -125,7 +127,7 @@ def _find_local_training(
 def _find_unread_masks(
     walk: FactWalk, jaxpr: Jaxpr, partitioned: PartitionedTree, names: Sequence[str]
 ) -> None:
-    """Finds batches whose examples are used, but not the mask that says which of them count."""
+    """Reports batches whose examples are used without the mask that marks padding."""
     if not any(path.endswith(".mask") for path in partitioned.paths):
         return
     if not _holds_mask(partitioned.treedef):
@@ -159,7 +161,7 @@ def _holds_mask(treedef: jax.tree_util.PyTreeDef) -> bool:
 
 
 def find_unequal_start(variable: Variable) -> None:
-    """Finds an initial value that differs, of a variable that is made in a replica function."""
+    """Warns if a variable made in a replica function has a differing initial value."""
     if not (variable.trainable and jnp.issubdtype(variable.dtype, jnp.inexact)):
         return
     text = message(
@@ -180,9 +182,9 @@ def note_lone_updates(
     given: Given,
     meant: Mapping[int, tuple[Any, str]],
 ) -> None:
-    """Notes results that are an update of an equal argument and differ.
+    """Notes results that update an equal argument but differ.
 
-    Whether they are fed back is known at the second call: see `feedback`.
+    Whether they are fed back is known only at the second call; see `feedback`.
     """
     name, partitioned, names, args = given
     for atom, path, out in zip(ends, paths, results, strict=True):

@@ -1,6 +1,6 @@
-"""What arithmetic does to facts: products, quotients, sums, bounds, choices.
+"""The effect of arithmetic on facts: products, quotients, sums, bounds, selects.
 
-The tags are those of `fact_rules`.
+The tags are listed in `fact_rules`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from distjax.jax_compat import JaxprEqn
 from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unknown
 
-#: What a linear operation of one tagged operand keeps.
+#: Tags kept by a linear operation with one tagged operand.
 SCALES = ("mean", "share", "ratio")
 REDUCED = ("averaged", "summed", "gathered", "times_R")
 
 
 def is_close(a: float | None, b: float) -> bool:
-    """Returns whether a number that may be known is `b`, to rounding."""
+    """Returns whether a number, if known, is `b` up to rounding."""
     return a is not None and math.isclose(a, b, rel_tol=1e-5)
 
 
 def squared(x: Fact) -> Fact:
-    """Returns what is known of a square."""
+    """Returns the fact of the square of `x`."""
     if not x.differs:
         return x.only("random")
     if x.find("grad"):
@@ -50,7 +50,7 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
-    """Returns what is known of `x` times a number."""
+    """Returns the fact of `x` times a number."""
     count = walk.num_replicas
     if is_close(factor, 1 / count):
         return findings.divided(walk, eqn, x)
@@ -60,7 +60,7 @@ def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
 
 
 def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
-    """Returns what is known of a product, or of a quotient of `a`."""
+    """Returns the fact of a product, or of a quotient with numerator `a`."""
     if a.differs and b.differs:
         if a.find("grad") and b.find("norm") or b.find("grad") and a.find("norm"):
             grad = a if a.find("grad") else b
@@ -70,7 +70,7 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
             return tagged[0].only("grad", *SCALES)
         grad = a.find("grad") or b.find("grad")
         return DIFFERS.having(grad=grad) if grad else _or_norm(a, b)
-    findings.require_own_randomness(walk, eqn, a, b)
+    findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
         scales = other.only("grad", *SCALES)
@@ -108,7 +108,7 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
-    """Returns what is known of `x` over a number."""
+    """Returns the fact of `x` divided by a number."""
     (count, num_axes), site = x.find("total") or (0, 0), walk.site(eqn)
     if x.find("squares") and count:
         return DIFFERS.having(variance=site)
@@ -120,7 +120,7 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
 
 
 def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
-    """Returns what is known of a number over `x`."""
+    """Returns the fact of a number divided by `x`."""
     site = walk.site(eqn)
     if walk.is_transposed(eqn):
         if x.differs and eqn.invars[1] in walk.ratio_counts:
@@ -136,23 +136,23 @@ def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
 
 
 def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """A sum or a difference."""
+    """A sum or difference."""
     a, b = ins
     if a.number is not None and b.number is not None and not (a.tags or b.tags):
         sign = -1 if eqn.primitive.name == "sub" else 1
         return [Fact(number=a.number + sign * b.number)]
-    findings.require_own_randomness(walk, eqn, a, b)
+    findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs and b.differs:
         return [_sum_of_different(walk, eqn, a, b)]
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
         if own.find("component"):
-            findings.require_own_part(walk, eqn, other)
+            findings.find_repeated_total(walk, eqn, other)
         kept = own.without("variance", "curved", "total", "centered", "share")
         if other.number is None or own.find("share") is None:
             kept = Fact(True, None, kept.tags | own.only("share").tags)
         return [Fact(True, None, kept.tags | other.only("base").tags)]
-    findings.require_counted_once(walk, eqn, a, b)
+    findings.find_update_times_r(walk, eqn, a, b)
     kept = (*REDUCED, "random", "base", "grad", *SCALES)
     return [Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)]
 
@@ -163,7 +163,7 @@ def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
             return DIFFERS.having(centered=walk.site(eqn))
     if eqn.primitive.name == "sub" and a.find("mean") and b.find("mean_square"):
         return DIFFERS.having(variance=walk.site(eqn))
-    findings.require_every_part(walk, eqn, a, b)
+    findings.find_dropped_parts(walk, eqn, a, b)
     names = [
         n for n in (*SCALES, "grad_squares", "clipped", "total_site") if a.find(n) and b.find(n)
     ]
@@ -207,10 +207,10 @@ def contract(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """A choice among cases, element by element."""
+    """An elementwise choice among cases."""
     which, cases = ins[0], ins[1:]
     for case in cases:
-        findings.require_own_randomness(walk, eqn, which, case)
+        findings.find_equal_randomness(walk, eqn, which, case)
     if which.number is not None:
         return [cases[min(int(which.number), len(cases) - 1)]]
     tensors = [c for c in cases if c.number is None] or list(cases)
@@ -228,7 +228,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def elementwise(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Whatever else: bits of equal keys stay such, norms of local gradients too."""
+    """Other ops; keeps random bits of equal keys, and norms of local gradients."""
     out = unknown(ins)
     if out.differs:
         kept = frozenset().union(*(x.only("norm", "rank").tags for x in ins))

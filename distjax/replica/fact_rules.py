@@ -1,14 +1,18 @@
-"""What each primitive does to the facts of its operands: one table.
+"""What each primitive does to the facts of its operands, as a table.
 
-Tags, each with the site where it began:
+Tags; most hold the site where they originated:
 
-- of values that differ: `total` (a sum over the batch, with its size), `mean` (a mean over this
-  replica's batch, or its gradient), `share` (what sums to the mean over all replicas), `ratio` (a
-  total over a local count), `curved` (a function of a local mean), `centered`, `squares`,
-  `variance`, `grad` (of the backward pass), `grad_squares`, `norm` (of local gradients), `clipped`;
-- of equal values: `averaged`, `summed`, `gathered` (which reduction made it), `times_R` (a sum of R
-  equal parts), `random` (bits from an equal key);
-- of both: `base` (the argument or variable that it is an update of).
+- of values that differ: `total` (a sum over the batch: its size and number of axes) and
+  `total_site`, `mean` (a mean over this replica's batch, or its gradient), `mean_square` (its
+  square), `share` (sums to the mean over all replicas), `ratio` (a total over a local count),
+  `curved` (a function of a local mean), `centered`, `squares`, `variance`, `grad` (part of the
+  backward pass), `grad_squares`, `norm` (of local gradients), `clipped`, `rank` (the replica's
+  index), `component` (of the variable of that name), `data` (selected by a predicate that differs),
+  `chosen` (selected by rank);
+- of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `whole` (a sum of
+  shares), `times_R` (a sum of R equal parts), `random` (bits from an equal key), `divisor` (the
+  number that a constant was divided by);
+- of both: `base` (the argument or variable that it updates).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, size_of, unknown
 from distjax.variables.state import variable_p
 
-#: What is known of an equation's results, of its operands; None: as if there were no rule.
+#: Returns the facts of an equation's results from those of its operands; None: no rule applies.
 Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
 
 
@@ -32,8 +36,8 @@ Rule: TypeAlias = Callable[[FactWalk, JaxprEqn, Sequence[Fact]], Sequence[Fact] 
 
 
 def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Moves or converts elements: all that is known stays."""
-    if len(eqn.outvars) > 1:  # each operand by itself, as in an optimization barrier
+    """Moves or converts elements; all facts are kept."""
+    if len(eqn.outvars) > 1:  # one operand per output, as in an optimization barrier
         return list(ins) if len(eqn.outvars) == len(ins) else [unknown(ins)] * len(eqn.outvars)
     rest = unknown(ins[1:])
     return [ins[0]._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
@@ -45,10 +49,10 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     is_seed = x.number not in (None, 0.0) and count > 1
     if not is_seed or x.find("grad") or not walk.is_transposed(eqn):
         return [x]
-    # The backward pass of a sum over `count` elements: what each of them weighs.
+    # The backward pass of a sum over `count` elements: the weight of each element.
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
     divisor, is_mean = x.find("divisor") or (None, False)
-    # Elements of one example may sum to a global batch by chance: of those, only jnp.mean counts.
+    # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
     num_axes = len(shape_of(eqn.outvars[0])) - len(shape_of(eqn.invars[0]))
     if is_close(weight, 1.0) and (num_axes == 1 or is_mean):
         return [x.having(mean=seed, grad=seed)]
@@ -76,20 +80,20 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
 
 
 def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Takes or adds up elements of its first operand: gather, cumsum, pad."""
+    """Selects or adds up elements of its first operand: gather, cumsum, pad."""
     kept = ins[0].only("grad", *SCALES, *REDUCED)
     return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
 
 
 def _scatter_add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Adds elements to others, which in a backward pass are zeros."""
+    """Adds elements to others, which are zeros in a backward pass."""
     into, updates = ins[0], ins[2]
     tags = updates.tags if into.number is not None else into.tags & updates.tags
     return [Fact(unknown(ins).differs, None, tags).only("grad", *SCALES, *REDUCED)]
 
 
 def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """A function that is not linear."""
+    """A nonlinear function."""
     x = ins[0]
     if not x.differs:
         return [x.only("random")]
@@ -109,7 +113,7 @@ def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x = ins[0]
     power = eqn.params.get("y", 2)
     if x.number is not None:
-        is_moderate = 1e-9 < abs(x.number) < 1e9 and abs(power) < 32  # others overflow
+        is_moderate = 1e-9 < abs(x.number) < 1e9 and abs(power) < 32  # avoids overflow
         return [Fact(number=x.number**power) if is_moderate else EQUAL]
     if power != 2:
         return _curve(walk, eqn, ins)
@@ -125,6 +129,7 @@ def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | No
         return [unknown([x]) for x in ins]
     if eqn.params.get("axis_index_groups") is not None:
         return [DIFFERS] * len(ins)
+    walk.tells_means_apart |= any(x.find("mean_square") for x in ins)
     return [findings.summed(walk, eqn, x) for x in ins]
 
 
@@ -133,6 +138,9 @@ def _equalised(tag: str | None) -> Rule:
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
             return [unknown(ins)] * len(eqn.outvars)
+        walk.tells_means_apart |= bool(tag) and any(
+            x.find("mean") and not x.find("grad") for x in ins
+        )
         return [EQUAL.having(**{tag: walk.site(eqn)}) if tag else EQUAL] * len(eqn.outvars)
 
     return rule
@@ -157,8 +165,8 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-#: By primitive: ``rule(walk, eqn, ins)``, which returns a fact for each output. Where a primitive
-#: has none, a result is only known to differ if an operand does.
+#: ``rule(walk, eqn, ins)`` by primitive, returning a fact for each output. Without a rule, a result
+#: is only known to differ if any operand does.
 RULES: dict[str, Rule] = {
     **_named(
         _same,

@@ -1,8 +1,8 @@
-"""Facts: what a value of replica code has been through, for findings only.
+"""Facts: what happened to a value of replica code; used only for findings.
 
-A lattice apart from equal / differs, which is proved elsewhere: a fact may add a finding, it
-never proves anything. A value has facts as long as every rule on its way keeps them; whatever
-is not known drops them, so that silence is the default.
+A lattice separate from equal / differs, which is proved elsewhere: a fact may add a finding but
+never proves anything. A fact survives only while every rule along the way keeps it; anything
+unknown drops it, so silence is the default.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ UNKNOWN = "an unknown line"
 
 
 class Site:
-    """An equation, as the place where a fact began.
+    """An equation, as the place where a fact originated.
 
     Args:
       eqn: the equation.
-      calls: the equations of the inner functions that it stands in, outermost first.
+      calls: the equations of the inner functions that contain it, outermost first.
     """
 
     __slots__ = ("_eqns",)
@@ -37,9 +37,9 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The user's line; of an installed package if there is no other."""
+        """The user's line, or a line of an installed package if there is none."""
         installed = None
-        for eqn in reversed(self._eqns):  # functions of jnp keep no line, but their call does
+        for eqn in reversed(self._eqns):  # jnp functions record no user line, but their call does
             traceback = eqn.source_info.traceback
             for frame in traceback.frames if traceback is not None else ():
                 if jax_compat.is_library_file(frame.file_name):
@@ -52,7 +52,7 @@ class Site:
 
     @property
     def is_mean(self) -> bool:
-        """Whether jnp.mean made the equation, or a method of that name."""
+        """Whether jnp.mean, or a method of that name, made the equation."""
         traceback = self._eqns[-1].source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
             if not jax_compat.is_library_file(frame.file_name):
@@ -63,12 +63,12 @@ class Site:
 
     @property
     def names(self) -> str:
-        """The scopes that the operation was staged in."""
+        """The named scopes around the operation."""
         return "/".join(str(eqn.source_info.name_stack) for eqn in self._eqns)
 
 
-class Place(NamedTuple):
-    """What is kept of a `Site` when its trace is over."""
+class SiteRecord(NamedTuple):
+    """The part of a `Site` that outlives its trace."""
 
     source: str
     is_mean: bool
@@ -79,18 +79,18 @@ _MEANS = ("mean", "_mean")
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
-Where: TypeAlias = Site | Place
-#: A sum of equal parts: what these have been through, where that was, where the sum is.
+Where: TypeAlias = Site | SiteRecord
+#: A sum of R equal parts: the parts' previous reduction, where that was, where the sum is.
 Times: TypeAlias = tuple[str, Where, Where]
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """What is known about a value.
 
     Attributes:
       differs: whether it may differ per replica.
-      number: the number that each of its elements is, or None.
-      tags: what it has been through, by name: see `fact_rules`.
+      number: the number that all its elements equal, or None.
+      tags: what happened to it, by name; see `fact_rules`.
     """
 
     differs: bool = False
@@ -98,20 +98,20 @@ class Fact(NamedTuple):
     tags: frozenset[tuple[str, Any]] = frozenset()
 
     def find(self, name: str) -> Any:
-        """Returns what the tag holds, or None."""
+        """Returns the content of a tag, or None."""
         return next((held for key, held in self.tags if key == name), None)
 
     def having(self, **tags: object) -> Fact:
-        """Returns the fact with tags in the place of those of the same name."""
+        """Returns the fact with these tags added or replaced."""
         kept = {pair for pair in self.tags if pair[0] not in tags}
         return self._replace(tags=frozenset(kept | set(tags.items())))
 
     def only(self, *names: str) -> Fact:
-        """Returns the fact without its number, and with these tags only."""
+        """Returns the fact with only these tags, and no number."""
         return Fact(self.differs, None, frozenset(p for p in self.tags if p[0] in names))
 
     def without(self, *names: str) -> Fact:
-        """Returns the fact without its number and these tags."""
+        """Returns the fact without these tags, and with no number."""
         return Fact(self.differs, None, frozenset(p for p in self.tags if p[0] not in names))
 
 
@@ -119,7 +119,7 @@ EQUAL, DIFFERS = Fact(), Fact(differs=True)
 
 
 def join(a: Fact, b: Fact) -> Fact:
-    """Returns what is known of a value that is either of two."""
+    """Returns the fact of a value that is either of two."""
     if a == b:
         return a
     number = a.number if a.number == b.number else None
@@ -127,7 +127,7 @@ def join(a: Fact, b: Fact) -> Fact:
 
 
 def of_literal(value: object) -> Fact:
-    """Returns the fact of a constant in the code."""
+    """Returns the fact of a constant."""
     if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.size(value) == 1:
         number = np.asarray(value).reshape(()).item()
         if isinstance(number, (bool, int, float)):
@@ -142,11 +142,12 @@ class FactWalk:
       rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `fact_rules`.
       axis_name: the name of the replica axis.
       num_replicas: R.
-      leading: the leading sizes of arguments that differ.
+      leading: the leading dimension sizes of arguments that differ.
 
     Attributes:
-      across: whether a reduction of cross-replica code is followed.
-      on_merge: returns what is known of the results of a merge.
+      across: whether a reduction of cross-replica code is being tracked.
+      tells_means_apart: whether it is known by how much the replicas' local means differ.
+      on_merge: returns the facts of a merge's results.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class FactWalk:
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
         self.leading = leading
         self.in_transpose = False
-        self.across = False
+        self.across = self.tells_means_apart = False
         self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
@@ -168,30 +169,30 @@ class FactWalk:
         self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
 
     def site(self, eqn: JaxprEqn) -> Where:
-        """Returns where an equation stands."""
+        """Returns the location of an equation."""
         return Site(eqn, self._calls)
 
     def outputs(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
-        """Returns what is known of the outputs of `jaxpr`, given its inputs."""
-        # What begins in a small function, as those of jnp are, is told of by the line of its call.
+        """Returns the facts of the outputs of `jaxpr`, given those of its inputs."""
+        # Small functions, such as those of jnp, are reported by the line of their call.
         call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
         key = id(jaxpr), tuple(ins), self.in_transpose, call
         if key not in self._remembered:
             env = dict(zip(jaxpr.invars, ins, strict=True))
             self.run(jaxpr, env)
             outs = [self.read(env, v) for v in jaxpr.outvars]
-            self._remembered[key] = jaxpr, outs  # the jaxpr is kept, and so is its id
+            self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
         return self._remembered[key][1]
 
     def run(self, jaxpr: Jaxpr, env: dict[Any, Fact]) -> None:
-        """Adds to `env` what is known of every value of `jaxpr`."""
+        """Adds the facts of all values of `jaxpr` to `env`."""
         env.update((v, EQUAL) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
             ins = [self.read(env, v) for v in eqn.invars]
             env.update(zip(eqn.outvars, self._equation(eqn, ins), strict=True))
 
     def read(self, env: Mapping[Any, Fact], atom: Var | Literal) -> Fact:
-        """Returns what is known of a value."""
+        """Returns the fact of a variable or literal."""
         return of_literal(atom.val) if isinstance(atom, Literal) else env[atom]
 
     def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
@@ -209,11 +210,11 @@ class FactWalk:
         return [unknown(ins)] * len(eqn.outvars)
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation is one of a derivative's backward pass."""
+        """Returns whether an equation is part of a backward pass."""
         return self.in_transpose or "transpose" in str(eqn.source_info.name_stack)
 
     def call(self, eqn: JaxprEqn, inner: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
-        """Returns what is known of the results of an equation that calls `inner`."""
+        """Returns the facts of the results of an equation that calls `inner`."""
         with self._within(eqn):
             return self.outputs(inner, ins)
 
@@ -265,9 +266,9 @@ class FactWalk:
         return [o._replace(differs=True) for o in outs] if ins[0].differs else outs
 
 
-#: Rounds of a loop after which its carry is taken to be unknown.
+#: Rounds of a loop after which facts of its carry are dropped.
 _MOST_ROUNDS = 4
-#: Equations below which an inner function is walked again for each of its calls.
+#: Number of equations below which an inner function is walked anew for each call.
 _SMALL = 30
 
 
@@ -276,15 +277,15 @@ def _plain(fact: Fact) -> Fact:
 
 
 def unknown(ins: Sequence[Fact]) -> Fact:
-    """Returns what is known of a result where nothing is known of the operation."""
+    """Returns the fact of a result if nothing is known about the operation."""
     return DIFFERS if any(x.differs for x in ins) else EQUAL
 
 
 def shape_of(atom: Var | Literal) -> tuple[int, ...]:
-    """Returns the shape of a value."""
+    """Returns the shape of a variable or literal."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def size_of(atom: Var | Literal) -> int:
-    """Returns the number of elements of a value."""
+    """Returns the number of elements of a variable or literal."""
     return math.prod(shape_of(atom))

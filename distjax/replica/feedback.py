@@ -1,7 +1,7 @@
-"""State that a loop feeds back: equal in the first call, a value per replica in the second.
+"""State that a loop feeds back: equal in the first call, differing in the second.
 
-Whatever the tree is made of, an argument that was one value and now is the function's own
-earlier result, with a value per replica, is state that lost its equality on the way.
+If an argument was one value in the first call, and in the next is the function's own earlier
+result with a value per replica, it is state that has diverged, whatever its tree is made of.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from distjax.variables.conversion import is_number
 
 
 class Feedback:
-    """What the first call of a function was given and returned.
+    """What the first call of a function received and returned.
 
     Args:
-      name: the user's name of the function.
-      names: the user's names of its positional arguments.
+      name: the user's name for the function.
+      names: the user's names for its positional arguments.
       args: positional arguments of the first call.
       kwargs: its keyword arguments.
     """
@@ -47,15 +47,15 @@ class Feedback:
         self._num_reported = num_reported()
 
     def remember(self, result: PyTree, facts: Sequence[Fact | None] = ()) -> None:
-        """Remembers what differs in the result of the first call, and keeps none of it alive.
+        """Remembers which results of the first call differ, without keeping them alive.
 
         Args:
           result: the result.
-          facts: what is known of its arrays, for reductions outside of the function.
+          facts: facts about its arrays, for reductions outside the function.
         """
         if any(facts):
             cross_facts.remember(PartitionedTree(result, is_array).leaves, facts)
-        if num_reported() > self._num_reported:  # the trace has told already
+        if num_reported() > self._num_reported:  # already reported while tracing
             return
         self._returned = {
             id(leaf.stacked): (path, weakref.ref(leaf.stacked))
@@ -64,7 +64,7 @@ class Feedback:
         }
 
     def compare(self, args: PyTree, kwargs: PyTree) -> None:
-        """Warns if an argument of the next call was equal and is what the first one returned."""
+        """Warns if an argument that was equal is now a differing first-call result."""
         if not self._returned:
             return
         meant: dict[int, tuple[Any, str]] = {}
@@ -81,7 +81,7 @@ class Feedback:
             report(finding, LocalityWarning)
 
     def _result_path(self, path: str, leaf: PyTree) -> str | None:
-        """Returns which result of the first call an argument is, if it was equal then."""
+        """Returns which first-call result an argument is, if it was equal in that call."""
         if not isinstance(leaf, PerReplica) or self._equal.get(path) != leaf.shape:
             return None
         result, reference = self._returned.get(id(leaf.stacked), ("", lambda: None))

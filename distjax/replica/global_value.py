@@ -1,4 +1,4 @@
-"""GlobalValue: a global array together with what is proved of its locality."""
+"""GlobalValue: a global array with its proved locality."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class GlobalValue(NamedTuple):
     """A value in the global view.
 
     Attributes:
-      array: [R, ...] where replicas differ, else [...].
-      varying: False where the value is proved equal on every replica (M), True
-        where it may differ (T).
+      array: [R, ...] if replicas may differ, else [...].
+      varying: whether the value may differ per replica (T); False if proved equal (M).
     """
 
     array: Any
@@ -32,7 +31,7 @@ class GlobalValue(NamedTuple):
 
 
 def replica_aval(value: GlobalValue) -> ShapedArray:
-    """Returns shape, dtype and weak type of what one replica sees of the value."""
+    """Returns the shape, dtype and weak type of what one replica sees."""
     aval = jax_compat.aval_of(value.array)
     if value.varying:
         return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
@@ -40,7 +39,7 @@ def replica_aval(value: GlobalValue) -> ShapedArray:
 
 
 def stack_replicas(value: GlobalValue, topology: Topology) -> jax.Array:
-    """Returns the value as [R, ...], a slice per replica, without communication."""
+    """Returns the value as [R, ...], one slice per replica, without communication."""
     if value.varying:
         return value.array
     return map_replicas(topology, lambda x: [x], [value.array], [False], [True])[0]
@@ -49,10 +48,10 @@ def stack_replicas(value: GlobalValue, topology: Topology) -> jax.Array:
 def as_user_value(value: GlobalValue, topology: Topology) -> Any:
     """Returns what cross-replica code sees: an array for M, a PerReplica for T.
 
-    With one replica there is nothing to differ from, so it is always an array.
+    With one replica, it is always an array.
     """
     if not value.varying:
-        return jnp.asarray(value.array)  # a literal of the jaxpr is no jax.Array yet
+        return jnp.asarray(value.array)  # jaxpr literals are not jax.Arrays
     if topology.num_replicas == 1:
         return lax.squeeze(value.array, (0,))
     return PerReplica(value.array, topology)
@@ -66,13 +65,13 @@ def from_user_value(value: PyTree) -> GlobalValue:
 
 
 def from_variable(variable: Variable, value: jax.Array) -> GlobalValue:
-    """Returns what the replicas hold of a variable, of its global form."""
+    """Returns what the replicas hold of a variable with global value `value`."""
     form = variable.layout.local_form
     return GlobalValue(form.to_replicas(value), form.varying)
 
 
 def to_variable(variable: Variable, value: GlobalValue, topology: Topology) -> Any:
-    """Returns the global form of what the replicas hold of a variable.
+    """Inverts `from_variable`: returns the variable's global value.
 
     Raises:
       LocalityError: the variable is mirrored and the value may differ.

@@ -1,16 +1,16 @@
-"""dj.lax: the loops and branches of `jax.lax`, in which variables may be written.
+"""dj.lax: the loops and branches of `jax.lax`, whose bodies may write variables.
 
-The body is traced once to find what it writes; that is added to the carry. With
-no trace of ours under way the construct runs step by step, as Python would.
+The body is traced once to find the variables that it writes, which are added to the carry.
+Outside a distjax trace, the construct runs step by step in Python.
 
 Arguments, results and errors are those of `jax.lax`.
 
 Context: any.
 
 Raises:
-  TraceLeakError: `cond_fun` of a while loop writes a variable; or the call stands in
+  TraceLeakError: the `cond_fun` of a while loop writes a variable; or the call is in
     an inner trace (`jax.jit`, `grad`), where no variable can be written.
-  DivergenceError: a predicate that differs per replica, over an aggregated write.
+  DivergenceError: the predicate differs per replica around an aggregated write.
 
 Example:
   >>> count = dj.Variable(0)
@@ -50,7 +50,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[Any, Any]:
-    """Returns `jax.lax.scan` of ``f``, which may write variables."""
+    """Like `jax.lax.scan`; ``f`` may write variables."""
     options: dict[str, Any] = dict(length=length, reverse=reverse, unroll=unroll)
     outer = frames.current().state
     if outer is None:
@@ -69,7 +69,7 @@ def scan(
 def while_loop(
     cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: PyTree
 ) -> Any:
-    """Returns `jax.lax.while_loop`; ``body_fun`` may write variables."""
+    """Like `jax.lax.while_loop`; ``body_fun`` may write variables."""
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.while_loop(cond_fun, body_fun, init_val))
@@ -95,7 +95,7 @@ def fori_loop(
     *,
     unroll: int | bool | None = None,
 ) -> Any:
-    """Returns `jax.lax.fori_loop`; ``body_fun`` may write variables."""
+    """Like `jax.lax.fori_loop`; ``body_fun`` may write variables."""
     outer = frames.current().state
     if outer is None:
         return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll))
@@ -117,7 +117,7 @@ def cond(
     *operands: PyTree,
     operand: PyTree = _NOT_GIVEN,
 ) -> Any:
-    """Returns `jax.lax.cond`; both branches may write variables."""
+    """Like `jax.lax.cond`; both branches may write variables."""
     operands = _all_operands("cond", operands, operand)
     outer = frames.current().state
     if outer is None:
@@ -131,7 +131,7 @@ def switch(
     *operands: PyTree,
     operand: PyTree = _NOT_GIVEN,
 ) -> Any:
-    """Returns `jax.lax.switch`; the branches may write variables."""
+    """Like `jax.lax.switch`; the branches may write variables."""
     operands = _all_operands("switch", operands, operand)
     outer = frames.current().state
     if outer is None:
@@ -193,13 +193,13 @@ def _slice_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def in_inner_trace(outer: TraceState, fn: Callable[[], Any]) -> Any:
-    """Returns ``fn()`` run in a trace inside that of `outer`; what it writes is dropped."""
+    """Returns ``fn()`` run in a trace nested in `outer`, discarding variable writes."""
     with frames.with_frame(dataclasses.replace(frames.current(), state=_inner_state(outer))):
         return fn()
 
 
 def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) -> list[Any]:
-    """Returns the variables that ``fn`` writes, found by one trace for shapes."""
+    """Returns the variables that ``fn`` writes, found by a shape-only trace."""
     written: list[Any] = []
 
     def traced(*args: PyTree) -> Any:

@@ -1,7 +1,7 @@
-"""Results of a mapped function as `jax.pmap` gives them: stacked along an axis.
+"""Results of a mapped function as in `jax.pmap`: stacked along an axis.
 
-`run` says by the type of a result whether it is proved equal. Here `out_axes` says what comes
-back: [R, ...] in either case, or for None one value, with a warning where the others are lost.
+With `run`, a result's type says whether it is proved equal. Here `out_axes` decides what is
+returned: [R, ...] in either case, or one value for None, with a warning if others are lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distjax.variables.conversion import is_number
 
 
 class _AsValues:
-    """As an axis: the values that `run` returns."""
+    """As an out axis: return what `run` returns."""
 
 
 AS_VALUES = _AsValues()
@@ -41,16 +41,16 @@ AS_VALUES = _AsValues()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunOptions:
-    """What one call on the replicas does in another way than `run`.
+    """How one call on the replicas departs from `run`.
 
     Attributes:
       axis_name: the name of the replica axis in this call; None: the strategy's.
-      out_axes: a prefix of the tree of results: where their replica axis comes to stand;
-        None for one value, AS_VALUES for what `run` returns.
-      leaves_program: whether the results are those of a program, so that they have to say
-        where they live.
-      settles_rest: whether the user's results are the first of a tuple of trees. The others
-        are the state of objects, which rules make one value afterwards.
+      out_axes: a prefix of the results' tree: the position of the replica axis, None for a
+        single value, or AS_VALUES for what `run` returns.
+      leaves_program: whether the results leave a compiled program, and so must be marked as
+        already placed.
+      settles_rest: whether the user's results are the first of a tuple of trees. The others are
+        state of objects, which rules later turn into single values.
     """
 
     axis_name: str | None = None
@@ -59,7 +59,7 @@ class RunOptions:
     settles_rest: bool = False
 
     def for_first_of(self, count: int) -> RunOptions:
-        """Returns the options where the results are the first of `count` trees."""
+        """Returns these options for results that are the first of `count` trees."""
         options = dataclasses.replace(self, settles_rest=True)
         if self.out_axes is AS_VALUES:
             return options
@@ -78,15 +78,15 @@ class DataFlow(NamedTuple):
 
     @classmethod
     def of(cls, jaxpr: Jaxpr, inputs: Sequence[GlobalValue], axis_name: str) -> DataFlow:
-        """Returns the flow where the jaxpr's inputs are these values."""
+        """Returns the flow for these inputs."""
         varying = dict(zip(jaxpr.invars, (v.varying for v in inputs), strict=True))
         return cls(jaxpr, varying, Analysis(axis_name))
 
     def origins(self, indices: Sequence[int]) -> list[JaxprEqn | None]:
         """Returns the equations that made these results differ; None for an argument.
 
-        Each is the last one on the way to the result where a value that is equal meets one
-        that differs, as parameters and a gradient do; else the one that made the result.
+        Each is the last one on the way to the result at which an equal value meets a differing
+        one, as parameters and a gradient do; otherwise the one that made the result.
         """
         made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         varying = {**dict.fromkeys(self.jaxpr.constvars, False), **self.varying}
@@ -112,18 +112,18 @@ def stack_results(
     topology: Topology,
     options: RunOptions,
 ) -> Any:
-    """Returns the user's tree of results, each with the replica axis where he wants it.
+    """Returns the user's tree of results, with the replica axis as in `out_axes`.
 
     Args:
-      name: the user's name of the function.
+      name: the user's name for the function.
       result: the tree.
       values: its arrays, in the global view.
       flow: how the function computes them.
       topology: the replicas.
-      options: where the axis is to stand.
+      options: where to put the axis.
 
     Raises:
-      ValueError: `out_axes` is no prefix of the tree.
+      ValueError: `out_axes` is not a prefix of the tree.
     """
     leaves = result.combine_leaves(values)
     axes = _axis_of_each(name, result.treedef, options.out_axes)
@@ -143,7 +143,7 @@ def stack_results(
 
 
 def _axis_of_each(name: str, treedef: jax.tree_util.PyTreeDef, out_axes: PyTree) -> list[Any]:
-    """Returns the axis of each leaf; a leaf here is a number, so that no class sees its fields."""
+    """Returns each leaf's axis; never unflattens user classes with axes as leaves."""
     try:
         return broadcast_axes(out_axes, treedef)
     except ValueError as error:
@@ -160,7 +160,7 @@ def _axis_of_each(name: str, treedef: jax.tree_util.PyTreeDef, out_axes: PyTree)
 def _report_lost(
     name: str, paths: Sequence[str], origins: Sequence[JaxprEqn | None], options: RunOptions
 ) -> None:
-    """Warns of values of which one comes back; those that are meant apart, by `dj.expect`."""
+    """Warns where all values but one are dropped, grouped by `dj.expect` reason."""
     reasons = [None if e is None else reason_in(str(e.source_info.name_stack)) for e in origins]
     axis = "the axis" if options.axis_name is None else repr(options.axis_name)
     for reason in dict.fromkeys(reasons):
@@ -193,7 +193,7 @@ def _with_axis(
         value = leaf.array[0] if leaf.varying else leaf.array
         placed = constrain_to_replicas(value, topology, varying=False)
     else:
-        # Named as in the call: what comes back can go in again, and nothing is compiled anew.
+        # Renamed as in the call, so that results can be fed back in without recompiling.
         named = renamed_topology(topology, options.axis_name or topology.axis_name)
         placed = _place_stacked(stack_replicas(leaf, named), axis, named)
     return AlreadyPlaced(placed) if options.leaves_program else placed

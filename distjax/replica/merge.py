@@ -1,8 +1,7 @@
 """merge_call as a primitive: binding, derivatives, batching.
 
-A merge holds a function of the global view. Its operands and results are values
-of the replica view; the emitter evaluates it between two segments, with proved
-localities.
+A merge holds a function of the global view, while its operands and results are in the replica
+view; the emitter evaluates it between two segments, with proved localities.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from distjax.typing import PyTree
 
 
 class Merge(Protocol):
-    """What a merge equation holds.
+    """The content of a merge equation.
 
     Attributes:
       out_avals: shapes and dtypes of the results, in the replica view.
@@ -57,10 +56,10 @@ def _plain(aval: ShapedArray) -> ShapedArray:
 
 
 class TangentMerge:
-    """The merge that is linear in the tangents of another merge.
+    """The merge that is linear in the tangents of another merge's operands.
 
-    Operands: all operands of `base`, then a tangent for each index in `live`.
-    Results: a tangent for each differentiable result of `base`.
+    Operands: all operands of `base`, then one tangent for each index in `live`.
+    Results: one tangent for each differentiable result of `base`.
     """
 
     def __init__(self, base: Merge, num_operands: int, live: tuple[int, ...]):
@@ -82,8 +81,8 @@ class TangentMerge:
 
 
 def _align_tangent(tangent: GlobalValue, operand_varying: bool, topology: Topology) -> jax.Array:
-    # An equal operand stands for R equal copies, of which the function sees one:
-    # tangents that differ enter by their mean, the transpose of the 1/R below.
+    # An equal operand stands for R equal copies, of which the function sees only one, so
+    # differing tangents enter as their mean: the transpose of the 1/R in CotangentMerge.
     if operand_varying:
         return stack_replicas(tangent, topology)
     return replica_mean(tangent, topology)
@@ -144,12 +143,11 @@ jax_compat.primitive_jvps[merge_p] = _merge_jvp
 class CotangentMerge:
     """The transpose of a TangentMerge.
 
-    Operands: all operands of the base merge, then a cotangent for each index in
-    `given` of the tangent results. Results: a cotangent for each live operand.
+    Operands: all operands of the base merge, then one cotangent for each index in `given` of
+    the tangent results. Results: one cotangent for each live operand.
 
-    A result that is equal on all replicas receives the sum of what they send
-    back. An equal operand stands for R copies, so each replica's share is 1/R of
-    its cotangent.
+    A result that is equal on all replicas receives the sum of the cotangents they send back. An
+    equal operand stands for R copies, so each replica's share of its cotangent is 1/R.
     """
 
     def __init__(self, tangent: TangentMerge, given: tuple[int, ...], avals: Sequence[Any]):
@@ -202,14 +200,14 @@ jax_compat.primitive_transposes[merge_p] = _merge_transpose
 
 
 class BatchedMerge:
-    """A merge mapped over one more axis of its operands, first in its results."""
+    """A merge mapped over an extra axis of its operands, leading in its results."""
 
     def __init__(self, base: Merge, dims: Sequence[int | None], size: int):
         self.base, self.dims, self.size = base, tuple(dims), size
         self.out_avals = [ShapedArray((size, *a.shape), a.dtype) for a in base.out_avals]
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
-        """Maps the global function one axis in."""
+        """Maps the global-view function over the extra axis, after any replica axis."""
         out_varying: list[bool] = []
 
         def one(*arrays: jax.Array) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Replicas that share a device: what `jax.vmap` does in another way than devices, or refuses.
+"""Replicas that share a device: what `vmap` refuses or does unlike real devices.
 
-One device runs all replicas under `vmap`. Its rules do not know groups of replicas nor partial
-permutations, an `all_to_all` of an equal value has the wrong shape, a `custom_vmap` takes the
-replica axis for one of the user's, and some primitives cannot be mapped. Equations of these kinds
-are evaluated here by what they mean; all others are left to JAX.
+On one device all replicas run under `vmap`. Its rules do not support groups of replicas or partial
+permutations, give an `all_to_all` of an equal value the wrong shape, let a `custom_vmap` mistake
+the replica axis for a user's, and cannot map some primitives. Such equations are evaluated here by
+their meaning; all others are left to JAX.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from distjax.replica.analysis import Analysis
 from distjax.typing import ArrayLike
 
-#: Primitives whose inner jaxpr is evaluated in their place.
+#: Primitives that are replaced by the evaluation of their inner jaxpr.
 _INLINED = frozenset("jit pjit closed_call core_call eval_jaxpr composite custom_vmap_call".split())
-#: Primitives whose rule for `vmap` is for operands that all have its axis.
+#: Primitives whose `vmap` rule requires all operands to be mapped.
 _ALL_MAPPED = frozenset("ragged_dot ragged_dot_general".split())
 
 
 class OneDevice:
-    """Evaluates jaxprs of replica functions inside of `vmap`.
+    """Evaluates jaxprs of replica functions inside `vmap`.
 
     Args:
-      analysis: of the replica axis.
-      num_replicas: R, its size.
+      analysis: the analysis for the replica axis.
+      num_replicas: R, the size of the axis.
 
     Attributes:
       axis_name: the name of the replica axis.
@@ -44,7 +44,7 @@ class OneDevice:
         self.axis_name = analysis.axis_name
 
     def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of `jaxpr`, as devices would give them."""
+        """Returns the outputs of `jaxpr` as separate devices would compute them."""
         if not any(map(self._is_special, jaxpr.eqns)):
             return jax_compat.eval_jaxpr(jaxpr, consts, args)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -88,21 +88,21 @@ class OneDevice:
             return _bind(eqn, list(map(self._spread, ins)))
         if "callback" in name:
             return self._one_by_one(eqn, ins)
-        return _bind(eqn, ins)  # JAX says what it does not map
+        return _bind(eqn, ins)  # JAX reports what it cannot map
 
     def _one_by_one(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
-        """Returns the results of an equation that runs for one replica after the other."""
+        """Returns the results of an equation that runs for one replica at a time."""
         rows = [lax.all_gather(x, self.axis_name) for x in ins]
         run = lambda row: list(_bind(eqn, row[1:]))
         outs = lax.map(run, [jnp.arange(self.num_replicas), *rows])
         return [self.own_row(out) for out in outs]
 
     def own_row(self, rows: ArrayLike) -> jax.Array:
-        """Returns this replica's row of an array, or table, that all share."""
+        """Returns this replica's row of an array or table shared by all."""
         return jnp.asarray(rows)[lax.axis_index(self.axis_name)]
 
     def _spread(self, x: ArrayLike) -> jax.Array:
-        """Returns `x` as a value per replica, also where it is equal on all."""
+        """Returns `x` as a mapped value, even if it is equal on all replicas."""
         is_any = jnp.broadcast_to(lax.axis_index(self.axis_name) >= 0, jnp.shape(x))
         return lax.select(is_any, jnp.asarray(x), jnp.asarray(x))
 
@@ -112,7 +112,7 @@ class OneDevice:
         groups = params.get("axis_index_groups")
         if name == "ppermute":
             return self._permute(x, params["perm"])
-        if not groups:  # `vmap` is right about an all_to_all of what differs
+        if not groups:  # `vmap` handles an all_to_all of mapped values correctly
             return lax.all_to_all_p.bind(self._spread(x), **params)
         group = _Group(self, x, groups)
         if name == "all_gather":
@@ -121,7 +121,7 @@ class OneDevice:
             total, axis = group.reduce(jnp.sum, 0), params["scatter_dimension"]
             return group.part(total, axis, params["tiled"])
         if name == "all_to_all":
-            axis = params["split_axis"]  # the equation is of the tiled form in either case
+            axis = params["split_axis"]  # the equation is in tiled form either way
             parts = jax.vmap(lambda row: group.part(row, axis, tiled=True))(group.rows)
             return _join(parts, params["concat_axis"], tiled=True)
         reduce = {"pmax": jnp.max, "pmin": jnp.min}.get(name)
@@ -168,10 +168,10 @@ class OneDevice:
 
 
 class _Group:
-    """The values of the replicas of one's own group.
+    """The values of the replicas in this replica's group.
 
     Attributes:
-      rows: [k, ...], in the order of the group; k is the size of the largest.
+      rows: [k, ...], in group order; k is the size of the largest group.
     """
 
     def __init__(self, device: OneDevice, x: ArrayLike, groups: Sequence[Sequence[int]]):
@@ -186,7 +186,7 @@ class _Group:
         self._position, self._num_members = device.own_row(position), device.own_row(sizes)
 
     def reduce(self, reduce: Callable[..., Any], missing: int | None) -> jax.Array:
-        """Returns the rows reduced; `missing` stands for those of a smaller group."""
+        """Reduces the rows; `missing` pads groups smaller than the largest."""
         rows = self.rows
         if missing is not None:
             is_row = jnp.arange(self.size) < self._num_members
@@ -195,7 +195,7 @@ class _Group:
         return reduce(rows, axis=0).astype(rows.dtype)
 
     def part(self, value: jax.Array, axis: int, tiled: bool) -> jax.Array:
-        """Returns the part of `value` that belongs to one's place in the group."""
+        """Returns the part of `value` for this replica's position in the group."""
         if not tiled:
             return lax.dynamic_index_in_dim(value, self._position, axis, keepdims=False)
         size = value.shape[axis] // self.size
@@ -203,7 +203,7 @@ class _Group:
 
 
 def _join(rows: jax.Array, axis: int, tiled: bool) -> jax.Array:
-    """Returns rows [k, ...] with their first axis at `axis`, or merged into it."""
+    """Moves the first axis of rows [k, ...] to `axis`, merging it there if tiled."""
     moved = jnp.moveaxis(rows, 0, axis)
     if not tiled:
         return moved

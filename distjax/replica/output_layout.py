@@ -14,7 +14,7 @@ from distjax.variables.variable import Variable
 
 
 class AlreadyPlaced:
-    """A result that already says where it lives: `place_output` leaves it as it is."""
+    """A result that is already placed; `place_output` leaves it as it is."""
 
     __slots__ = ("array",)
 
@@ -23,7 +23,7 @@ class AlreadyPlaced:
 
 
 def place_output(value: PyTree, topology: Topology) -> Any:
-    """Returns a result of cross-replica code, laid out for the user to hold."""
+    """Constrains a result of cross-replica code to the strategy's devices."""
     if isinstance(value, AlreadyPlaced):
         return value.array
     if isinstance(value, PerReplica):
@@ -33,6 +33,6 @@ def place_output(value: PyTree, topology: Topology) -> Any:
 
 
 def to_storage(variable: Variable, value: jax.Array) -> jax.Array:
-    """Returns the new value of a variable, laid out as it is stored."""
+    """Returns the new value of a variable in its stored layout."""
     layout = variable.layout
     return layout.constrain(layout.to_stored(value))

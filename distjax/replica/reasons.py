@@ -1,4 +1,4 @@
-"""Why a value is equal on every replica, or why not: the user's lines that made it so."""
+"""Why a value is equal on every replica or not: the user's lines responsible."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from distjax.replica.analysis import MERGE_NAME, Analysis, is_declared_equal
 from distjax.replica.facts import Fact, Site
 from distjax.variables.state import variable_p
 
-#: The most lines of a chain that are shown: its two ends say most.
+#: The most lines of a chain to show; the middle is cut, since its two ends matter most.
 _MOST_LINES = 6
 
 
 class Reasons:
-    """Looks back from values of a traced replica function to where they come from.
+    """Traces values of a replica function back to where they come from.
 
     Args:
-      jaxpr: its code.
-      env: what is known of each value.
+      jaxpr: the function's code.
+      env: the fact of each value.
       axis_name: the name of the replica axis.
       arguments: the user's paths of its inputs.
     """
@@ -33,7 +33,7 @@ class Reasons:
         self._arguments: dict[Any, str] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def explain(self, atom: Var | Literal, differs: bool) -> str:
-        """Returns why `atom` is equal, or by which lines it came to differ."""
+        """Returns why `atom` is equal, or which lines made it differ."""
         if isinstance(atom, Literal):
             return "a number in the code"
         return self._why_different(atom) if differs else self._why_equal(atom)
@@ -58,7 +58,7 @@ class Reasons:
         return not isinstance(atom, Literal) and atom in self._env and self._env[atom].differs
 
     def _why_equal(self, atom: Var | Literal) -> str:
-        """Looks for the last reductions on all ways to the value."""
+        """Finds the last reductions on all paths to the value."""
         lines: dict[str, None] = {}
         ahead, seen = [atom], set()
         while ahead:

@@ -1,4 +1,4 @@
-"""What is found where replicas' values are combined: the mistakes, and their texts."""
+"""Findings about combining replicas' values: the mistakes, and their texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
-from distjax.context.findings import calling_line
+from distjax.context.findings import LOCAL_VARIANCES, calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
 from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Times, Where, shape_of
@@ -36,7 +36,7 @@ def find(
     why: str,
     fix: str,
 ) -> None:
-    """Adds a finding, once for each rule and line; the first site is that of the mistake."""
+    """Adds a finding, once per rule and line; the first site is the mistake itself."""
     fix = _REPLICA_CALL.sub("strategy.reduce(", fix) if walk.across else fix
     source = calling_line() if sites[0].source == UNKNOWN else sites[0].source
     if (rule, source) in walk.found:
@@ -47,12 +47,12 @@ def find(
     walk.found[rule, source] = Finding(level, rule, text, source, reason)
 
 
-# -- a sum over the replicas, and its division by their number ----------------
+# -- sums over the replicas, and their division by R --------------------------
 
 
 def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
-    """Returns what is known of the sum of `x` over the replicas."""
-    if walk.is_transposed(eqn):  # the derivative of a reduction: nobody wrote it
+    """Returns the fact of the sum of `x` over the replicas."""
+    if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
         number = None if x.number is None else x.number * walk.num_replicas
         return Fact(
             False, number, x.only("grad", "mean", "share").tags if number is None else x.tags
@@ -64,7 +64,7 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     if x.number is not None:
         return Fact(number=x.number * walk.num_replicas)
     if x.differs:
-        require_reducible(walk, site, x)
+        find_unreducible(walk, site, x)
         if x.find("share"):
             return EQUAL.having(whole=x.find("share"))
         if x.find("mean"):
@@ -79,7 +79,7 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 
 
 def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
-    """Returns what is known of `x` over the number of replicas."""
+    """Returns the fact of `x` divided by the number of replicas."""
     site, rest = walk.site(eqn), x.without("mean", "share", "total", "summed", "times_R", "whole")
     if x.differs:
         return rest
@@ -120,13 +120,13 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 
 
 def _names_replicas(site: Where) -> bool:
-    """Returns whether the user's line speaks of the number of replicas, and of no number R."""
+    """Returns whether the user's line mentions num_replicas, not merely R's value."""
     file, _, line = site.source.split(" (")[0].rpartition(":")
     return "num_replicas" in linecache.getline(file, int(line)) if line.isdigit() else False
 
 
 def _reduction(x: Fact) -> tuple[str, Where] | None:
-    """Returns which reduction an equal value has been through, and where."""
+    """Returns the reduction that made an equal value, and where."""
     times = x.find("times_R")
     if times is not None:
         return "times_R", times[2]
@@ -136,8 +136,8 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
     return next(((name, x.find(name)) for name in names if x.find(name)), None)
 
 
-def require_reducible(walk: FactWalk, site: Where, x: Fact) -> None:
-    """Finds values whose sum or mean over the replicas means nothing."""
+def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
+    """Reports values whose sum or mean over the replicas is meaningless."""
     for name, (rule, expected, got, why, fix) in _UNREDUCIBLE.items():
         made = x.find(name)
         if made is not None:
@@ -185,7 +185,7 @@ _UNREDUCIBLE = {
         "loss = ctx.all_reduce('mean', loss); perplexity = jnp.exp(loss)",
     ),
     "variance": (
-        "local variances averaged",
+        LOCAL_VARIANCES,
         "moments about zero",
         "a reduction of variances about local means",
         "what the replicas' means differ by is lost",
@@ -226,15 +226,15 @@ def _find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
 # -- sums of R equal parts, where they are used -------------------------------
 
 
-def require_counted_once(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
-    """Finds an update of state by a sum of R equal parts."""
+def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
+    """Reports an update of state by a sum of R equal parts."""
     for own, other in ((a, b), (b, a)):
         if own.find("times_R") and other.find("base") and not own.find("base"):
             find_times_r(walk, own.find("times_R"), "warning", "an update of equal state by it")
 
 
 def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
-    """Finds a sum of R means, or of R equal values."""
+    """Reports a sum of R means, or of R equal values."""
     kind, inner, site = times
     if kind == "mean":
         find(
@@ -260,8 +260,8 @@ def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
     )
 
 
-def require_own_part(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
-    """Finds a total over the replicas that is added to a component of each."""
+def find_repeated_total(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
+    """Reports a total over the replicas that is added to each replica's component."""
     made = _reduction(amount)
     if made is None or made[0] == "averaged":
         return
@@ -280,8 +280,8 @@ def require_own_part(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
     )
 
 
-def require_every_part(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
-    """Finds totals added to a variable of which only the first replica's component is read."""
+def find_dropped_parts(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
+    """Reports totals added to a variable of which only replica 0's component is read."""
     for own, amount in ((a, b), (b, a)):
         made = amount.find("mean") or amount.find("ratio") or amount.find("total_site")
         if made is None or not own.find("component"):
@@ -303,8 +303,8 @@ def require_every_part(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
 # -- randomness ---------------------------------------------------------------
 
 
-def require_own_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
-    """Finds equal random numbers that meet each replica's own examples."""
+def find_equal_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
+    """Reports equal random numbers combined with each replica's own examples."""
     for bits, data in ((a, b), (b, a)):
         made = bits.find("random")
         shape = shape_of(eqn.outvars[0])
@@ -351,7 +351,7 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
             )
         return EQUAL
     if x.differs:
-        require_reducible(walk, site, x)
+        find_unreducible(walk, site, x)
     made = _reduction(x)
     if rule == "MEAN":
         share = x.find("share")
@@ -366,7 +366,7 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
 
 
 def find_sums(walk: FactWalk) -> None:
-    """Finds sums of R equal parts in variables; with a count beside them they may be a mean."""
+    """Reports sums of R equal parts in variables, unless a count may make it a mean."""
     for variable, times, level in walk.sums:
         if not any(other is not variable for other, _, _ in walk.counts):
             find_times_r(walk, times, level, f"a write of it to variable {variable.name!r}")
@@ -384,10 +384,10 @@ def find_sums(walk: FactWalk) -> None:
         )
 
 
-def require_fit(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> None:
-    """Finds gradients that an optimizer with reduction `op` is not to be given."""
+def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> None:
+    """Reports gradients that do not fit an optimizer with reduction `op`."""
     site = walk.site(eqn)
-    require_reducible(walk, site, x)
+    find_unreducible(walk, site, x)
     made = _reduction(x)
     if made is not None and op == "SUM":
         find_times_r(walk, (*made, site), "warning", "an optimizer that sums over the replicas")

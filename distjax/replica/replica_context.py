@@ -1,4 +1,4 @@
-"""ReplicaContext: what a replica function can ask and do."""
+"""ReplicaContext: what a replica function can query and do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from distjax.variables.variable import Variable
 class ReplicaContext:
     """One replica's view of the others, inside a replica function.
 
-    Got from `dj.get_replica_context()`; valid while the function is traced.
+    Obtained from `dj.get_replica_context()`; valid while the function is traced.
 
     Source: tf.distribute.ReplicaContext; tf.distribute.StrategyExtended, "Replica
       context vs. cross-replica context" (TF 1.13).
@@ -45,7 +45,7 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Any:
-        """The strategy that runs the function."""
+        """The strategy that is running the function."""
         return self._strategy
 
     @property
@@ -55,7 +55,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's number, 0 to R - 1: a traced int32 scalar."""
+        """This replica's index, 0 to R - 1, as a traced int32 scalar."""
         self._require_current("replica_id_in_sync_group")
         return lax.axis_index(self._axis_name)
 
@@ -65,7 +65,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices that run replicas (one trace stands for all of them)."""
+        """The devices that run replicas; one trace stands for all of them."""
         return self._strategy.extended.worker_devices
 
     def merge_call(
@@ -76,28 +76,28 @@ class ReplicaContext:
     ) -> Any:
         """Returns this replica's view of ``merge_fn(strategy, *args, **kwargs)``.
 
-        All replicas pause here; `merge_fn` runs once, in cross-replica context;
-        its result goes back to each replica.
+        All replicas pause here; `merge_fn` runs once, in cross-replica context, and its
+        result is returned to each replica.
 
         Args:
-          merge_fn: called with the strategy and the arguments: Python objects
-            and variables as they are, values proved equal as arrays, others as
-            PerReplica. It may be traced more than once; pure except through
-            variables.
+          merge_fn: called with the strategy and the arguments. Python objects and variables
+            are passed unchanged, values proved equal as arrays, others as PerReplica. It may
+            be traced more than once, and must be pure except through variables.
           args: positional arguments, a tuple or list.
           kwargs: keyword arguments.
 
         Returns:
-          The result: a PerReplica leaf gives each replica its own value.
+          The result; each replica gets its own value of a PerReplica leaf.
 
         Locality: T or M in; T for PerReplica results, else M.
-        Context: replica context; inside loops, branches, jit, grad, vmap too.
+        Context: replica context, including inside loops, branches, jit, grad and vmap.
 
         Raises:
-          LocalityError: a PerReplica that the function closes over as an argument, one of
-            other replicas as a result.
-          MergeError: in a merge function, or where replicas may not all arrive.
-          ContextError: outside of this context's trace.
+          LocalityError: an argument is a PerReplica that the function closes over, or a result
+            is a PerReplica of other replicas.
+          MergeError: inside a merge function, or where replicas may not all arrive.
+          ContextError: outside this context's trace.
+
         Source: tf.distribute.ReplicaContext.merge_call (TF 1.13).
         """
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
@@ -106,7 +106,7 @@ class ReplicaContext:
             keep = self.merges.append
             return bind_merge(self._strategy, frame.state, merge_fn, args, kwargs, keep)
         except Exception as error:
-            # A merge that failed has failed for all replicas: none can go on without it.
+            # A failed merge fails for all replicas, so none can continue without it.
             self.merge_error = error
             raise
 
@@ -115,16 +115,17 @@ class ReplicaContext:
 
         Args:
           op: a ReduceOp or its name.
-          value: a tree of arrays and numbers [...]; None is an empty tree.
+          value: a pytree of arrays and numbers [...]; None is an empty tree.
 
         Locality: T or M in, M out. Context: replica.
-        Cost: one all-reduce per leaf. Its derivative is the same all-reduce.
+        Cost: one all-reduce per leaf. The derivative is the same all-reduce.
 
         Raises:
-          ValueError: an unknown `op`.
-          LocalityError: a PerReplica that the function closes over.
+          ValueError: `op` is unknown.
+          LocalityError: `value` holds a PerReplica that the function closes over.
+          TypeError: a leaf is neither an array nor a number.
           NotImplementedError: a sparse array.
-          MergeError, ContextError, StrategyMismatchError: outside of this context.
+          MergeError, ContextError, StrategyMismatchError: outside this context.
 
         Example:
           >>> def step(x):
@@ -146,17 +147,17 @@ class ReplicaContext:
         return jax.tree.map(leaf, value, is_leaf=_is_leaf)
 
     def all_gather(self, value: PyTree, axis: int) -> Any:
-        """Returns the replicas' values end to end along `axis`, on every replica.
+        """Returns the replicas' values concatenated along `axis`, on every replica.
 
         Args:
-          value: a tree of arrays [..., B, ...] of equal shapes on all replicas.
+          value: a pytree of arrays [..., B, ...] with equal shapes on all replicas.
           axis: the axis to concatenate along, 0 or more.
 
-        Locality: T or M in, M out. Context: replica. Cost: an all-gather a leaf.
+        Locality: T or M in, M out. Context: replica. Cost: one all-gather per leaf.
 
         Raises:
-          ValueError: a scalar, or an axis that the value does not have.
-          LocalityError, NotImplementedError: as `all_reduce`.
+          ValueError: `value` is a scalar or lacks this axis.
+          LocalityError, TypeError, NotImplementedError: as in `all_reduce`.
 
         Example:
           >>> def step():
@@ -181,15 +182,15 @@ class ReplicaContext:
     def fold_in(self, key: jax.Array) -> jax.Array:
         """Returns `key` made different on each replica.
 
-        A replicated key gives every replica the same random numbers, dropout
-        masks among them.
+        With an equal key, every replica draws the same random numbers, including dropout
+        masks.
 
         Locality: M in, T out. Context: replica. Cost: none.
         """
         return jax.random.fold_in(key, self.replica_id_in_sync_group)
 
     def _require_current(self, what: str) -> Frame:
-        """Returns the current frame, or raises unless it is this context's."""
+        """Returns the current frame, or raises if it is not this context's."""
         frame = frames.current()
         if frame.replica_context is self:
             return frame
@@ -229,7 +230,7 @@ def _local_array(value: PyTree, method: str) -> jax.Array:
     value = value.value if isinstance(value, Variable) else value
     try:
         return jnp.asarray(value)
-    except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value
+    except jax.errors.JAXTypeError:  # a tracer error, unrelated to the value
         raise
     except TypeError as error:
         raise TypeError(

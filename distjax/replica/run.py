@@ -1,4 +1,4 @@
-"""Running a replica function in a trace: trace it, cut it, hand out results."""
+"""Runs a replica function in a trace: traces, splits and emits it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
     GlobalValue,
     as_user_value,
+    from_user_value,
     from_variable,
     replica_aval,
     to_variable,
@@ -65,14 +66,14 @@ class ReplicaTrace:
     """A traced replica function.
 
     Attributes:
-      jaxpr, consts: the replica view; outputs are the array results, then the
-        written variables, then the initial values of created ones.
-      result: the tree of results.
-      written: variables that the function wrote.
-      created: variables that it created.
-      merges: those that the jaxpr's equations hold weakly.
-      error: what the function raised after it had created variables, or None: then the
-        outputs are their initial values only.
+      jaxpr, consts: the replica view; its outputs are the array results, then the written
+        variables, then the initial values of the created ones.
+      result: the pytree of results.
+      written: the variables that the function wrote.
+      created: the variables that it created.
+      merges: the merges that the jaxpr's equations reference weakly.
+      error: the exception that the function raised after creating variables, or None; if
+        set, the outputs are only the initial values.
     """
 
     jaxpr: jax_compat.Jaxpr
@@ -95,16 +96,16 @@ def run_in_trace(
     """Emits ``fn`` on every replica into the current trace.
 
     Args:
-      strategy: whose replicas run.
+      strategy: the strategy whose replicas run.
       fn: the replica function.
       args: positional arguments, in the global view.
       kwargs: keyword arguments.
-      outer: the state of variables around the call.
-      options: what this call does in another way than `run`.
+      outer: the variable state around the call.
+      options: how this call departs from `run`.
 
     Returns:
-      The results in the global view: arrays where proved equal, PerReplica
-      where not, Python objects and variables as they are; or as `options` say.
+      The results in the global view: arrays if proved equal, else PerReplica; Python
+      objects and variables unchanged. Or as specified by `options`.
     """
     topology = strategy.extended.topology
     named = renamed_topology(topology, options.axis_name or topology.axis_name)
@@ -115,7 +116,7 @@ def run_in_trace(
         mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
     )
     _require_same_replicas(fn, partitioned, names, topology)
-    global_values = [_as_global_value(leaf) for leaf in partitioned.leaves]
+    global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
     traced = _trace_valid(strategy, fn, given, outer, named)
     if options.axis_name is not None:
@@ -153,7 +154,7 @@ def _compare_feedback(
     kwargs: dict[str, Any],
     outer: TraceState,
 ) -> Feedback:
-    """Returns the feedback of a function in the trace around; a second call is compared."""
+    """Returns the function's Feedback in the outer trace; compares a second call."""
     _, feedback = outer.feedbacks.get(id(fn), (fn, None))
     if feedback is not None:
         feedback.compare(args, kwargs)
@@ -165,9 +166,9 @@ def _compare_feedback(
 
 
 def _require_own_axis(name: str, jaxpr: jax_compat.Jaxpr, topology: Topology) -> None:
-    """Raises if the collectives of `jaxpr` would be those of a `jax.vmap` around it.
+    """Raises if the collectives of `jaxpr` would bind to an enclosing `jax.vmap`.
 
-    JAX gives them the axis of the vmap where a mesh has an axis of the same name.
+    JAX gives them the vmap's axis if the mesh has an axis of the same name.
     """
     axis_name = topology.axis_name
     in_replica = any(frame.replica_context is not None for frame in frames.stack())
@@ -204,9 +205,9 @@ def _tell_findings(
     topology: Topology,
     options: RunOptions,
 ) -> list[Fact]:
-    """Reports what is probably wrong; tells the observer what is proved, and why.
+    """Reports probable mistakes; tells the observer what is proved, and why.
 
-    Returns what is known of each result, or nothing of any.
+    Returns a fact per result, or none at all.
     """
     env: dict[Any, Any] = {}
     if topology.num_replicas > 1:
@@ -237,20 +238,14 @@ def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[s
 
 
 def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalValue]:
-    """Returns `results` on the strategy's device, where the program does not say it itself.
+    """Constrains `results` to the strategy's device if it has no mesh.
 
-    Without a mesh and with uncommitted arguments only, `jit` would take the default device.
+    Otherwise, if all arguments are uncommitted, `jit` would pick the default device.
     """
     if topology.mesh is not None:
         return results
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
-
-
-def _as_global_value(leaf: PyTree) -> GlobalValue:
-    if isinstance(leaf, PerReplica):
-        return GlobalValue(leaf.stacked, True)
-    return GlobalValue(jnp.asarray(leaf), False)
 
 
 # -- tracing ------------------------------------------------------------------
@@ -263,7 +258,7 @@ def _trace_valid(
     outer: TraceState,
     topology: Topology,
 ) -> ReplicaTrace:
-    """Traces ``fn``; raises where it needs more than a replica has."""
+    """Traces ``fn``; raises if it does what a replica cannot do."""
     try:
         traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
     except (TypeError, jax.errors.JAXTypeError) as error:
@@ -281,7 +276,7 @@ def trace_replica(
     outer: TraceState,
     topology: Topology,
 ) -> ReplicaTrace:
-    """Traces ``fn`` once, as one replica sees it, its axis named as in `topology`."""
+    """Traces ``fn`` once, as one replica sees it, with the axis name of `topology`."""
     found: dict[str, Any] = {}
 
     def traced(*local: jax.Array) -> list[Any]:
@@ -317,16 +312,16 @@ def trace_replica(
     except AssertionError as error:
         if not str(error).startswith("ManualAxisType"):
             raise
-        with _replica_axis_in_scope(topology):  # where lax.pcast is the identity
+        with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
             jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
     trace = ReplicaTrace(jaxpr, consts, **found)
     return trace if trace.error is None else _keep_created(trace, trace.error)
 
 
 def _keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
-    """Returns the trace of a function that failed: nothing is left but its variables' making.
+    """Reduces the trace of a failed function to the creation of its variables.
 
-    The user may hold what was created, behind a guard that does not let it be made again.
+    The user may hold these variables behind a guard that prevents creating them again.
     """
     initial = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - len(trace.created) :]
     return dataclasses.replace(
@@ -339,7 +334,7 @@ def _keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
 
 
 def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
-    """Lets JAX's errors name the user's function, and its leaves by their number."""
+    """Makes JAX's errors name the user's function, and its leaves by number."""
     traced.__wrapped__ = fn
     traced.__signature__ = inspect.signature(lambda *leaves: None)
 
@@ -354,7 +349,7 @@ def _model_axes_in_scope(topology: Topology) -> Any:
 def _replica_axis_in_scope(topology: Topology) -> Any:
     """Returns a context in which `lax.pcast` may name the replica axis.
 
-    Not for every trace: arrays that a function closes over would have to be of this mesh.
+    Not used for every trace, as arrays closed over would then have to be on this mesh.
     """
     if topology.mesh is not None:
         return user_mesh.manual_axis(topology.mesh, topology.axis_name)
@@ -366,7 +361,7 @@ def _replica_axis_in_scope(topology: Topology) -> Any:
 def _bind_created(
     created: Sequence[Any], values: Sequence[GlobalValue], outer: TraceState, topology: Topology
 ) -> None:
-    """Makes the variables that the function created known around it, with replica 0's values."""
+    """Registers created variables with the outer trace, with replica 0's values."""
     for variable, value in zip(created, values, strict=True):
         if value.varying and topology.num_replicas > 1:
             find_unequal_start(variable)

@@ -1,7 +1,7 @@
-"""State that goes into a replica function equal and comes out different: a forgotten reduction.
+"""Detects state that goes in equal and comes out different: a missing reduction.
 
-Trees are compared by structure and leaves, and never built: the class of a user's node may refuse
-leaves that are no arrays.
+Trees are compared by structure and leaves and never unflattened, because a user's node class may
+reject leaves that are not arrays.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from distjax.replica.global_value import GlobalValue
 
 
 class _Leaf(NamedTuple):
-    """A leaf that is data, with its path."""
+    """A data leaf with its path."""
 
     path: str
     value: GlobalValue
 
 
 class _Tree(NamedTuple):
-    """A tree taken apart.
+    """A flattened tree.
 
     Attributes:
       treedef: its structure.
-      leaves: a _Leaf for data, else the Python object.
+      leaves: a _Leaf per data leaf, and the Python object for any other.
     """
 
     treedef: Any
@@ -57,11 +57,11 @@ def check_state(
     results: Sequence[GlobalValue],
     meant: Mapping[int, tuple[Any, str]],
 ) -> None:
-    """Warns (for Flax parameters: raises) where state went in M and came out T."""
+    """Warns if state went in M and came out T; raises for Flax TrainState params."""
     args, kwargs = _take_apart(given.partitioned, given.values).children()
     candidates = _subtrees(_take_apart(result, results))
     for arg in (*args.children(), *kwargs.children()):
-        if arg.treedef.node_data() is None:  # a lone value is no state
+        if arg.treedef.node_data() is None:  # a single value is not state
             continue
         for candidate in candidates:
             if candidate.treedef != arg.treedef:
@@ -82,7 +82,7 @@ def _take_apart(partitioned: PartitionedTree, values: Sequence[GlobalValue]) -> 
 
 
 def _subtrees(tree: _Tree) -> list[_Tree]:
-    """Returns the tree and those in it, which may be deeper than Python's stack."""
+    """Returns the tree and its subtrees; iterative, as trees may exceed the stack."""
     found, ahead = [], [tree]
     while ahead:
         found.append(ahead.pop())

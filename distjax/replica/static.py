@@ -1,8 +1,9 @@
-"""What of the arguments is part of a program, and no input of it, by the user's word."""
+"""Marking parts of arguments as static: part of the program, not inputs of it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -16,17 +17,17 @@ _T = TypeVar("_T")
 
 
 def static(value: object) -> Static:
-    """Returns `value` marked as a Python value, for an argument of `run` or `dj.jit`.
+    """Marks `value` as static, for an argument of `run` or `dj.jit`.
 
-    Numbers and bools among the arguments are inputs of a program: a new value compiles
-    nothing, and Python code (``if``, ``range``, a shape) cannot see it. The function is
-    given a marked one as it is, and is compiled for each value, found by ``==``.
+    Numbers and bools in arguments are inputs of the program: new values do not recompile
+    it, and Python code (``if``, ``range``, a shape) cannot see them. A static value is
+    passed to the function as it is, and each new value, compared by ``==``, recompiles it.
 
     Args:
-      value: a number, a bool or another hashable object; anywhere in an argument.
+      value: a number, a bool or another hashable object, anywhere in an argument.
 
     Raises:
-      ValueError: a value that cannot be hashed.
+      ValueError: `value` is not hashable.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -50,10 +51,15 @@ def static(value: object) -> Static:
 
 
 def unmark(tree: _T) -> _T:
-    """Returns `tree` with the values that are marked in it; the tree itself if none is."""
+    """Returns `tree` with static values unwrapped; the same object if there are none."""
     if not any(map(_is_static, jax.tree.leaves(tree, is_leaf=_is_static))):
         return tree
     return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+def keep_marks(tree: PyTree) -> Any:
+    """Returns `tree` with the marked values marked once more: `unmark` leaves them marked."""
+    return jax.tree.map(lambda x: Static(x) if _is_static(x) else x, tree, is_leaf=_is_static)
 
 
 def _is_static(value: object) -> bool:
@@ -61,30 +67,33 @@ def _is_static(value: object) -> bool:
 
 
 # -- Equinox ------------------------------------------------------------------
-# A module is a tree whose leaves are arrays and, by Equinox's own rule (`eqx.filter_jit`), values
-# of Python: rates, flags, activation functions. So no number in it is an input.
+# A module is a pytree of arrays and, by Equinox's own rule (`eqx.filter_jit`), Python values:
+# rates, flags, activation functions. So numbers in it are static, not inputs.
 
 
 def is_module(value: object) -> bool:
-    """Returns whether `value` is an `eqx.Module`; Equinox is not imported for it."""
+    """Returns whether `value` is an `eqx.Module`, without importing Equinox."""
     return isinstance(value, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
-def mark_modules(tree: PyTree, names: tuple[str, ...] = ()) -> Any:
-    """Returns (args, kwargs) in which whatever is no array in an `eqx.Module` is Static.
+def mark_modules(
+    tree: PyTree, names: tuple[str, ...] = (), is_data: Callable[[Any], bool] = is_array
+) -> Any:
+    """Returns (args, kwargs) with non-array leaves of Equinox modules made Static.
 
     Args:
       tree: (args, kwargs).
       names: names of the positional arguments, for the error.
+      is_data: what is an array.
 
     Raises:
-      ValueError: a Python object in a module that cannot be hashed.
+      ValueError: a Python object in a module is not hashable.
     """
     if "equinox" not in sys.modules:
         return tree
 
     def mark(path: tuple[Any, ...], value: PyTree) -> Any:
-        return _mark_module(path, value, names) if is_module(value) else value
+        return _mark_module(path, value, names, is_data) if is_module(value) else value
 
     return jax.tree_util.tree_map_with_path(mark, tree, is_leaf=_is_one_value)
 
@@ -93,9 +102,11 @@ def _is_one_value(value: object) -> bool:
     return is_module(value) or is_per_replica(value) or _is_static(value)
 
 
-def _mark_module(path: tuple[Any, ...], module: PyTree, names: tuple[str, ...]) -> Any:
+def _mark_module(
+    path: tuple[Any, ...], module: PyTree, names: tuple[str, ...], is_data: Callable[[Any], bool]
+) -> Any:
     def mark(inner: tuple[Any, ...], leaf: PyTree) -> Any:
-        if is_array(leaf) or isinstance(leaf, (PerReplica, Static)):
+        if is_data(leaf) or isinstance(leaf, (PerReplica, Static)):
             return leaf
         return as_static(leaf, user_path(jax.tree_util.keystr((*path, *inner)), names))
 

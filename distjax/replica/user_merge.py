@@ -34,14 +34,14 @@ from distjax.variables.state import MergeState, ShapeState, TraceState
 
 
 class UserMerge:
-    """A merge function with its arguments and the variables that it touches.
+    """A merge function with its arguments and the variables that it uses.
 
     Operands: the array arguments, then a value for each variable in `read`.
     Results: the array results, then a value for each variable in `written`.
 
     Attributes:
-      jaxpr: array arguments -> array results, as if all were mirrored; None where that is no
-        way to call the function.
+      jaxpr: array arguments -> array results, as if all were mirrored; None if the function
+        cannot be called that way.
     """
 
     def __init__(self, strategy: StrategyLike, fn: Callable[..., Any], args: PartitionedTree):
@@ -56,7 +56,7 @@ class UserMerge:
 
     @property
     def reduces(self) -> tuple[str, int, int] | None:
-        """What a function of distjax's own reduces: the name of the op, and which operands."""
+        """For distjax's own merges, the op name and operand range that they reduce."""
         owner: Any = getattr(self.fn, "__self__", self.fn)
         number = getattr(owner, "reduced_argument", None)
         if not isinstance(number, int):
@@ -66,15 +66,14 @@ class UserMerge:
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
     def find_shapes(self) -> None:
-        """Runs the function once, abstractly, for shapes and for its variables.
+        """Traces the function abstractly, to find its shapes and variables.
 
-        Every array is passed as mirrored: any operation is legal then, and gives
-        the same replica shape and dtype. If that raises, once with every array
-        per replica.
+        Every array is first passed as mirrored, which makes any operation legal and gives the
+        same replica shapes and dtypes. If that raises, every array is passed per replica.
         """
         try:
             self._find_shapes(as_per_replica=False)
-        except MergeError:  # of no locality would it be right
+        except MergeError:  # no locality would fix this
             raise
         except Exception:
             if not self.args.leaves or self.topology.num_replicas == 1:
@@ -82,13 +81,13 @@ class UserMerge:
             try:
                 self._find_shapes(as_per_replica=True)
                 return
-            except Exception:  # the first error counts
+            except Exception:  # report the first error
                 pass
             raise
 
     @property
     def topology(self) -> Topology:
-        """The replicas that meet."""
+        """The replicas that merge."""
         return self.strategy.extended.topology
 
     def _find_shapes(self, *, as_per_replica: bool) -> None:
@@ -113,7 +112,7 @@ class UserMerge:
             self.out_avals += [ShapedArray(v.local_shape, v.dtype) for v in self.written]
             return [o.array for o in outs]
 
-        # The replica function's mesh (its model axes) is not that of cross-replica code.
+        # The replica function's mesh (its model axes) does not apply to cross-replica code.
         with user_mesh.outside_manual_axes(), frames.without_observer():
             jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
@@ -132,7 +131,7 @@ class UserMerge:
         return [from_user_value(result) for result in results]
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
-        """Calls the function in the global view, on proved localities."""
+        """Calls the function in the global view, with proved localities."""
         num_args = len(self.args.leaves)
         creation = CreationLog(made=self.created, makes_at_once=True)
         state = MergeState(local_view=False, creations=creation)
@@ -173,10 +172,10 @@ class UserMerge:
 
 
 class WeakMerge:
-    """A user's merge as a parameter of an equation.
+    """A user's merge as an equation parameter.
 
-    By weak reference: JAX's cache of abstract evaluations keeps parameters alive, and
-    with a merge its arguments, such as all variables of a model.
+    The reference is weak because JAX's cache of abstract evaluations keeps parameters alive,
+    and a merge keeps its arguments alive, such as all variables of a model.
     """
 
     def __init__(self, merge: UserMerge):
@@ -185,17 +184,17 @@ class WeakMerge:
 
     @property
     def user_merge(self) -> UserMerge | None:
-        """The merge, as long as the trace of the replica function lives."""
+        """The merge; None once the trace of the replica function is gone."""
         return self._reference()
 
     @property
     def jaxpr(self) -> jax_compat.Jaxpr | None:
-        """What the function does, as far as it was traced."""
+        """The function's jaxpr, as far as it was traced."""
         merge = self._reference()
         return None if merge is None else merge.jaxpr
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
-        """Emits the merge, which the trace of the replica function keeps alive."""
+        """Emits the merge, kept alive by the trace of the replica function."""
         merge = self._reference()
         assert merge is not None
         return merge.emit(values, topology)
@@ -211,7 +210,7 @@ def bind_merge(
 ) -> Any:
     """Binds a merge equation in the current trace and returns each replica's result.
 
-    The equation holds the merge weakly: ``keep`` is given it to keep it alive.
+    The equation references the merge weakly, so ``keep`` must keep it alive.
     """
     merge = UserMerge(strategy, fn, PartitionedTree((args, kwargs), is_array))
     for leaf in merge.args.leaves:

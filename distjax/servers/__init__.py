@@ -1,4 +1,4 @@
-"""Parameter servers: variables at servers, and workers that do not wait for each other."""
+"""Parameter servers: variables on servers, and workers that run asynchronously."""
 
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.engine import Engine, Ran, Task, WorkerDied

@@ -1,7 +1,7 @@
-"""Applied: which pushes a server has applied, so that each is applied once."""
+"""Applied: the pushes a server has applied, so that each is applied only once."""
 
-# A closure that is open has the answers of its pushes; one that is done is a number, and below the
-# watermark not even that. So what is kept is bounded by the closures that are open at a time.
+# An open closure keeps the answers of its pushes; a done one is only a number, and below the
+# watermark not even that. So the records are bounded by the number of closures open at a time.
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jax
 
 
 class Answer(NamedTuple):
-    """What a push came to.
+    """The result of a push.
 
     Attributes:
-      version: the server's, after it.
+      version: the server's version after it.
       arrays: the answers of its program.
       token: ready when the push has run.
     """
@@ -26,22 +26,22 @@ class Answer(NamedTuple):
 
 
 class RefusedPush(Exception):
-    """The push of a worker that was given up: its closure is done, or has a later attempt."""
+    """The push of an abandoned attempt: its closure is done, or has a later attempt."""
 
 
 @dataclasses.dataclass
 class _Open:
-    attempt: int = 0  # the latest that pushed
+    attempt: int = 0  # the latest attempt that pushed
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict[int, Answer])  # by stage
 
 
 class Applied:
-    """Which closures are done, and what those that are not were answered.
+    """Which closures are done, and the answers of those that are not.
 
-    Not thread-safe: its server's lock is held around every call.
+    Not thread-safe: every call holds its server's lock.
 
     Args:
-      watermark: all closures of lower numbers are done.
+      watermark: all closures with lower numbers are done.
     """
 
     def __init__(self, watermark: int = 0):
@@ -51,14 +51,14 @@ class Applied:
 
     @property
     def num_kept(self) -> int:
-        """The number of records that are kept."""
+        """The number of records kept."""
         return len(self._open) + len(self._done)
 
     def find(self, closure: int, stage: int, attempt: int) -> Answer | None:
-        """Returns what the push was answered already; None: it is to be applied.
+        """Returns the push's earlier answer, or None if it is yet to be applied.
 
         Raises:
-          RefusedPush: it comes from an attempt that was given up.
+          RefusedPush: it comes from an abandoned attempt.
         """
         if closure < self.watermark or closure in self._done:
             raise RefusedPush(f"closure {closure} is done")
@@ -69,15 +69,15 @@ class Applied:
         return record.answers.get(stage)
 
     def add(self, closure: int, stage: int, answer: Answer) -> None:
-        """Notes that a push, which `find` did not know, was applied."""
+        """Records that a push unknown to `find` was applied."""
         self._open[closure].answers[stage] = answer
 
     def num_pushes_since(self, closure: int, version: int) -> int:
-        """Returns how many versions after `version` an open closure has made itself."""
+        """Returns how many versions after `version` an open closure has itself created."""
         return sum(own.version > version for own in self._open[closure].answers.values())
 
     def mark_done(self, closure: int) -> None:
-        """Forgets the answers; what pushes for the closure from here on is refused."""
+        """Drops the answers; from here on, pushes of the closure are rejected."""
         self._open.pop(closure, None)
         if closure >= self.watermark:
             self._done.add(closure)

@@ -1,6 +1,6 @@
-"""Attempt: what a worker does with a closure, on a thread or in a process of its own."""
+"""Attempt: a worker's execution of a closure, on a thread or in its own process."""
 
-# Everything is handed on as futures: nothing here waits for a program.
+# Everything is passed on as futures: nothing here waits for a program.
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
+from distjax.context.thread_settings import ProgramModes
+from distjax.jax_compat import ShapedArray
+from distjax.placement.topology import Topology
 from distjax.servers.applied import Answer
+from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Task
-from distjax.servers.placing import place
-from distjax.servers.plan import Push
-from distjax.servers.programs import Programs
+from distjax.servers.placing import outs_of, place, sharding_of
+from distjax.servers.plan import Push, Stage
+from distjax.servers.programs import Given, OutShardings, Programs
+from distjax.servers.remote_array import Argument
 
 
 class Parcel(NamedTuple):
-    """What is sent to one server.
+    """The data sent to one server.
 
     Attributes:
-      push: of the plan.
+      push: the push of the plan.
       arrays: its operands.
-      pulled: the version that was pulled from this server; None: nothing was.
+      pulled: the version pulled from this server, or None.
     """
 
     push: Push
@@ -33,14 +40,22 @@ class Parcel(NamedTuple):
 class Servers(Protocol):
     """The servers, as a worker sees them."""
 
+    def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        """Returns shape, dtype and sharding of an array from a server, once it is at the worker."""
+        ...
+
+    def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
+        """Has a server compile a push for operands of the worker in these forms."""
+        ...
+
     def pull(
         self, wanted: Mapping[int, Sequence[str]]
     ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
-        """Returns version and values, by server, of the keys that are wanted of each."""
+        """Returns, by server, the version and values of the wanted keys."""
         ...
 
     def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
-        """Sends what is pushed in a stage; returns the answers in the same order."""
+        """Sends the pushes of a stage; returns the answers in the same order."""
         ...
 
 
@@ -48,20 +63,20 @@ class Attempt:
     """One attempt at a closure: the slots of its plan, and what was sent.
 
     Args:
-      task: what is run.
-      servers: those it meets.
-      programs: run the parts at the worker.
-      device: the worker's.
+      task: the task to run.
+      servers: the servers it uses.
+      programs: run the worker's parts.
+      home: the worker's devices.
 
     Attributes:
-      versions: by server, of those that it met: after the push, else as pulled.
-      tokens: ready when all has run.
+      versions: of each server used: after its last push, or as pulled.
+      tokens: ready when everything has run.
     """
 
-    def __init__(self, task: Task, servers: Servers, programs: Programs, device: jax.Device):
-        self._task, self._servers, self._programs, self._device = task, servers, programs, device
-        arrays = place(task.arrays, device)
-        self._slots = dict(zip(task.plan.arguments, arrays, strict=True))
+    def __init__(self, task: Task, servers: Servers, programs: Programs, home: Topology):
+        self._task, self._servers, self._programs, self._home = task, servers, programs, home
+        self._slots: dict[int, jax.Array] = {}
+        self._bring(task.plan.arguments, task.arrays)
         self._pulled: dict[int, int] = {}  # versions, by server
         self.versions: dict[int, int] = {}
         self.tokens: list[jax.Array] = []
@@ -70,6 +85,12 @@ class Attempt:
     def results(self) -> tuple[jax.Array, ...]:
         """The flat results."""
         return tuple(self._slots[slot] for slot in self._task.plan.results)
+
+    def compile(self, compiled: CompiledPlans) -> None:
+        """Compiles the programs of the plan, also those of servers, unless that was done."""
+        forms = tuple([_memory_of(x) for x in self._slots.values()])
+        signature = self._home.devices, ProgramModes.of_this_thread(), forms
+        compiled.compile_once(self._task.plan, signature, self._compile)
 
     def pull(self) -> None:
         """Reads the snapshot: one version of each server."""
@@ -80,18 +101,19 @@ class Attempt:
         keys = {server: [key for _, key in pulls] for server, pulls in wanted.items()}
         for server, (version, values) in self._servers.pull(keys).items():
             self._pulled[server] = self.versions[server] = version
-            self._slots.update(zip((slot for slot, _ in wanted[server]), values, strict=True))
+            self._bring([slot for slot, _ in wanted[server]], values)
 
     def compute(self, number: int) -> None:
         """Runs the worker's part of a stage."""
         stage = self._task.plan.stages[number]
         operands = [self._slots[slot] for slot in stage.operands]
-        results, token = self._programs.run(stage.program, operands)
+        outs = self._outs(stage, operands)
+        results, token = self._programs.run(stage.program, operands, outs=outs)
         self._slots.update(zip(stage.results, results, strict=True))
         self.tokens.append(token)
 
     def push(self, number: int) -> None:
-        """Pushes what a stage has for the servers."""
+        """Sends the pushes of a stage to the servers."""
         pushes = self._task.plan.stages[number].pushes
         parcels = [
             Parcel(push, [self._slots[slot] for slot in push.operands], pulled)
@@ -100,7 +122,52 @@ class Attempt:
         ]
         answers = self._servers.push(self._task, number, parcels)
         for push, answer in zip(pushes, answers, strict=True):
-            arrays = place(answer.arrays, self._device)
-            self._slots.update(zip(push.answers, arrays, strict=True))
+            self._bring(push.answers, answer.arrays)
             self.versions[push.server] = answer.version
             self.tokens.append(answer.token)
+
+    def _compile(self) -> None:
+        known: dict[int, Given] = {**self._slots}
+
+        def forms(slots: Sequence[int], avals: Sequence[ShapedArray]) -> list[Given]:
+            for slot, aval in zip(slots, avals, strict=True):
+                if slot not in known:
+                    known[slot] = self._servers.arrives_as(aval, self._sharding(slot))
+            return [known[slot] for slot in slots]
+
+        for number, stage in enumerate(self._task.plan.stages):
+            operands = forms(stage.operands, stage.program.avals)
+            outs = self._outs(stage, operands)
+            results = self._programs.compile(stage.program, operands, outs=outs)
+            for slot, result in zip(stage.results, results, strict=True):
+                known[slot] = result.update(sharding=self._sharding(slot))
+            for push in stage.pushes:
+                sent = forms(push.operands, push.program.avals[len(push.takes) :])
+                self._servers.compile(self._task, number, push, sent)
+        self._task.require_wanted()
+
+    def _outs(self, stage: Stage, operands: Sequence[Given]) -> OutShardings | None:
+        """Returns where a program has to be told to place its results; None: nowhere."""
+        if self._home.mesh is not None:
+            return outs_of(stage, self._task.plan, self._home)
+        return None if any(map(_is_placed, operands)) else self._home.mirrored
+
+    def _bring(self, slots: Sequence[int], arrays: Sequence[Argument]) -> None:
+        """Fills slots with arrays from elsewhere."""
+        if self._home.mesh is None:
+            placed = place(arrays, self._home.devices[0])
+        else:
+            pairs = zip(slots, arrays, strict=True)
+            placed = [place([x], self._sharding(slot))[0] for slot, x in pairs]
+        self._slots.update(zip(slots, placed, strict=True))
+
+    def _sharding(self, slot: int) -> Sharding:
+        return sharding_of(slot, self._task.plan, self._home)
+
+
+def _is_placed(array: Given) -> bool:
+    return not isinstance(array, np.ndarray) and array.sharding is not None
+
+
+def _memory_of(array: Given) -> str | None:
+    return None if isinstance(array, np.ndarray) else array.sharding.memory_kind

@@ -1,11 +1,11 @@
-"""Board: which closures wait, which run, and what became of the others."""
+"""Board: which closures are queued, which run, and the outcomes of the others."""
 
-# One lock, held for a few lines and never while another lock is taken or a user's code runs. Who
-# waits for the board to change does it on `waiters`, without the lock, and is rung after it.
+# One lock, held for a few lines and never while taking another lock or running user code. Threads
+# wait for a change of the board on `waiters`, without the lock, and are rung after its release.
 #
-# A closure is in the queue, in `running`, or over. Workers take it, the oldest first; one whose
-# worker is lost goes back to the head of the queue. What ends it is whatever comes first: its
-# result, an error, a cancellation, the loss of a server. All later ones find it over.
+# A closure is in the queue, in `running`, or over. Workers take the oldest first; a closure whose
+# worker is lost goes back to the head of the queue. Whatever comes first ends it: its result, an
+# error, a cancellation, the loss of a server. Later events find it over.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.outcomes import cancelled, end_of_data, given_up
-from distjax.servers.streams import Draw
+from distjax.servers.streams import PerWorkerSource
 from distjax.servers.waiting import Waiters
 
 
@@ -33,12 +33,13 @@ class Worker:
 
     Attributes:
       number: its id.
-      closure: what it has in hand.
-      num_closures: how many it has done.
+      closure: the closure in hand, or None.
+      num_closures: how many it has completed.
       num_restarts: how often it was lost.
-      is_removed: whether it is to take no more.
-      has_ended: whether its thread has.
-      ended: what has no more values for it.
+      is_removed: whether it may take no more.
+      has_ended: whether its thread has ended.
+      is_drawing: whether it may be drawing elements for its closure.
+      ended: the data sources that have no more values for it.
     """
 
     number: int
@@ -47,10 +48,11 @@ class Worker:
     num_restarts: int = 0
     is_removed: bool = False
     has_ended: bool = False
-    ended: weakref.WeakSet[Draw] = dataclasses.field(default_factory=weakref.WeakSet)
+    is_drawing: bool = False
+    ended: weakref.WeakSet[PerWorkerSource] = dataclasses.field(default_factory=weakref.WeakSet)
 
     def describe(self, pid: int | None) -> dict[str, Any]:
-        """Returns what `stats` says of it."""
+        """Returns its entry in `stats`."""
         return {
             "id": self.number,
             "pid": pid,
@@ -64,10 +66,10 @@ class Board:
     """The closures of a coordinator.
 
     Args:
-      queue_size: how many closures may wait.
-      max_failures: so many workers may be lost in one closure.
+      queue_size: how many closures may be queued.
+      max_failures: how many workers may be lost in one closure before it fails.
       forget: called with the number of each closure that is over.
-      numbers: of closures; another board of the strategy may take some of them.
+      numbers: the closures' numbers; another board of the strategy may take some of them.
     """
 
     def __init__(
@@ -83,28 +85,28 @@ class Board:
         self.workers: dict[int, Worker] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self._numbers = numbers
-        self.num_held = 0  # the closures of which the servers have the pushes
+        self.num_held = 0  # the number of closures whose pushes the servers have
         self.is_closed = False
         self.started = time.monotonic()
         self._queue_size = queue_size
         self._max_failures = max_failures
         self._forget = forget
-        self._retried: dict[Closure, None] = {}  # those in the queue whose workers were lost
+        self._retried: dict[Closure, None] = {}  # queued closures whose workers were lost
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         self._done: weakref.WeakSet[Closure] = (
             weakref.WeakSet()
-        )  # whose results somebody may ask for
+        )  # whose results may still be requested
         self._pausing: dict[object, int] = {}  # the threads that keep it paused
 
     # -- the user's side ------------------------------------------------------
 
     def put(self, closure: Closure, require_open: Callable[[], None] = lambda: None) -> None:
-        """Queues a closure, which gets its number; waits for room.
+        """Numbers and queues a closure; waits for room.
 
         Args:
           closure: a new one.
-          require_open: raises if nobody would run it; asked again after each wait.
+          require_open: raises if nothing would run it; called again after each wait.
         """
         while True:
             with self._lock:
@@ -114,13 +116,13 @@ class Board:
                     break
             self.waiters.wait_until(self._has_much_room)
             self.raise_error()
-        if closure.draws:
+        if closure.sources:
             self.end_starved()
         self.waiters.ring()
 
     def _queue_new(self, closure: Closure) -> None:
         try:
-            # One call in C: no signal comes between taking the number and noting whose it is.
+            # One call in C: no signal comes between taking the number and recording its owner.
             collections.deque(map(setattr, [closure], ["number"], self._numbers), maxlen=0)
             self.queue.append(closure)
         except BaseException:
@@ -130,7 +132,7 @@ class Board:
         self.counts["scheduled"] += 1
 
     def raise_error(self) -> None:
-        """Raises the first error there was, once, when nothing runs any more."""
+        """Raises the first error, once, after all running closures have ended."""
         if not self._errors:
             return
         self.waiters.wait_until(lambda: not self.running)
@@ -146,15 +148,16 @@ class Board:
         return not self.queue and not self.running
 
     def cancel(self, reason: str) -> None:
-        """Drops the queue; what runs ends before its next push."""
+        """Drops the queue; running closures end before their next push."""
         with self._lock:
             dropped = self._drop_queue(reason)
         self._announce(dropped)
 
     def undo(self, num_held: int, error: BaseException) -> int:
-        """Ends all closures, and takes back those after the first `num_held`, with `error`.
+        """Ends all closures, and revokes those after the first `num_held`, with `error`.
 
-        It is raised once. Returns a number below which all are over.
+        The error is raised once. Returns a number below which all closures are over. None of
+        them draws elements any more, and every data source is open to every worker again.
         """
         with self._lock:
             pending = [*self.queue, *self.running]
@@ -166,8 +169,11 @@ class Board:
                 if closure.position is not None and closure.position >= num_held:
                     closure.undo(error)
             self.num_held = num_held
-            num_over = next(self._numbers) + 1  # this one is nobody's
+            num_over = next(self._numbers) + 1  # no closure gets this number
+            for worker in self.workers.values():
+                worker.ended.clear()
         self._announce(over)
+        self.waiters.wait_until(lambda: not any(w.is_drawing for w in self.active_workers()))
         return num_over
 
     @contextlib.contextmanager
@@ -185,10 +191,10 @@ class Board:
             self.waiters.ring()
 
     def require_going(self, method: str) -> None:
-        """Raises a ContextError where the calling thread keeps the board paused.
+        """Raises a ContextError if the calling thread keeps the board paused.
 
         Args:
-          method: waits for closures, for ever there.
+          method: the caller, which would wait for closures forever.
         """
         if threading.get_ident() not in tuple(self._pausing.values()):
             return
@@ -202,7 +208,7 @@ class Board:
         )
 
     def close(self) -> None:
-        """Ends the workers after what they have in hand. Takes no lock: see `Waiters`."""
+        """Ends the workers after the closures in hand. Takes no lock: see `Waiters`."""
         self.is_closed = True
         self.waiters.ring()
 
@@ -220,12 +226,13 @@ class Board:
     # -- the workers' side ----------------------------------------------------
 
     def take(self, worker: Worker, *, wait: bool) -> Closure | None:
-        """Returns the next closure for a worker; None: there is none, or it is to end."""
+        """Returns the next closure for a worker; None if there is none or it should end."""
         while True:
             with self._lock:
                 closure = self._next_for(worker)
                 if closure is not None:
                     self._begin(closure)
+                    worker.is_drawing = bool(closure.sources)
                 worker.closure = closure
             if closure is not None or not wait or self.is_to_end(worker):
                 self.waiters.ring()
@@ -233,7 +240,7 @@ class Board:
             self.waiters.wait_until(lambda: self._next_for(worker) or self.is_to_end(worker))
 
     def claim(self, closure: Closure) -> bool:
-        """Takes a closure out of the queue, to run it in this thread; False: it is not there."""
+        """Takes a closure off the queue, to run it in this thread; False if not there."""
         with self._lock:
             if closure not in self.queue:
                 return False
@@ -241,16 +248,23 @@ class Board:
         self.waiters.ring()
         return True
 
-    def put_back(self, closure: Closure, worker: Worker, ended: Draw) -> None:
-        """Leaves a closure to others: the worker's part of some data has ended."""
+    def end_drawing(self, worker: Worker) -> None:
+        """Notes that a worker has the elements of its closure, or none."""
+        if worker.is_drawing:
+            worker.is_drawing = False
+            self.waiters.ring()
+
+    def put_back(self, closure: Closure, worker: Worker, ended: PerWorkerSource) -> None:
+        """Returns a closure to the queue: the worker's share of some data has ended."""
         with self._lock:
-            worker.ended.add(ended)
+            if not closure.is_over:  # or a restore has put the data back meanwhile
+                worker.ended.add(ended)
             self._put_first(closure)
         self.end_starved()
         self.waiters.ring()
 
     def retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
-        """Has a closure tried again whose worker was lost; too often, and it fails."""
+        """Requeues a closure whose worker was lost; after too many losses, fails it."""
         with self._lock:
             worker.closure = None if worker.closure is closure else worker.closure
             if death.has_begun:
@@ -269,7 +283,7 @@ class Board:
         self.waiters.ring()
 
     def finish(self, closure: Closure, worker: Worker, ran: Ran) -> None:
-        """Notes the result of a closure."""
+        """Records the result of a closure."""
         with self._lock:
             is_done = self._end(closure, State.DONE, ran)
             if is_done:
@@ -281,7 +295,7 @@ class Board:
         self._announce([closure] if is_done else [])
 
     def end(self, closure: Closure, error: BaseException) -> None:
-        """Notes that a closure failed or was stopped; all others go with one that failed."""
+        """Records that a closure failed or was stopped; a reported one cancels the rest."""
         over: list[Closure] = []
         with self._lock:
             is_cancelled = isinstance(error, CancelledError)
@@ -300,11 +314,11 @@ class Board:
         """Returns the first closure for which the worker has data."""
         if self.is_to_end(worker):
             return None
-        if self._pausing:  # what was tried before may have been applied in part: it goes on
+        if self._pausing:  # a retried closure may be partly applied, so it continues
             return next(iter(tuple(self._retried)), None)
         if not worker.ended:
             return self.queue[0] if self.queue else None
-        return next((c for c in tuple(self.queue) if worker.ended.isdisjoint(c.draws)), None)
+        return next((c for c in tuple(self.queue) if worker.ended.isdisjoint(c.sources)), None)
 
     def _begin(self, closure: Closure) -> None:
         self.queue.remove(closure)
@@ -340,7 +354,7 @@ class Board:
         self.counts[state.value] += 1
         return True
 
-    # -- inside, without it ---------------------------------------------------
+    # -- inside, without the lock ---------------------------------------------
 
     def _announce(self, over: Iterable[Closure]) -> None:
         for closure in over:
@@ -348,11 +362,11 @@ class Board:
         self.waiters.ring()
 
     def end_starved(self) -> None:
-        """Ends closures that wait for data of which no worker has any more."""
+        """Ends closures that wait for data no worker has any more."""
         with self._lock:
             workers = self.active_workers()
-            is_starved = lambda c: all(not w.ended.isdisjoint(c.draws) for w in workers)
-            starved = [c for c in self.queue if c.draws and is_starved(c)]
+            is_starved = lambda c: all(not w.ended.isdisjoint(c.sources) for w in workers)
+            starved = [c for c in self.queue if c.sources and is_starved(c)]
             for closure in starved:
                 self.queue.remove(closure)
                 self._end(closure, State.CANCELLED, error=end_of_data(closure))
@@ -362,12 +376,12 @@ class Board:
         return len(self.queue) < self._queue_size and not self._errors
 
     def _has_much_room(self) -> bool:
-        """Half of the queue: or two threads would take turns at every closure."""
+        """Requires half of the queue; else two threads would alternate at every closure."""
         return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
 
     def _is_quiet(self) -> bool:
         return not self.running and not self._retried
 
     def is_to_end(self, worker: Worker) -> bool:
-        """Returns whether a worker is to take no more."""
+        """Returns whether a worker may take no more."""
         return self.is_closed or worker.is_removed

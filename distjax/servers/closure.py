@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from distjax.context.thread_settings import modes_of_this_thread
 from distjax.servers.engine import Ran, Task
 from distjax.servers.plan import Plan
-from distjax.servers.streams import DataEnded, Draw
+from distjax.servers.remote_array import Argument
+from distjax.servers.streams import DataEnded, PerWorkerSource
 
 
 class State(enum.Enum):
-    """Where a closure is; the last three do not change any more, but for a restore."""
+    """The state of a closure; the last three are final, except for a restore."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -30,42 +30,42 @@ class Call(NamedTuple):
     """A step with its flat arguments."""
 
     plan: Plan
-    arrays: Sequence[jax.Array | np.ndarray]
+    arrays: Sequence[Argument]
 
 
 class Closure:
     """One call of a step. Its board changes it, under the board's lock.
 
     Attributes:
-      number: counts the calls of `schedule`; a board gives it.
-      state: where it is.
-      attempts: what became of the attempts that failed, in order.
-      stop: raised in place of the next push; None: it goes on.
-      error: what `fetch` raises.
+      number: counts the calls of `schedule`; assigned by a board.
+      state: its state.
+      attempts: the outcomes of failed attempts, in order.
+      stop: the error to raise instead of the next push; None: it continues.
+      error: the error that `fetch` raises.
       versions: of the servers; None until it is done.
       position: how many closures the servers had before it.
-      is_reported: whether an error of its is raised by `join` too.
-      modes: gives a thread the modes of JAX that there were where it was scheduled.
+      is_reported: whether `join` raises its error too.
+      modes: sets a thread to the JAX modes in effect where it was scheduled.
 
     Args:
-      name: the step's.
-      call: the step and its arguments; or how to make them once a worker draws elements.
-      draws: what is to be drawn of per-worker data.
+      name: the step's name.
+      call: the step and its arguments; or a function that makes them from drawn elements.
+      sources: the per-worker data to draw from.
       is_reported: see above.
     """
 
     def __init__(
         self,
         name: str,
-        call: Call | Callable[[dict[Draw, Any]], Call],
-        draws: Sequence[Draw] = (),
+        call: Call | Callable[[dict[PerWorkerSource, Any]], Call],
+        sources: Sequence[PerWorkerSource] = (),
         *,
         is_reported: bool = True,
     ):
         self.number = -1
         self.name = name
         self.state = State.QUEUED
-        self.draws = tuple(draws)
+        self.sources = tuple(sources)
         self.is_reported = is_reported
         self.modes = modes_of_this_thread()
         self.attempts: list[str] = []
@@ -73,7 +73,7 @@ class Closure:
         self.error: BaseException | None = None
         self.versions: tuple[int, ...] | None = None
         self.position: int | None = None
-        self._call: Call | Callable[[dict[Draw, Any]], Call] | None = call
+        self._call: Call | Callable[[dict[PerWorkerSource, Any]], Call] | None = call
         self._outcome: tuple[Plan, tuple[jax.Array, ...]] | None = None
 
     def __repr__(self) -> str:
@@ -84,29 +84,29 @@ class Closure:
         """Whether it is done, failed or cancelled."""
         return self.error is not None or self._outcome is not None
 
-    def prepare(self, worker: int) -> Draw | None:
-        """Draws its elements, the first time: a second attempt has the same.
+    def prepare(self, worker: int) -> PerWorkerSource | None:
+        """Draws its elements, once: a second attempt has the same.
 
-        Returns what has no more for the worker, then nothing was drawn; None: all is there.
+        Returns the source that has no more for the worker, with nothing drawn; else None.
         """
         if isinstance(self._call, Call) or self._call is None:
             return None
-        drawn: dict[Draw, Any] = {}
-        for draw in self.draws:
+        drawn: dict[PerWorkerSource, Any] = {}
+        for source in self.sources:
             try:
-                drawn[draw] = draw.draw(worker)
+                drawn[source] = source.draw(worker)
             except DataEnded:
                 for earlier, value in drawn.items():
                     earlier.give_back(worker, value)
-                return draw
-        self.draws = ()
+                return source
+        self.sources = ()
         self._call = self._call(drawn)
         return None
 
     def as_task(self) -> Task:
         """Returns the next attempt."""
         call = self._call
-        if not isinstance(call, Call):  # it was cancelled, or lost in a restore, meanwhile
+        if not isinstance(call, Call):  # cancelled, or lost in a restore, in the meantime
             raise concurrent.futures.CancelledError
         attempt = len(self.attempts) + 1
         return Task(self.number, attempt, call.plan, call.arrays, self._require_wanted)
@@ -117,9 +117,9 @@ class Closure:
             raise reason
 
     def end(self, state: State, ran: Ran | None, error: BaseException | None) -> None:
-        """Notes the outcome, and lets go of the arguments."""
+        """Records the outcome, and releases the arguments."""
         call, self._call = self._call, None
-        self.draws = ()
+        self.sources = ()
         if ran is not None and isinstance(call, Call):
             self.versions = ran.versions
             self._outcome = (call.plan, ran.results)
@@ -127,11 +127,12 @@ class Closure:
         self.state = state
 
     def undo(self, error: BaseException) -> None:
-        """Takes the result back: the servers do not have its pushes any more."""
-        self.error, self._outcome, self.state = error, None, State.FAILED
+        """Revokes the result: the servers no longer have its pushes."""
+        self.error, self._outcome, self.versions = error, None, None
+        self.state = State.FAILED
 
     def result(self) -> Any:
-        """Returns what the step returned, or raises why there is nothing."""
+        """Returns the result of the step, or raises the reason why there is none."""
         if self.error is not None:
             raise self.error
         assert self._outcome is not None

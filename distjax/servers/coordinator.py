@@ -21,25 +21,26 @@ from distjax.servers.server_contract import add_totals
 from distjax.servers.snapshot import Snapshot
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.submitting import cut_call
+from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 
 _QUEUED_PER_WORKER = 4
 
 
 class Coordinator:
-    """Schedules steps on workers, which run them in any order and wait for nobody.
+    """Schedules steps on workers, which run asynchronously and in any order.
 
-    Each closure (a call of `schedule`) is applied at each server once, whatever workers are
-    lost and however often it is tried. Errors come out at the next `schedule`, `join` or
-    `done`, the first one once, and drop what is queued.
+    Each closure (a call of `schedule`) is applied exactly once at each server, however many
+    workers are lost and however often it is tried. Errors are raised by the next `schedule`,
+    `join` or `done` (the first one, once) and drop the queue.
 
     Args:
-      strategy: a `ParameterServerStrategy` that has no other open coordinator.
-      queue_size: how many closures may wait before `schedule` does; None: 4 for each worker.
+      strategy: a `ParameterServerStrategy` without another open coordinator.
+      queue_size: how many closures may wait before `schedule` blocks; None: 4 per worker.
 
     Raises:
-      TypeError: another strategy.
-      ValueError: a strategy that has an open one; no positive queue size.
+      TypeError: another kind of strategy.
+      ValueError: a strategy with an open coordinator; a queue size that is not positive.
 
     Example:
       >>> strategy = dj.ParameterServerStrategy(workers=2)
@@ -77,29 +78,32 @@ class Coordinator:
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> RemoteValue:
-        """Has a worker run ``fn(*args, **kwargs)``; returns its result, which is to come.
+        """Schedules ``fn(*args, **kwargs)`` on a worker; returns its future result.
 
-        The first call traces ``fn`` and cuts it, so that errors of the trace are raised here.
-        Waits where the queue is full.
+        The first call traces and cuts ``fn``, so errors of the trace are raised here. Blocks
+        while the queue is full.
 
         Args:
           fn: a replica function, as for ``strategy.run``.
-          args: its positional arguments. An iterator over a per-worker dataset stands for an
-            element of the worker's, `PerWorkerValues` for its value.
+          args: its positional arguments. An iterator over a per-worker dataset stands for the
+            worker's next element, `PerWorkerValues` for the worker's value.
           kwargs: its keyword arguments.
-
-        Context: not in a replica function. Numpy arrays are copied: they may change at once.
+        Context: not in a replica function. Numpy arrays are copied, so they may change at once.
 
         Raises:
           ContextError: in a replica function.
           RuntimeError: the coordinator is closed.
           ValueError: a `RemoteValue` among the arguments.
-          Exception: what an earlier closure raised; this one is not queued then.
+          Exception: the error of an earlier closure; this one is then not queued.
         """
         self._require_open("schedule")
         require_outside_of_steps("schedule")
         self._board.raise_error()
-        closure = cut_call(self._board, self._strategy, fn, args, kwargs)
+        try:
+            closure = cut_call(self._board, self._strategy, fn, args, kwargs)
+        except Exception as error:
+            keep_user_lines(error)
+            raise
         self._board.put(closure, lambda: self._require_open("schedule"))
         return RemoteValue(closure, self._board.waiters)
 
@@ -107,12 +111,12 @@ class Coordinator:
         """Waits until all closures are over.
 
         Args:
-          timeout: seconds to wait at most.
+          timeout: maximum wait in seconds.
 
         Raises:
-          TimeoutError: some are not.
+          TimeoutError: some are not over by then.
           ContextError: in ``with coordinator.paused()``, or in a replica function.
-          Exception: what a closure raised.
+          Exception: the error of a closure.
         """
         self._require_open("join")
         require_outside_of_steps("join")
@@ -136,7 +140,7 @@ class Coordinator:
         return self._board.is_empty()
 
     def fetch(self, nest: PyTree) -> Any:
-        """Returns a tree with the results, as numpy arrays, for its RemoteValues. Waits."""
+        """Waits, and returns a tree with its RemoteValues replaced by numpy results."""
         is_remote = lambda leaf: isinstance(leaf, RemoteValue)
         return jax.tree.map(
             lambda leaf: leaf.fetch() if is_remote(leaf) else to_numpy(leaf),
@@ -145,7 +149,7 @@ class Coordinator:
         )
 
     def cancel(self) -> None:
-        """Drops the queue; closures that run end before their next push."""
+        """Drops the queue; running closures end before their next push."""
         self._require_open("cancel")
         self._board.cancel("coordinator.cancel() was called before it had run")
 
@@ -175,29 +179,30 @@ class Coordinator:
         *,
         at: str = "worker",
     ) -> PerWorkerDataset:
-        """Returns a dataset of which each worker draws elements for the closures that it runs.
+        """Returns a dataset from which each worker draws elements for its closures.
 
-        A worker whose data has ended takes no more closures that need it. When that of all
-        workers has, such closures raise `EndOfDataError` from `fetch`, and `join` returns.
+        A worker whose data has ended takes no more closures that need it. When the data of all
+        workers has ended, such closures raise `EndOfDataError` from `fetch`, and `join` returns.
 
         Args:
-          fn_or_dataset: a function of an `InputContext` (pipeline i of so many), called for
-            each worker that there is when an iteration begins; or a dataset, whose elements
+          fn_or_dataset: a function of an `InputContext` (pipeline number and count), called
+            for each worker present when an iteration begins; or a dataset, whose elements
             go to whichever worker asks next.
-          at: "worker": the function is called where a worker needs its first element;
-            "coordinator": where the iteration begins.
+          at: where the function is called. "worker": where the worker is (in its process, on
+            `RayEngine`: it is pickled, and has to give the same elements each time), when it needs
+            its first element; "coordinator": here, when the iteration begins. A dataset is
+            always read here.
 
         Raises:
-          TypeError, ValueError: other arguments.
+          TypeError, ValueError: invalid arguments.
         """
         self._require_open("create_per_worker_dataset")
         require_source(fn_or_dataset, at)
-        self._strategy.engine.require_data(at)
+        strategy = self._strategy
+        open_data = strategy.engine.open_data if at == "worker" else None
+        num_replicas = strategy.num_replicas_in_sync
         return PerWorkerDataset(
-            fn_or_dataset,
-            self._crew.ids,
-            self._iterators,
-            is_opened_at_once=at == "coordinator",
+            fn_or_dataset, self._crew.ids, num_replicas, open_data, self._iterators
         )
 
     # -- workers --------------------------------------------------------------
@@ -211,11 +216,11 @@ class Coordinator:
     def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
         """Ends workers after the closure that each has in hand, and waits for that.
 
-        Nobody draws what is left of their parts of per-worker data: ``iter(dataset)`` shares
-        the data among those that there are then.
+        The rest of their shares of per-worker data is not drawn: the next ``iter(dataset)``
+        shares the data among the workers present then.
 
         Args:
-          ids_or_n: which, or how many, the latest first.
+          ids_or_n: which workers, or how many, the latest first.
 
         Raises:
           ValueError: an unknown id, or no worker would be left.
@@ -243,9 +248,9 @@ class Coordinator:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """A context in which no closure runs, so that variables read there fit together.
+        """A context in which no closure runs, so that variables read there are consistent.
 
-        Closures in hand are finished first; the queue stays, and goes on after.
+        Closures in hand finish first; the queue stays, and continues afterwards.
 
         Example:
           >>> strategy = dj.ParameterServerStrategy(workers=2)
@@ -259,9 +264,9 @@ class Coordinator:
             yield
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of what all servers have, between two closures: see `paused`.
+        """Returns a copy of the state of all servers, between two closures: see `paused`.
 
-        Positions of iterators over per-worker datasets are in it too.
+        Includes the positions of iterators over per-worker datasets.
 
         Raises:
           ServerLostError: a server is lost.
@@ -273,16 +278,16 @@ class Coordinator:
         return self._snapshot
 
     def restore(self, snapshot: Snapshot | None = None) -> int:
-        """Puts all servers back to a snapshot; returns how many closures it holds.
+        """Restores all servers to a snapshot; returns how many closures it contains.
 
-        Results of closures that it does not hold, queued and running ones too, become a
-        `ServerLostError`, which the next `join` raises once where any was not over.
+        Results of closures that it does not contain, including queued and running ones, become
+        a `ServerLostError`, which the next `join` raises once if any was not over.
 
         Args:
-          snapshot: None: the latest.
+          snapshot: the snapshot; None: the latest.
 
         Raises:
-          RuntimeError: there is none.
+          RuntimeError: there is no snapshot.
         """
         self._require_open("restore")
         snapshot = snapshot or self._snapshot
@@ -297,7 +302,7 @@ class Coordinator:
             )
         with self._board.paused(wait=False):
             num_over = self._board.undo(snapshot.closures, _undone(snapshot.closures))
-            # From here on servers refuse what a worker still pushes for a closure before that.
+            # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
                 server.restore(saved, num_over)
             for iterator, positions in snapshot.positions.items():
@@ -305,15 +310,14 @@ class Coordinator:
         self._snapshot = snapshot
         return snapshot.closures
 
-    # -- looking --------------------------------------------------------------
+    # -- statistics -----------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Returns what has been done, as a dict of numbers.
+        """Returns statistics, as a dict of numbers.
 
-        closures: how many are scheduled (in all), running, done, failed, cancelled, retried;
-        queue; versions: of the servers; staleness: how often so many pushes of others came
-        between a pull and its push; bytes_pulled, bytes_pushed; pushes_per_second; workers;
-        servers.
+        closures: how many are scheduled (in total), running, done, failed, cancelled, retried;
+        queue; versions: of the servers; staleness: a histogram of the pushes by others between
+        a pull and its push; bytes_pulled, bytes_pushed; pushes_per_second; workers; servers.
         """
         board, engine = self._board, self._strategy.engine
         counts = board.counts
@@ -368,7 +372,7 @@ def _undone(closures: int) -> ServerLostError:
 
 
 def _require_servers(strategy: object) -> None:
-    # An adapter of `dj.compat` has all names of what it stands for, and would get another board.
+    # A `dj.compat` adapter has all names of the strategy it wraps, and would get another board.
     if isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"):
         return
     raise TypeError(

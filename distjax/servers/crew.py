@@ -1,4 +1,4 @@
-"""Crew: the threads of a coordinator's workers; and which board belongs to a strategy."""
+"""Crew: the threads of a coordinator's workers; and each strategy's board."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from distjax.servers.engine import Engine
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.working import work
 
-_EXIT_SECONDS = 60.0  # for what a worker computes; one that hangs must not keep the process
+_EXIT_SECONDS = 60.0  # for running computations; one that hangs must not block the exit
 
 
 @dataclasses.dataclass
 class _Record:
-    """What is known of a strategy: the numbers of closures never come again."""
+    """The state kept for a strategy; numbers of closures are never reused."""
 
     numbers: Iterator[int]
     board: Board
@@ -34,7 +34,7 @@ _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
 def board_of(strategy: ServerStrategy) -> Board:
-    """Returns the board of the open coordinator, or one on which nobody works."""
+    """Returns the board of the open coordinator, or a closed one without workers."""
     with _opening:
         if strategy not in _records:
             numbers = itertools.count()
@@ -71,15 +71,15 @@ def _make_board(engine: Engine, queue_size: int, numbers: Iterator[int]) -> Boar
 class Crew:
     """Workers, each a thread that takes closures from one board.
 
-    The threads hold the board and the engine, not what owns the crew: an owner that is dropped
-    closes the board, and they end.
+    The threads hold the board and the engine, not the crew's owner: when the owner is dropped,
+    it closes the board and they end.
 
     Args:
-      strategy: whose workers they are; its board is opened.
-      queue_size: of the board.
+      strategy: the workers' strategy; its board is opened.
+      queue_size: the queue size of the board.
 
     Raises:
-      ValueError: the strategy's board is open already.
+      ValueError: the strategy's board is already open.
     """
 
     def __init__(self, strategy: ServerStrategy, queue_size: int):
@@ -91,7 +91,7 @@ class Crew:
         _crews.add(self)
 
     def ids(self) -> list[int]:
-        """Returns the ids of the workers that there are."""
+        """Returns the ids of the current workers."""
         return [worker.number for worker in self.board.active_workers()]
 
     def add(self, count: int) -> list[int]:
@@ -105,13 +105,13 @@ class Crew:
                 name=f"distjax-worker-{number}",
                 daemon=True,
             )
-            thread.start()  # first: a worker that a signal left without would be waited for
+            thread.start()  # first: a worker left without a thread by a signal would be waited for
             self._threads[number] = thread
             self.board.workers[number] = worker
         return ids
 
     def remove(self, ids: Iterable[int]) -> None:
-        """Ends workers after what they have in hand, and waits for that."""
+        """Ends workers after the closures in hand, and waits for that."""
         workers = [self.board.workers[number] for number in ids]
         self.board.remove(workers)
         self.board.waiters.wait_until(lambda: all(worker.has_ended for worker in workers))
@@ -126,10 +126,10 @@ class Crew:
 
 
 def end_all(pid: int) -> None:
-    """Ends all threads: one that calls JAX while the interpreter shuts down would crash it.
+    """Ends all threads: calling JAX during interpreter shutdown would crash it.
 
     Args:
-      pid: of the process that has them; a forked child has none.
+      pid: the process of the threads; a forked child has none.
     """
     live = list(_crews) if os.getpid() == pid else []
     for crew in live:

@@ -1,26 +1,27 @@
-"""Engine: who runs closures, and where servers are."""
+"""Engine: runs closures and holds the servers."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 
+from distjax.placement.topology import Topology
 from distjax.servers.plan import Plan
+from distjax.servers.remote_array import Argument
 from distjax.servers.server_contract import ParameterServer
 
 
 class WorkerDied(Exception):
-    """The worker is lost: what it had in hand is tried again, by any worker.
+    """The worker is lost; any worker may retry the closures it had in hand.
 
     Args:
-      reason: what is known of it.
-      has_begun: whether the closure may have begun; False: it waited for another one, which
-        the worker had in hand.
+      reason: what is known about the loss.
+      has_begun: whether the closure may have begun; False: it was still waiting for
+        another one that the worker had in hand.
     """
 
     def __init__(self, reason: object = "", *, has_begun: bool = True):
@@ -30,30 +31,30 @@ class WorkerDied(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """An attempt at a closure, as a worker gets it.
+    """An attempt at a closure, as passed to a worker.
 
     Attributes:
       closure: its number.
       attempt: 1, 2, ...
-      plan: what to do.
-      arrays: the flat arguments.
-      require_wanted: raises if the closure is to end without its next push.
+      plan: the plan to run.
+      arrays: the flat arguments; a `RemoteArray` where a worker has drawn and kept it.
+      require_wanted: raises if the closure should end without its next push.
     """
 
     closure: int
     attempt: int
     plan: Plan
-    arrays: Sequence[jax.Array | np.ndarray]
+    arrays: Sequence[Argument]
     require_wanted: Callable[[], None]
 
 
 class Ran(NamedTuple):
-    """What an attempt came to; arrays may not be ready.
+    """The result of an attempt; arrays may not be ready.
 
     Attributes:
       results: the flat results.
-      versions: of each server: after the push, else as pulled.
-      tokens: ready when all has run.
+      versions: for each server: after the push, else as pulled.
+      tokens: ready when everything has run.
     """
 
     results: tuple[jax.Array, ...]
@@ -61,16 +62,16 @@ class Ran(NamedTuple):
     tokens: tuple[jax.Array, ...] = ()
 
     def wait(self) -> Ran:
-        """Waits until all has run."""
+        """Waits until everything has run."""
         jax.block_until_ready((self.results, self.tokens))
         return self
 
 
 class Running(Protocol):
-    """An attempt that a worker has begun: a `Ran`, or what becomes one."""
+    """An attempt that a worker has begun: a `Ran`, or a handle that becomes one."""
 
     def wait(self) -> Ran:
-        """Waits until all has run; raises as `Engine.run`."""
+        """Waits until everything has run; raises as `Engine.run` does."""
         ...
 
 
@@ -78,10 +79,10 @@ class Running(Protocol):
 class Engine(Protocol):
     """Runs closures on workers, and holds the servers: the contract of all engines.
 
-    What has a body is what an engine does that has nothing to do there.
+    Methods with a body are defaults for engines that need nothing there.
 
     Attributes:
-      max_failures: so many workers may be lost in one closure before it is given up.
+      max_failures: how many workers may be lost in one closure before it is given up.
     """
 
     max_failures: int
@@ -93,41 +94,46 @@ class Engine(Protocol):
 
     def start(
         self,
-        worker_devices: Sequence[jax.Device],
+        workers: Sequence[Topology],
         server_devices: Sequence[jax.Device],
         max_staleness: int | None,
     ) -> None:
-        """Makes the servers; once, by the strategy.
+        """Creates the servers; called once, by the strategy.
 
         Args:
-          worker_devices: worker i runs on the device i, counted around.
+          workers: the devices of each worker; worker i has those of number i modulo their number.
           server_devices: one for each server.
-          max_staleness: a bound on the pushes of others between a pull and its push.
+          max_staleness: a bound on the pushes by others between a pull and its push.
         """
         ...
 
     def run(self, worker: int, task: Task) -> Running:
-        """Pulls, computes and pushes; called on a thread of the worker's.
+        """Pulls, computes and pushes; called on the worker's thread.
 
         Raises:
           WorkerDied: the worker is lost; the next call finds a new one in its place.
-          ServerLostError: a server is.
+          ServerLostError: a server is lost.
         """
         ...
 
     def admit(self, plan: Plan) -> None:
-        """Raises where workers or servers could not run a plan: before anything is queued."""
+        """Raises if workers or servers cannot run a plan; called before queueing."""
 
-    def require_data(self, at: str) -> None:
-        """Raises where per-worker data cannot be drawn `at` a place."""
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+        """Returns the dataset ``make()``, made in the worker's process."""
+        return make()
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        """Returns whether a worker is there to run closures; waits for it while it is wanted."""
+        """Returns whether a worker is ready to run closures; waits for it while wanted."""
         return True
 
     def end_worker(self, worker: int) -> None:
-        """Lets go of a worker that has nothing in hand."""
+        """Releases a worker that has nothing in hand."""
+
+    def name_devices(self, home: Topology) -> tuple[str, ...]:
+        """Returns the names of a worker's devices: of those that `start` was given for it."""
+        return tuple(map(str, home.devices))
 
     def pid_of(self, worker: int) -> int | None:
-        """Returns the process that a worker is in; None: in none yet."""
+        """Returns the pid of a worker's process, or None if it has none yet."""
         return os.getpid()

@@ -9,15 +9,13 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-import jax
-
 from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.contracts import Destinations, StrategyLike
 from distjax.errors import message
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.objects.stateful_args import run_here
-from distjax.placement.topology import one_device_topology
+from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.replica.arguments import require_call
 from distjax.servers.crew import board_of
@@ -27,10 +25,10 @@ from distjax.servers.server_contract import ParameterServer
 from distjax.servers.server_storage import ServerStorage, make_parts
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended
-from distjax.typing import PositionalArgs, PyTree, VariableModes
+from distjax.typing import DTypeLike, PositionalArgs, PyTree, VariableModes
 from distjax.variables.construct import make_variable
 from distjax.variables.partitioners import Partitioner
-from distjax.variables.policy import AT_SERVER
+from distjax.variables.policy import Policy, policy_at_servers
 from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable import Variable
@@ -49,12 +47,11 @@ class ParameterServerExtended(StrategyExtended):
     """The inside of a `ParameterServerStrategy`.
 
     Args:
-      device: where the user's process has what it fetches.
+      topology: the replicas of a worker, on the device where the user's process has its values.
       engine: runs workers and servers.
       num_servers: how many servers there are.
       partitioner: says into how many shards variables are split.
       cut: "least_bytes" or "arguments".
-      axis_name: the name of the replica axis in a step.
       run_closure: runs a function with its arguments as one closure, and waits for its result.
 
     Attributes:
@@ -66,18 +63,17 @@ class ParameterServerExtended(StrategyExtended):
 
     def __init__(
         self,
-        device: jax.Device,
+        topology: Topology,
         engine: Engine,
         num_servers: int,
         partitioner: Partitioner | None,
         cut: str,
-        axis_name: str,
         run_closure: Callable[[Callable[..., Any], PositionalArgs, dict[str, Any]], Any],
     ):
-        topology = one_device_topology(device, 1, axis_name)
+        (device,) = topology.devices
         self.at_servers = ServerPlacement(num_servers, device, partitioner)
         self._device = device
-        super().__init__(topology, self.at_servers, wraps=False)
+        super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
         self.engine, self.cut = engine, cut
         self.run_closure = run_closure
         self.plans = FunctionCache()
@@ -123,11 +119,14 @@ class ParameterServerExtended(StrategyExtended):
             initial_value,
             name=name,
             modes=modes,
-            plain=AT_SERVER,
+            find_policy=self._find_policy,
             **options,
         )
         self.variables.add(variable)
         return variable
+
+    def _find_policy(self, modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
+        return policy_at_servers(modes, dtype, name, self.num_replicas)
 
     def make_storage(self, variable: StoredVariable) -> StoredArray:
         """Returns what reads and writes the variable's value where it lives."""

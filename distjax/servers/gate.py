@@ -1,12 +1,12 @@
-"""Gate: how many pushes of others may come between a pull and its push."""
+"""Gate: bounds the pushes by others between a pull and its push."""
 
-# Staleness is a deadline. With a bound of s, a closure that pulled at time p has to push until
-# time p + s, and each push of anybody makes it one later. If the pushes that are due are put in
-# the order of their deadlines d[0] <= d[1] <= ... and d[i] >= now + i for all i, all can be in
-# time: the earliest first. A pull or a push that would break that waits. The closure with the
-# earliest deadline never has to, so somebody always goes on; and a closure whose worker is lost
-# is taken out. A closure of several stages has a deadline for each, one later than the last: its
-# own pushes do not make it stale.
+# Staleness is a deadline. With a bound of s, a closure that pulled at time p has to push by
+# time p + s, and each push by anyone advances time by one. If the due pushes are sorted by
+# deadline, d[0] <= d[1] <= ..., and d[i] >= now + i for all i, all can be in time: earliest
+# first. A pull or a push that would break that waits. The closure with the earliest deadline
+# never has to, so some closure can always proceed; and a closure whose worker is lost is
+# removed. A closure of several stages has a deadline for each, one later than the previous:
+# its own pushes do not make it stale.
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from distjax.servers.plan import Stage, writes
 
 
 class Deadlines:
-    """Until when the closures that have pulled must push: the rule, without any waiting.
+    """The deadlines of closures that have pulled: the rule, without any waiting.
 
     Args:
-      max_staleness: s, the number of others' pushes that may come between.
+      max_staleness: s, the number of pushes by others that may come between.
     """
 
     def __init__(self, max_staleness: int):
         self.max_staleness = max_staleness
         self.now = 0  # the number of pushes so far
-        self._due: dict[int, list[int]] = {}  # by closure: the deadlines of its pushes to come
+        self._due: dict[int, list[int]] = {}  # by closure: the deadlines of its remaining pushes
 
     def may_pull(self, num_pushes: int) -> bool:
         """Returns whether a closure of `num_pushes` may pull now."""
         return self._can_keep([*self._all_due(), *self._deadlines_of(num_pushes)], self.now)
 
     def pull(self, closure: int, num_pushes: int) -> None:
-        """Notes that a closure has pulled."""
+        """Records that a closure has pulled."""
         self._due[closure] = self._deadlines_of(num_pushes)
 
     def may_push(self, closure: int) -> bool:
-        """Returns whether a closure may push now, so that all others can in time."""
+        """Returns whether a closure may push now and leave all others in time."""
         rest = self._due[closure][1:]
         others = [due for other, due in self._due.items() if other != closure]
         return self._can_keep([*rest, *(d for due in others for d in due)], self.now + 1)
 
     def push(self, closure: int) -> None:
-        """Notes that a closure has pushed."""
+        """Records that a closure has pushed."""
         self.now += 1
         del self._due[closure][0]
         if not self._due[closure]:
             del self._due[closure]
 
     def forget(self, closure: int) -> None:
-        """Nobody waits for a closure that will push no more."""
+        """Drops the deadlines of a closure that will not push any more."""
         self._due.pop(closure, None)
 
     def _deadlines_of(self, num_pushes: int) -> list[int]:
@@ -66,10 +66,10 @@ class Deadlines:
 
 
 class Gate:
-    """Makes closures wait, so that no push is staler than the bound.
+    """Makes closures wait, so that no push exceeds the staleness bound.
 
-    Pushes that pass it are one after the other over all servers: the order of the gate
-    is that of every server's versions. So a bound holds at each server, whatever their number.
+    Pushes pass it one after the other across all servers: the order of the gate is the order
+    of every server's versions. So the bound holds at each server, whatever their number.
 
     Args:
       max_staleness: the bound.
@@ -81,14 +81,14 @@ class Gate:
         self._changed = threading.Condition()
 
     def pull(self, closure: int, num_pushes: int) -> None:
-        """Waits until a closure may pull, and lets it."""
+        """Waits until a closure may pull, and records the pull."""
         with self._changed:
             self._changed.wait_for(lambda: self._deadlines.may_pull(num_pushes))
             self._deadlines.pull(closure, num_pushes)
 
     @contextlib.contextmanager
     def push(self, closure: int) -> Generator[None]:
-        """Waits until a closure may push; it is the only one to, inside."""
+        """Waits until a closure may push; inside, no other closure does."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._is_in_turn and self._deadlines.may_push(closure)
@@ -103,7 +103,7 @@ class Gate:
                 self._changed.notify_all()
 
     def forget(self, closure: int) -> None:
-        """Lets go of a closure that will not push, or not again."""
+        """Drops a closure that will not push, or not again."""
         with self._changed:
             self._deadlines.forget(closure)
             self._changed.notify_all()
@@ -111,7 +111,7 @@ class Gate:
 
 @contextlib.contextmanager
 def admitted(gate: Gate | None, closure: int, num_pushes: int) -> Generator[None]:
-    """Waits until a closure may pull; nobody waits for it any more after the block."""
+    """Waits until a closure may pull; after the block, no closure waits for it."""
     if gate is None or not num_pushes:
         yield
         return
@@ -123,7 +123,7 @@ def admitted(gate: Gate | None, closure: int, num_pushes: int) -> Generator[None
 
 
 def turn(gate: Gate | None, closure: int, stage: Stage) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the pushes of a stage are in time for the bound."""
+    """Returns a context in which the pushes of a stage respect the bound."""
     if gate is None or not writes(stage):
         return contextlib.nullcontext()
     return gate.push(closure)

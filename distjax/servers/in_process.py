@@ -1,4 +1,4 @@
-"""What belongs to a process, and is refused to be pickled."""
+"""The error for pickling objects that belong to a process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from distjax.errors import message
 
 
 def refuse_pickle(value: object, fix: str) -> NoReturn:
-    """Raises for `pickle` of what stands for workers and closures of this process.
+    """Raises for `pickle` of an object tied to workers and closures of this process.
 
     Args:
-      value: what was to be pickled.
+      value: the object.
       fix: what to do instead.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What `fetch` raises of closures that came to nothing."""
+"""The errors that `fetch` raises for closures without a result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distjax.servers.closure import Closure
 
 
 def cancelled(reason: str) -> CancelledError:
-    """Returns the error of a closure that was never run, or stopped."""
+    """Returns the error of a closure that was never run, or was stopped."""
     return CancelledError(
         message(
             "fetch needs a closure that was run",
@@ -21,7 +21,7 @@ def cancelled(reason: str) -> CancelledError:
 
 
 def given_up(closure: Closure) -> ClosureError:
-    """Returns the error of a closure that has lost too many workers."""
+    """Returns the error of a closure that lost too many workers."""
     attempts = "; ".join(closure.attempts)
     return ClosureError(
         message(
@@ -35,7 +35,7 @@ def given_up(closure: Closure) -> ClosureError:
 
 
 def end_of_data(closure: Closure) -> EndOfDataError:
-    """Returns the error of a closure for which nobody has an element."""
+    """Returns the error of a closure for which no worker has an element."""
     return EndOfDataError(
         message(
             f"{closure!r} needs an element of per-worker data",

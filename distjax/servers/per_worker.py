@@ -15,7 +15,7 @@ from distjax.typing import PyTree
 
 
 class PerWorkerValues:
-    """One value per worker: as an argument of a step, the one of the worker that runs it.
+    """One value per worker; in a step, the value of the worker that runs it.
 
     Args:
       values: by worker.
@@ -39,11 +39,11 @@ class PerWorkerValues:
     peek = draw
 
     def give_back(self, worker: int, value: PyTree) -> None:
-        """Nothing: the value is still there."""
+        """Does nothing: the value is still there."""
 
     @classmethod
     def of_workers(cls, by_worker: Mapping[int, Any]) -> PerWorkerValues:
-        """Returns values of workers that need not be numbered from 0 on."""
+        """Returns values of workers whose numbers need not start at 0."""
         values = cls(tuple(by_worker.values()))
         values._by_worker = dict(by_worker)
         return values
@@ -53,7 +53,7 @@ class PerWorkerIterator:
     """One iteration over a `PerWorkerDataset`.
 
     As an argument of `schedule` it stands for the next element of the worker that runs the
-    closure. `next` of it gives one element of every worker, as `PerWorkerValues`.
+    closure. `next` on it returns one element of every worker, as `PerWorkerValues`.
     """
 
     def __init__(self, streams: dict[int, Stream]):
@@ -61,7 +61,7 @@ class PerWorkerIterator:
 
     @property
     def values(self) -> tuple[Stream, ...]:
-        """The streams, by worker; one for all where the dataset is shared."""
+        """The streams, by worker; a single one if the dataset is shared."""
         return tuple(self._streams.values())
 
     def __iter__(self) -> PerWorkerIterator:
@@ -85,57 +85,63 @@ class PerWorkerIterator:
         refuse_pickle(self, "coordinator.snapshot() holds positions; take `values` along, or data")
 
     def draw(self, worker: int) -> Any:
-        """Returns the next element of a worker, for which a closure is."""
+        """Returns a worker's next element, to be used by a closure."""
         return self._stream_of(worker).draw()
 
     def peek(self, worker: int) -> Any:
-        """Returns the element that `draw` would."""
+        """Returns the element that `draw` would return."""
         return self._stream_of(worker).peek()
 
     def _stream_of(self, worker: int) -> Stream:
-        if worker not in self._streams:  # it came after the iteration had begun
+        if worker not in self._streams:  # it was added after the iteration had begun
             raise DataEnded
         return self._streams[worker]
 
     def give_back(self, worker: int, value: PyTree) -> None:
-        """Makes an element of a worker its next one again."""
+        """Makes an element the worker's next one again."""
         self._streams[worker].give_back(value)
 
     def positions(self) -> list[Position]:
-        """Returns where each stream is."""
+        """Returns the position of each stream."""
         return [stream.position() for stream in dict.fromkeys(self._streams.values())]
 
     def restore(self, positions: Sequence[Position]) -> None:
-        """Puts each stream back to where it was."""
+        """Restores each stream to its position."""
         for stream, position in zip(dict.fromkeys(self._streams.values()), positions, strict=True):
             stream.restore(position)
 
 
+#: See `Engine.open_data`.
+OpenData = Callable[[int, Callable[[], Iterable[Any]]], Iterable[Any]]
+
+
 class PerWorkerDataset:
-    """A dataset of which each worker draws its own elements: see `Coordinator`.
+    """A dataset from which each worker draws its own elements: see `Coordinator`.
 
     Source: tf.distribute.experimental.coordinator.PerWorkerDataset.
 
     Args:
       source: a function of an `InputContext`, called for each worker; or a dataset whose
         elements go to whichever worker asks next.
-      workers: returns the ids of the workers that there are.
-      iterators: is told of each iteration.
-      is_opened_at_once: whether the function is called when an iteration begins; else when its
-        worker needs the first element.
+      workers: returns the ids of the current workers.
+      num_replicas: how many replicas each worker has.
+      open_data: (worker, make) -> dataset, called when a worker needs its first element: makes
+        the dataset where it is drawn. None: it is made here, when an iteration begins.
+      iterators: collects each iteration.
     """
 
     def __init__(
         self,
         source: Callable[[InputContext], Iterable[Any]] | Iterable[Any],
         workers: Callable[[], list[int]],
+        num_replicas: int,
+        open_data: OpenData | None,
         iterators: weakref.WeakSet[PerWorkerIterator],
-        *,
-        is_opened_at_once: bool,
     ):
         self._source = source
         self._workers = workers
-        self._is_opened_at_once = is_opened_at_once
+        self._num_replicas = num_replicas
+        self._open_data = open_data
         self._iterators = iterators
 
     def __repr__(self) -> str:
@@ -153,10 +159,14 @@ class PerWorkerDataset:
         if isinstance(source, Iterable):
             streams = dict.fromkeys(workers, Stream(lambda: source))
         else:
-            contexts = (InputContext(len(workers), i, 1) for i in range(len(workers)))
-            makers = (functools.partial(source, context) for context in contexts)
+            count = len(workers)
+            contexts = (InputContext(count, i, self._num_replicas) for i in range(count))
+            makers = [functools.partial(source, context) for context in contexts]
+            if self._open_data is not None:
+                pairs = zip(workers, makers, strict=True)
+                makers = [functools.partial(self._open_data, *pair) for pair in pairs]
             streams = dict(zip(workers, map(Stream, makers), strict=True))
-        if self._is_opened_at_once:
+        if self._open_data is None:
             for stream in streams.values():
                 stream.open()
         iterator = PerWorkerIterator(streams)
@@ -165,7 +175,7 @@ class PerWorkerDataset:
 
 
 def require_source(fn_or_dataset: object, at: str) -> None:
-    """Raises if these are no arguments of `create_per_worker_dataset`."""
+    """Raises unless these are arguments of `create_per_worker_dataset`."""
     if not isinstance(fn_or_dataset, Iterable) and not callable(fn_or_dataset):
         raise TypeError(
             message(

@@ -1,4 +1,4 @@
-"""Which server a variable lives at: that with the fewest bytes; and where its shards do."""
+"""Places each variable on the least loaded server, and its shards in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNER = "ParameterServerStrategy"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Some rows of a variable: the number of their server, and how many they are."""
+    """Some rows of a variable: the number of their server, and how many there are."""
 
     server: int
     num_rows: int
@@ -35,10 +35,10 @@ class ServerLayout:
     """One value at a server, or in shards at several.
 
     Attributes:
-      server: its number; None: a copy at every server, each with its own pushes counted, as
-        optimizers keep for their steps.
-      device: where values that are fetched from it come to lie.
-      shards: of a partitioned variable: its rows, in order; the first are at `server`.
+      server: its number; None: a copy at every server, each counting its own pushes, as
+        optimizers do for their steps.
+      device: where values fetched from it are placed.
+      shards: the rows of a partitioned variable, in order; the first are at `server`.
     """
 
     server: int | None
@@ -50,7 +50,7 @@ class ServerLayout:
 
     @property
     def kind(self) -> str:
-        """Which server, so that a variable and its slots have equal localities."""
+        """Names the server, so that a variable and its slots have equal localities."""
         if self.shards:
             return f"in shards at servers {', '.join(str(s.server) for s in self.shards)}"
         return "at every server" if self.server is None else f"at server {self.server}"
@@ -64,15 +64,15 @@ class ServerLayout:
         return SingleDeviceSharding(self.device)
 
     def to_stored(self, value: jax.Array) -> Any:
-        """Returns `value`."""
+        """Returns `value` unchanged."""
         return value
 
     def from_stored(self, stored: jax.Array, shape: tuple[int, ...]) -> Any:
-        """Returns `stored`."""
+        """Returns `stored` unchanged."""
         return stored
 
     def constrain(self, stored: jax.Array) -> jax.Array:
-        """Returns `stored`: no program but a server's gives such a variable a value."""
+        """Returns `stored`: only a server's programs give such a variable a value."""
         return jnp.asarray(stored)
 
     def unencoded(self, shape: tuple[int, ...]) -> ServerLayout:
@@ -80,14 +80,14 @@ class ServerLayout:
         return self
 
     def beside(self, shape: tuple[int, ...]) -> ServerLayout:
-        """Returns the layout of what is colocated: row by row, where it has as many rows."""
+        """Returns a colocated variable's layout: row by row if it has as many rows."""
         num_rows = sum(shard.num_rows for shard in self.shards)
         return self if shape[:1] == (num_rows,) else dataclasses.replace(self, shards=())
 
 
 @dataclasses.dataclass(frozen=True)
 class NoVariable:
-    """What variables are colocated with that belong to no other one: they live at every server."""
+    """The colocation target of variables without an owner: they live at every server."""
 
     layout: ServerLayout
     shape: tuple[int, ...] = ()
@@ -95,15 +95,15 @@ class NoVariable:
 
 
 class ServerPlacement:
-    """Puts each new variable at the server that holds the fewest bytes; its shards in turn.
+    """Puts each variable on the server with the fewest bytes; its shards in turn.
 
     Args:
-      num_servers: how many there are.
-      device: where values that are fetched from them come to lie.
-      partitioner: says into how many shards a variable is split; None: none is.
+      num_servers: how many servers there are.
+      device: where values fetched from them are placed.
+      partitioner: the number of shards per axis of a variable; None: no variable is split.
 
     Attributes:
-      synchronizes: no: a worker has one replica, and a server one value.
+      synchronizes: False: a server has one value, however many replicas a worker has.
       loads: the bytes of the variables at each server.
     """
 
@@ -126,14 +126,14 @@ class ServerPlacement:
         return self._place(self._rows(tuple(shape), dtype))
 
     def add(self, portions: Iterable[tuple[int, int]]) -> None:
-        """Counts what a new variable has at servers: the number of each, and bytes."""
+        """Adds a new variable's (server number, bytes) portions to the loads."""
         with self._lock:
             self._forget_removed()
             for server, size in portions:
                 self.loads[server] += size
 
     def remove(self, portions: Iterable[tuple[int, int]]) -> None:
-        """Counts what a variable had that is gone; takes no lock, so a finalizer may call it."""
+        """Subtracts a dead variable's portions, later; lock-free, for finalizers."""
         self._removed.extend(portions)
 
     def _forget_removed(self) -> None:
@@ -142,10 +142,10 @@ class ServerPlacement:
             self.loads[server] -= size
 
     def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
-        """Returns the rows of each shard, more in the first ones; of a whole variable one number.
+        """Returns the rows of each shard, more in the first; one number if whole.
 
         Raises:
-          ValueError: the partitioner splits another axis than the first.
+          ValueError: the partitioner splits an axis other than the first.
         """
         if self._partitioner is None or not shape or jax_compat.is_key_dtype(dtype):
             return [1]
@@ -156,7 +156,7 @@ class ServerPlacement:
         return [shape[0] // n + (i < shape[0] % n) for i in range(n)] if n > 1 else [1]
 
     def _place(self, rows: Sequence[int]) -> ServerLayout:
-        """Returns the layout of shards at the servers in turn, the one with the least first."""
+        """Returns the layout of shards at the servers in turn, the least loaded first."""
         with self._lock:
             self._forget_removed()
             turns = sorted(range(len(self.loads)), key=self.loads.__getitem__)

@@ -1,4 +1,4 @@
-"""Arrays on a device, with no call of JAX's where they are there."""
+"""Where a worker has the arrays of a plan; placing them there, without JAX if they are there."""
 
 from __future__ import annotations
 
@@ -6,19 +6,42 @@ from collections.abc import Iterable
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
+from distjax.servers.plan import Plan, Stage
+from distjax.servers.remote_array import Argument, RemoteArray
 
 
-def place(arrays: Iterable[jax.Array | np.ndarray], device: jax.Device) -> list[jax.Array]:
-    """Returns arrays that a program on `device` can take.
+def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.Array]:
+    """Returns arrays that a program there can take: committed, so that its results are there too.
 
-    Numpy arrays are left to the program, which brings them where its other arguments are.
+    Numpy arrays are left to the program, which moves them to its other arguments.
+
+    Args:
+      arrays: from anywhere.
+      where: a device; or a sharding over several.
     """
-    return [
-        x
-        if isinstance(x, np.ndarray) or x.device == device
-        else transfer(x, SingleDeviceSharding(device))
-        for x in arrays
-    ]  # type: ignore[return-value]
+    return [_place(x, where) for x in arrays]  # type: ignore[misc]
+
+
+def _place(array: Argument, where: jax.Device | Sharding) -> jax.Array | np.ndarray:
+    if isinstance(array, RemoteArray):
+        return np.asarray(array)
+    is_here = isinstance(array, np.ndarray) or (array.committed and array.device == where)
+    return array if is_here else transfer(array, _as_sharding(where))
+
+
+def _as_sharding(where: jax.Device | Sharding) -> Sharding:
+    return where if isinstance(where, Sharding) else SingleDeviceSharding(where)
+
+
+def sharding_of(slot: int, plan: Plan, home: Topology) -> Sharding:
+    """Returns how a worker holds a slot of a plan on its devices."""
+    return home.per_replica if slot in plan.varying else home.mirrored
+
+
+def outs_of(stage: Stage, plan: Plan, home: Topology) -> tuple[Sharding, ...]:
+    """Returns the shardings of the results, and the token, of a worker's part."""
+    return (*(sharding_of(slot, plan, home) for slot in stage.results), home.mirrored)

@@ -1,8 +1,9 @@
-"""Plan: a step, cut into what workers run and what servers run."""
+"""Plan: a step, cut into programs for workers and for servers."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,28 +15,28 @@ from distjax.variables.storage import StoredArray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A pure function of flat arrays, jitted by who runs it.
+    """A pure function of flat arrays, jitted by its runner.
 
     Attributes:
-      name: what it is called in error texts.
+      name: its name in error texts.
       fn: (*arrays) -> tuple of arrays.
-      avals: of the arrays; not needed where it is run in this process.
+      avals: of the arrays.
     """
 
     name: str
     fn: Callable[..., tuple[jax.Array, ...]]
-    avals: tuple[ShapedArray, ...] = ()
+    avals: tuple[ShapedArray, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """What one stage sends to one server, and what comes back.
+    """What one stage sends to one server, and what it gets back.
 
     Attributes:
       server: its number.
-      operands: slots of the worker that travel there.
+      operands: slots of the worker that are sent there.
       takes: keys of variables at this server that the program reads.
-      writes: those it gives new values; a subset of `takes`.
+      writes: those that it gives new values; a subset of `takes`.
       answers: slots of the worker that its answer fills.
       program: (*takes, *operands) -> (*new values of writes, *answers).
     """
@@ -50,13 +51,13 @@ class Push:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of the step at the worker, and the pushes that follow it.
+    """A part of the step on the worker, and the pushes that follow it.
 
     Attributes:
       operands: slots that the program reads.
       results: slots that it fills.
       program: (*operands) -> (*results).
-      pushes: independent of each other, so they are sent in parallel.
+      pushes: independent of each other, so sent in parallel.
     """
 
     operands: tuple[int, ...]
@@ -67,18 +68,19 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A step, cut: a machine of numbered slots at the worker.
+    """A cut step: a machine of numbered slots on the worker.
 
     Attributes:
-      name: the step's.
+      name: the step's name.
       arguments: slots of the flat arguments.
       pulls: (slot, key of a variable): the snapshot.
       stages: in order.
       results: slots of the flat results.
-      rebuild: flat results -> what the user's function returned.
+      rebuild: flat results -> the result of the user's function.
       owners: key of every variable used -> the number of its server.
       is_read_only: whether no push writes.
-      kept: what servers know of variables, which they keep as long as it lives.
+      kept: storage of variables, which keeps their values on the servers while the plan lives.
+      varying: slots with a row for each replica of a worker; the others have one value for all.
     """
 
     name: str
@@ -90,10 +92,18 @@ class Plan:
     owners: Mapping[str, int]
     is_read_only: bool
     kept: tuple[StoredArray, ...] = ()
+    varying: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def pulled_once(self) -> frozenset[str]:
+        """The keys whose pulled values only the program of the first stage uses."""
+        used = {slot for stage in self.stages[1:] for slot in stage.operands}.union(self.results)
+        used.update(x for stage in self.stages for push in stage.pushes for x in push.operands)
+        return frozenset(key for slot, key in self.pulls if slot not in used)
 
 
 def writes(stage: Stage) -> bool:
-    """Returns whether a push of a stage writes."""
+    """Returns whether any push of a stage writes."""
     return any(push.writes for push in stage.pushes)
 
 

@@ -2,78 +2,139 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jec
+from jax.sharding import Sharding
 
 from distjax import jax_compat
 from distjax.servers.plan import Program
+
+#: Where results and the token are placed: all on one device, or each over several.
+OutShardings: TypeAlias = Sharding | tuple[Sharding, ...]
+#: An argument, or what stands for it in a compilation.
+Given: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+#: Of a jitted program: which arguments are donated, and where its results are placed.
+_Variant: TypeAlias = tuple[tuple[int, ...], OutShardings | None]
+#: Held while a program is enqueued on several devices: two that reached them in different orders
+#: would wait for each other forever.
+_launching = threading.Lock()
 
 
 class Programs:
     """Runs programs; keeps them jitted as long as their plans are alive.
 
-    Each program has one more result than it says, a token: a program may have no result
-    of its own that one could wait for.
+    Each program gets one extra result, a token, since it may have no result of its own to
+    wait for.
     """
 
     def __init__(self) -> None:
-        self._jitted: weakref.WeakKeyDictionary[Program, dict[tuple[int, ...], Any]]
+        self._jitted: weakref.WeakKeyDictionary[Program, dict[_Variant, Any]]
         self._jitted = weakref.WeakKeyDictionary()
         self._making = threading.Lock()
 
     def run(
-        self, program: Program, args: Sequence[jax.Array], donated: tuple[int, ...] = ()
+        self,
+        program: Program,
+        args: Sequence[jax.Array],
+        donated: tuple[int, ...] = (),
+        outs: OutShardings | None = None,
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Returns the results, which may not be ready, and a token that is ready with them.
+        """Returns the results, possibly not ready, and a token that is ready with them.
 
-        Where the program calls back to Python it has run: an error is raised here, before
-        anybody uses what it did not compute, and nothing is donated.
+        A program with Python callbacks has run on return: its errors are raised here, before
+        anything uses values it did not compute, and nothing is donated.
 
         Args:
-          program: what to run, where `args` are.
+          program: the program, to run where `args` are.
           args: its arguments.
-          donated: the numbers of those whose memory it may reuse.
+          donated: the numbers of the arguments whose memory it may reuse.
+          outs: where its results are placed; None: on the device of `args`.
         """
-        if _raises_for_values():  # after it has run, and what was donated would be gone
-            donated = ()
-        run, calls_back = self._find(program, args, donated)
-        *results, token = run(*args)
+        run, calls_back = self._find(program, args, donated, outs)
+        with _launching if isinstance(outs, tuple) else contextlib.nullcontext():
+            *results, token = run(*args)
         if calls_back:
             jax.block_until_ready(token)
         return tuple(results), token
 
-    def _find(self, program: Program, args: Sequence[jax.Array], donated: tuple[int, ...]) -> Any:
-        found = self._jitted.get(program, {}).get(donated)
+    def trace(
+        self,
+        program: Program,
+        args: Sequence[Given],
+        donated: tuple[int, ...] = (),
+        outs: OutShardings | None = None,
+    ) -> jax.stages.Traced:
+        """Returns what `run` will run for such arguments, traced."""
+        jitted, _ = self._find(program, args, donated, outs)
+        return jitted.trace(*args)
+
+    def compile(
+        self,
+        program: Program,
+        args: Sequence[Given],
+        donated: tuple[int, ...] = (),
+        outs: OutShardings | None = None,
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Compiles what `run` will run for such arguments; returns its results, as structs.
+
+        That fills the caches of `jax.jit` itself: `run` finds what is compiled here.
+        """
+        traced: Any = self.trace(program, args, donated, outs)
+        traced.lower().compile()
+        return traced.out_info[:-1]
+
+    def _find(
+        self,
+        program: Program,
+        args: Sequence[Given],
+        donated: tuple[int, ...],
+        outs: OutShardings | None,
+    ) -> Any:
+        if _raises_for_values():  # only after running, when donated arrays would be gone
+            donated = ()
+        found = self._jitted.get(program, {}).get((donated, outs))
         if found is not None:
             return found
-        with self._making:  # two workers would trace one program twice
+        with self._making:  # else two workers would trace one program twice
             variants = self._jitted.setdefault(program, {})
-            if donated not in variants:
-                variants[donated] = _make(program, args, donated)
-            return variants[donated]
+            if (donated, outs) not in variants:
+                variants[donated, outs] = _make(program, args, donated, outs)
+            return variants[donated, outs]
 
 
-def _make(program: Program, args: Sequence[jax.Array], donated: tuple[int, ...]) -> Any:
+def _make(
+    program: Program,
+    args: Sequence[Given],
+    donated: tuple[int, ...],
+    outs: OutShardings | None,
+) -> Any:
     fn = program.fn  # the jitted function must not keep its own key alive
 
     def with_token(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return (*fn(*arrays), jnp.zeros((), jnp.bool_))
 
     with_token.__name__ = with_token.__qualname__ = program.name
-    jitted = jax.jit(with_token)
+    # Results are committed to a device if arguments are, but unused ones would not count.
+    jit = functools.partial(jax.jit, with_token, out_shardings=outs, keep_unused=True)
+    jitted = jit()
     if _calls_back(jitted.trace(*args).jaxpr.jaxpr):
         return jitted, True
-    return (jax.jit(with_token, donate_argnums=donated) if donated else jitted), False
+    if donated:
+        jitted = jit(donate_argnums=donated)
+    return jitted, False
 
 
 def _raises_for_values() -> bool:
-    config: Any = jax.config  # these two are this thread's; pyright does not see them
+    config: Any = jax.config  # these two are thread-local; pyright does not see them
     return config.jax_debug_nans or config.jax_debug_infs
 
 

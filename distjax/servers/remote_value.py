@@ -1,4 +1,4 @@
-"""RemoteValue: the result of a closure, which may not be there yet."""
+"""RemoteValue: the result of a closure, possibly not yet available."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distjax.typing import PyTree
 
 
 class RemoteValue:
-    """What a closure returns, once a worker has run it.
+    """The result of a closure, once a worker has run it.
 
     Source: tf.distribute.experimental.coordinator.RemoteValue.
 
     Args:
-      closure: whose result it is.
-      waiters: where it is told of.
+      closure: the closure.
+      waiters: rung when it is over.
     """
 
     def __init__(self, closure: Closure, waiters: Waiters):
@@ -32,9 +32,9 @@ class RemoteValue:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The versions of the servers, one each: after its pushes, else as it pulled them.
+        """The version of each server: after its push, else as pulled.
 
-        Waits as `get`.
+        Waits as `get` does.
         """
         self._wait("version", None)
         if self._closure.versions is None:
@@ -43,29 +43,29 @@ class RemoteValue:
         return self._closure.versions
 
     def done(self) -> bool:
-        """Returns whether `fetch` would not wait."""
+        """Returns whether `fetch` would return without waiting."""
         return self._closure.is_over
 
     def get(self) -> Any:
-        """Returns what the step returned, as arrays on the worker's device. Waits as `fetch`."""
+        """Waits as `fetch` does; returns the result as arrays on the worker's device."""
         self._wait("get", None)
         return self._closure.result()
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """Returns what the step returned, as numpy arrays.
+        """Returns the step's result as numpy arrays.
 
         Args:
-          timeout: seconds to wait at most.
+          timeout: maximum wait in seconds.
 
         Context: not in a replica function.
 
         Raises:
           ContextError: in a replica function.
-          TimeoutError: it is not there by then.
+          TimeoutError: it is not available by then.
           CancelledError: of `concurrent.futures`: the closure was cancelled.
           EndOfDataError: no worker has an element for it.
           ServerLostError: its pushes were lost with a server.
-          Exception: what the closure raised.
+          Exception: the error of the closure.
         """
         self._wait("fetch", timeout)
         return to_numpy(self._closure.result())
@@ -75,7 +75,7 @@ class RemoteValue:
         if not self._waiters.wait_until(lambda: self._closure.is_over, timeout):
             raise TimeoutError(
                 message(
-                    f"fetch needs {self._closure!r} to end within {timeout} s",
+                    f"{method} needs {self._closure!r} to end within {timeout} s",
                     got=f"one that is {self._closure.state.value}",
                     why="its worker has not come so far",
                     fix="wait longer; coordinator.stats() says what workers do",
@@ -93,7 +93,7 @@ def require_outside_of_steps(method: str) -> None:
     """Raises a ContextError in a replica function.
 
     Args:
-      method: what may not be called there.
+      method: the method that may not be called there.
     """
     if not frames.current().is_replica:
         return
@@ -109,7 +109,7 @@ def require_outside_of_steps(method: str) -> None:
 
 
 def to_numpy(tree: PyTree) -> Any:
-    """Returns a tree with numpy arrays for those of JAX; keys stay as they are."""
+    """Returns a tree with JAX arrays converted to numpy; PRNG keys stay as they are."""
     return jax.tree.map(_leaf_to_numpy, tree)
 
 

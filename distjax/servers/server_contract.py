@@ -1,4 +1,4 @@
-"""What the coordinator asks of a server, in this process or in another."""
+"""ParameterServer: a server as the coordinator sees it, in any process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distjax.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class ServerSnapshot:
-    """What one server had at a time.
+    """The state of one server at some time.
 
     Attributes:
       version: its version.
@@ -28,12 +28,12 @@ class ServerSnapshot:
 
 @dataclasses.dataclass
 class Totals:
-    """What has been asked of a server, in all.
+    """Totals of the requests to a server.
 
     Attributes:
-      staleness: how many pushes that wrote were so stale.
+      staleness: how many writing pushes had each staleness.
       bytes_pulled: of values read by workers, and answers of pushes.
-      bytes_pushed: of what workers sent.
+      bytes_pushed: of data sent by workers.
     """
 
     staleness: collections.Counter[int] = dataclasses.field(
@@ -44,29 +44,29 @@ class Totals:
 
 
 class ParameterServer(Protocol):
-    """One parameter server, as the coordinator sees it: `Server` is one.
+    """One parameter server, as the coordinator sees it; `Server` is an implementation.
 
-    All methods but the first four properties raise ServerLostError where it is lost.
+    All methods but the first four properties raise ServerLostError if it is lost.
     """
 
     @property
     def number(self) -> int:
-        """Which of the strategy's."""
+        """Its number in the strategy."""
         ...
 
     @property
     def pid(self) -> int:
-        """The process that it is in."""
+        """The pid of its process."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has lost its values, and was not restored since."""
+        """Whether it has lost its values and was not restored since."""
         ...
 
     @property
     def version(self) -> int:
-        """How many writes it has seen."""
+        """How many writes it has applied."""
         ...
 
     @property
@@ -76,11 +76,11 @@ class ParameterServer(Protocol):
 
     @property
     def num_kept(self) -> int:
-        """The number of closures of which something is remembered."""
+        """The number of closures with records."""
         ...
 
     def read_totals(self) -> Totals:
-        """Returns what has been asked of it."""
+        """Returns the totals of its requests."""
         ...
 
     def create(self, key: str, value: ArrayLike) -> None:
@@ -88,32 +88,32 @@ class ParameterServer(Protocol):
         ...
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forgets values whose variables are gone, soon; a finalizer may call it."""
+        """Drops values of dead variables, later; a finalizer may call it."""
         ...
 
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
-        """Returns the version, and copies of the values that are there then."""
+        """Returns the version, and copies of the values at that version."""
         ...
 
     def write(self, key: str, value: ArrayLike) -> int:
-        """Replaces a value, outside of closures; returns the version that this makes."""
+        """Replaces a value, outside closures; returns the resulting version."""
         ...
 
     def mark_done(self, closure: int) -> None:
-        """Forgets a closure that is over, and refuses what is still pushed for it."""
+        """Drops a closure that is over, and rejects its further pushes."""
         ...
 
     def snapshot(self) -> ServerSnapshot:
-        """Returns a copy of all there is."""
+        """Returns a copy of all values."""
         ...
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
-        """Goes back to a snapshot; all closures of lower numbers are over."""
+        """Goes back to a snapshot; all closures with lower numbers are over."""
         ...
 
 
 def add_totals(servers: Iterable[ParameterServer]) -> Totals:
-    """Returns what has been asked of several servers."""
+    """Returns the combined totals of several servers."""
     each = [server.read_totals() for server in servers]
     return Totals(
         sum((totals.staleness for totals in each), start=collections.Counter[int]()),
@@ -123,7 +123,7 @@ def add_totals(servers: Iterable[ParameterServer]) -> Totals:
 
 
 def lost_error(number: int, got: str = "a server that is lost") -> ServerLostError:
-    """Returns the error of a server that has no values any more."""
+    """Returns the error for a server that has lost its values."""
     return ServerLostError(
         message(
             f"server {number} needs to have what a closure pulls and pushes",

@@ -23,13 +23,13 @@ from distjax.variables.stored_variable import StoredVariable
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What of a variable is at one server: all of it, or a shard of its rows.
+    """A variable's part at one server: all of it, or a shard of its rows.
 
     Attributes:
       variable: the name of the variable.
       name: its name, or `name/part_i`.
-      key: what the servers know it by.
-      server: the number of its server; None: it is at every one.
+      key: its key at the servers.
+      server: the number of its server; None: it is at every server.
       shape: of the part.
       dtype: of the variable.
       start: the first row of a shard.
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is not all of the variable."""
+        """Whether it is only part of the variable."""
         return self.name != self.variable
 
     @property
@@ -55,7 +55,7 @@ class Part:
 
 
 def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
-    """Returns the parts of a new variable; `number` makes their keys unlike all others."""
+    """Returns the parts of a new variable; `number` makes their keys unique."""
     layout, name, shape = variable.layout, variable.name, variable.shape
     assert isinstance(layout, ServerLayout), "as its placement says"
     if not layout.shards:
@@ -69,17 +69,17 @@ def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
 
 
 class ServerStorage(StoredArray):
-    """Where the array of a variable is: at servers, each part of it under a key.
+    """The array of a variable at servers, each part under a key.
 
-    Plans hold it, so the values are there as long as somebody may run one.
+    Plans hold it, so that the values exist as long as a plan may run.
 
     Args:
       name: the name of the variable, for errors.
-      lock: of the strategy's variables.
-      parts: of the variable.
-      servers: all of the strategy's.
+      lock: the lock of the strategy's variables.
+      parts: the parts of the variable.
+      servers: all servers of the strategy.
       placement: counts their bytes.
-      device: where fetched values come to lie.
+      device: where fetched values are placed.
     """
 
     is_remote = True
@@ -104,7 +104,7 @@ class ServerStorage(StoredArray):
         self._is_made = False
 
     def read(self) -> Stored | None:
-        """Returns the value that the servers have now; None before they have one."""
+        """Returns the servers' current value; None before they have one."""
         if not self._is_made:
             return None
         with jax_compat.outside_traces():
@@ -116,7 +116,7 @@ class ServerStorage(StoredArray):
         return transfer(value, SingleDeviceSharding(self._device))
 
     def require_made(self) -> None:
-        """Raises a ContextError where there is no value; fetches none."""
+        """Raises a ContextError if there is no value; fetches none."""
         if not self._is_made:
             self.require()
 
@@ -148,19 +148,19 @@ def _remove(
     placement: ServerPlacement,
     homes: Sequence[tuple[int, Part]],
 ) -> None:
-    """Has servers forget a variable; may be called in the midst of anything, so takes no lock."""
+    """Drops a variable from servers; lock-free, since it may interrupt any code."""
     for number, part in homes:
         servers[number].remove([part.key])
     placement.remove((number, num_bytes(part)) for number, part in homes)
 
 
 def parts_of(variable: StoredVariable) -> tuple[Part, ...]:
-    """Returns what servers have of a variable."""
+    """Returns a variable's parts at the servers."""
     assert isinstance(variable.stored, ServerStorage), f"{variable.name!r} is at no server"
     return variable.stored.parts
 
 
 def sizes_of(variable: StoredVariable) -> tuple[int, ...]:
-    """Returns how many rows the shards of a variable have; none if it is whole."""
+    """Returns the number of rows of each shard of a variable; () if it is whole."""
     parts = parts_of(variable)
     return tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()

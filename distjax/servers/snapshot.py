@@ -1,4 +1,4 @@
-"""Snapshot: what all servers had between two closures."""
+"""Snapshot: the state of all servers between two closures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Snapshot:
     """Values and versions of all servers, at a moment when no closure was running.
 
     Attributes:
-      closures: how many closures it holds.
-      servers: what each server had.
-      positions: where the iterators over per-worker data were, those that still exist.
+      closures: how many closures it contains.
+      servers: the state of each server.
+      positions: the positions of the live iterators over per-worker data.
     """
 
     closures: int

@@ -1,11 +1,12 @@
-"""Server: the values of variables at one server, and pushes applied to them, each once."""
+"""Server: the values of variables at one server, and exactly-once pushes to them."""
 
-# One lock. It is held while a push is dispatched, not while it runs: JAX's arrays are futures, so
+# One lock. It is held while a push is dispatched, not while it runs: JAX arrays are futures, so
 # the order in which pushes are dispatched is the order of the versions.
 #
-# A push runs in the memory of the values that it replaces (they are donated), unless a worker on
-# the server's own device has been given the arrays themselves: then it copies nothing, and the
-# values of that variable are never donated from then on.
+# A push runs in the memory of the values that it replaces: they are donated. A worker on the
+# server's own device is given the arrays themselves, which copies nothing. Those that its first
+# program alone uses are lent: until the attempt has ended, pushes of others leave them alone.
+# Others are given for good: the values of such a variable are never donated from then on.
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +24,28 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import place
 from distjax.servers.plan import Program
-from distjax.servers.programs import Programs
+from distjax.servers.programs import Given, Programs
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
 from distjax.typing import ArrayLike
 
+#: The numbers of a closure and of an attempt at it.
+AttemptId: TypeAlias = tuple[int, int]
+
 
 class ServerDied(Exception):
-    """Raised by the fault function of an engine: the server loses all it has."""
+    """Raised by an engine's fault function: the server loses all its values."""
 
 
 class Server:
-    """One parameter server: values by key, and a version that each write adds one to.
+    """One parameter server: values by key, and a version incremented by each write.
 
     Args:
-      number: which of the strategy's.
+      number: its number in the strategy.
       device: where the values live, and pushes run.
     """
 
@@ -56,13 +61,17 @@ class Server:
         self._sizes: dict[str, int] = {}  # bytes, by key
         self._traffic: weakref.WeakKeyDictionary[Program, tuple[int, int]]
         self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
-        self._lent: set[str] = set()  # keys whose arrays themselves were given to workers
+        self._given: set[str] = set()  # keys whose arrays workers may have for ever
+        self._lent: dict[AttemptId, Collection[str]] = {}  # keys of arrays that attempts have
+        self._ever_lent: set[str] = set()  # keys
         self._programs = Programs()
-        self._removed: collections.deque[str] = collections.deque()  # keys, not yet forgotten
+        # JAX compiles what two threads ask for at once twice, and one of them would not find it.
+        self._compiling = threading.Lock()
+        self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
 
     @property
     def pid(self) -> int:
-        """The process that it is in."""
+        """The pid of its process."""
         return os.getpid()
 
     @property
@@ -73,13 +82,13 @@ class Server:
             return sum(self._sizes[key] for key in self._values)
 
     def read_totals(self) -> Totals:
-        """Returns a copy of the totals: workers go on adding to them."""
+        """Returns a copy of the totals, since workers keep adding to them."""
         with self._lock:
             return dataclasses.replace(self.totals, staleness=self.totals.staleness.copy())
 
     @property
     def num_kept(self) -> int:
-        """The number of closures of which something is remembered."""
+        """The number of closures with records."""
         with self._lock:
             return self._applied.num_kept
 
@@ -93,39 +102,49 @@ class Server:
             self._values[key], self._sizes[key] = value, value.nbytes
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forgets values whose variables are gone, when the server is next asked for anything.
+        """Drops values of dead variables, at the next request.
 
-        Takes no lock: a finalizer calls it, in the midst of whatever its thread is doing.
+        Takes no lock: a finalizer calls it, interrupting whatever its thread is doing.
         """
         self._removed.extend(keys)
 
     def read(
-        self, keys: Sequence[str], device: jax.Device | None = None
+        self,
+        keys: Sequence[str],
+        home: Topology | None = None,
+        attempt: AttemptId | None = None,
+        pulled_once: Collection[str] = (),
     ) -> tuple[int, list[jax.Array]]:
-        """Returns the version, and the values that are there then.
+        """Returns the version, and the values at that version.
 
         Args:
-          keys: whose.
-          device: where a worker needs them; None: copies, where the server is.
+          keys: the variables' keys.
+          home: the devices of a worker that needs them; None: copies on the server's device.
+          attempt: of the worker; it ends by `end_attempt`.
+          pulled_once: those of the keys that the attempt needs no more when it pushes.
         """
         with self._lock:
             values = self._require(keys)
-            if device is None:
+            if home is None:
                 return self.version, [jnp.array(value, copy=True) for value in values]
             self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
-            if device == self.device:
-                self._lent.update(keys)
-            else:  # under the lock, so that it begins before a push reuses the memory
-                values = transfer_each(values, SingleDeviceSharding(device))
+            given, lent = self._shared_with(home, keys, pulled_once)
+            self._given |= given
+            self._ever_lent |= lent
+            if attempt is not None and lent:
+                self._lent[attempt] = lent
+            if home.devices != (self.device,):
+                # under the lock, so that it begins before a push reuses the memory
+                values = transfer_each(values, home.mirrored)
             return self.version, values
 
     def view(
         self, keys: Sequence[str], *, is_pull: bool
     ) -> tuple[int, list[jax.Array | np.ndarray]]:
-        """Returns the version, and the values, to be sent before anything else is done here.
+        """Returns the version and the values, to be sent before the next operation.
 
         Args:
-          keys: whose.
+          keys: the variables' keys.
           is_pull: whether a worker reads them.
         """
         with self._lock:
@@ -136,7 +155,7 @@ class Server:
             return self.version, [self._look_at(value) for value in values]
 
     def write(self, key: str, value: ArrayLike) -> int:
-        """Replaces a value, outside of closures; returns the version that this makes."""
+        """Replaces a value, outside closures; returns the resulting version."""
         value = self._own(value)
         with self._lock:
             self._require([key])
@@ -145,6 +164,45 @@ class Server:
             return self.version
 
     # -- closures -------------------------------------------------------------
+
+    def compile(
+        self,
+        program: Program,
+        takes: Sequence[str],
+        writes: Sequence[str],
+        arrays: Sequence[Given],
+        home: Topology | None = None,
+        pulled: Iterable[str] = (),
+        pulled_once: Collection[str] = (),
+    ) -> None:
+        """Compiles the program of a push, so that no one waits for that while it is applied.
+
+        Args:
+          program: see `push`.
+          takes: see `push`.
+          writes: see `push`.
+          arrays: structs for the worker's operands, as `push` will have them here.
+          home: the worker's devices, if they are of this process.
+          pulled: keys that it will pull.
+          pulled_once: see `read`.
+        """
+        with self._lock:
+            forms = [jax_compat.aval_of(value) for value in self._require(takes)]
+            given, lent = self._shared_with(home, pulled, pulled_once)
+            given |= self._given
+            ever_lent = lent | self._ever_lent
+        here = SingleDeviceSharding(self.device)
+        held = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=here)
+            for x in forms
+        ]
+        with self._compiling, jax.default_device(self.device):
+            for spared in (given, given | ever_lent):
+                donated = _donated(takes, writes, spared)
+                self._programs.compile(program, [*held, *arrays], donated)
+        with self._lock:
+            self._given |= given
+            self._ever_lent |= ever_lent
 
     def push(
         self,
@@ -159,20 +217,20 @@ class Server:
         pulled: int | None = None,
         before: Callable[[], None] | None = None,
     ) -> Answer:
-        """Applies a push: all that it writes, or nothing if it raises.
+        """Applies a push: all of its writes, or none if it raises.
 
-        A second one of the same closure and stage gets the answer of the first.
+        A repeated push of the same closure and stage gets the first one's answer.
 
         Args:
           closure: its number.
           stage: the number of the stage that pushes.
-          attempt: which attempt at the closure.
+          attempt: the number of the attempt at the closure.
           program: (*takes, *arrays) -> (*new values of writes, *answers).
           takes: keys that it reads.
           writes: those of them that it writes.
-          arrays: what the worker sends.
-          pulled: the version that the worker has pulled; None: nothing of this server.
-          before: called when the push is about to be applied; may raise ServerDied.
+          arrays: the worker's operands.
+          pulled: the version that the worker pulled from this server, or None.
+          before: called just before the push is applied; may raise ServerDied.
 
         Raises:
           RefusedPush: the closure is done, or has a later attempt.
@@ -186,10 +244,12 @@ class Server:
                 return earlier
             if before is not None:
                 self._call(before)
-            donated = tuple(
-                i for i, key in enumerate(takes) if key in writes and key not in self._lent
-            )
-            results, token = self._programs.run(program, [*values, *arrays], donated)
+            others = [keys for by, keys in self._lent.items() if by != (closure, attempt)]
+            is_lent = any(key in takes for keys in others for key in keys)
+            spared = self._given | self._ever_lent if is_lent else self._given
+            donated = _donated(takes, writes, spared)
+            with jax.default_device(self.device):  # else it is compiled for each worker's
+                results, token = self._programs.run(program, [*values, *arrays], donated)
             self._count(program, arrays, results[len(writes) :])
             new_values, answers = results[: len(writes)], results[len(writes) :]
             if not writes:
@@ -203,33 +263,38 @@ class Server:
             self._applied.add(closure, stage, answer)
             return answer
 
+    def end_attempt(self, attempt: AttemptId) -> None:
+        """Notes that an attempt has no lent arrays any more."""
+        with self._lock:
+            self._lent.pop(attempt, None)
+
     def mark_done(self, closure: int) -> None:
-        """Forgets a closure that is done, and refuses what is still pushed for it."""
+        """Drops a closure that is done, and rejects its further pushes."""
         with self._lock:
             self._applied.mark_done(closure)
 
     # -- snapshots and loss ---------------------------------------------------
 
     def snapshot(self) -> ServerSnapshot:
-        """Returns a copy of all there is."""
+        """Returns a copy of all values."""
         with self._lock:
             copies = self._copy(self._require(self._values))
             return ServerSnapshot(self.version, dict(zip(self._values, copies, strict=True)))
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
-        """Goes back to a snapshot; variables made since keep their values, if there are any.
+        """Goes back to a snapshot; variables created since keep their values, if any.
 
-        Those that are gone do not come back.
+        Variables removed since do not come back.
 
         Args:
           snapshot: of this server.
-          num_closures: all closures of lower numbers are over, whether the snapshot has
-            them or not: what they still push is refused.
+          num_closures: all closures with lower numbers are over, whether or not the
+            snapshot contains them: their further pushes are rejected.
         """
         values = dict(zip(snapshot.values, self._copy(snapshot.values.values()), strict=True))
         with self._lock:
             self._forget_removed()
-            known = self._sizes or values  # a lost server still knows what there was
+            known = self._sizes or values  # a lost server still knows which variables it had
             self._values.update((key, values[key]) for key in list(known) if key in values)
             self._sizes.update((key, value.nbytes) for key, value in self._values.items())
             self.version = snapshot.version
@@ -237,7 +302,7 @@ class Server:
             self.is_lost = False
 
     def lose(self) -> None:
-        """Forgets all values, as a server does that dies."""
+        """Drops all values, like a server that dies."""
         with self._lock:
             self._lose()
 
@@ -246,7 +311,7 @@ class Server:
     def _count(
         self, program: Program, arrays: Sequence[jax.Array], answers: Sequence[jax.Array]
     ) -> None:
-        if program not in self._traffic:  # shapes are those of the program, so once is enough
+        if program not in self._traffic:  # shapes are the program's, so once is enough
             sizes = (sum(x.nbytes for x in arrays), sum(x.nbytes for x in answers))
             self._traffic[program] = sizes
         pushed, pulled = self._traffic[program]
@@ -269,7 +334,8 @@ class Server:
             key = self._removed.popleft()
             self._values.pop(key, None)
             self._sizes.pop(key, None)
-            self._lent.discard(key)
+            self._given.discard(key)
+            self._ever_lent.discard(key)
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         self._forget_removed()
@@ -282,20 +348,37 @@ class Server:
                 self.number, "no variable of that key: it was made after the snapshot"
             ) from None
 
+    def _shared_with(
+        self, home: Topology | None, keys: Iterable[str], pulled_once: Collection[str]
+    ) -> tuple[set[str], set[str]]:
+        """Returns the keys whose memory a worker shares for good, and until it has pushed."""
+        if home is None or self.device not in home.devices:
+            return set(), set()
+        # A copy on several devices may be in the same memory: that is for good.
+        lent = set(keys).intersection(pulled_once) if home.devices == (self.device,) else set()
+        return set(keys) - lent, lent
+
     def _own(self, value: ArrayLike) -> jax.Array:
-        """Returns a copy that nobody else holds: pushes reuse its memory."""
+        """Returns a copy with no other owner: pushes reuse its memory."""
         return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
 
     def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
         return [jnp.array(value, copy=True) for value in values]
 
     def _look_at(self, value: jax.Array) -> jax.Array | np.ndarray:
-        """Returns the memory of a value itself, where numpy can see it.
+        """Returns a value's own memory, if numpy can view it.
 
-        `np.asarray` would be kept by the value, and its memory never be donated again.
+        The value would cache the result of `np.asarray`, and never be donated again.
         """
         is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
         if not is_plain or self.device.platform != "cpu":
             return jnp.array(value, copy=True)
         memory: Any = value  # its type is unknown to numpy
         return np.from_dlpack(memory)
+
+
+def _donated(
+    takes: Sequence[str], writes: Sequence[str], spared: Collection[str]
+) -> tuple[int, ...]:
+    """Returns the numbers of the values whose memory a push may reuse."""
+    return tuple(i for i, key in enumerate(takes) if key in writes and key not in spared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,16 +12,24 @@ import numpy as np
 
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
-from distjax.placement.topology import REPLICA_AXIS, local_devices
+from distjax.placement.topology import (
+    REPLICA_AXIS,
+    Topology,
+    local_devices,
+    mesh_topology,
+    one_device_topology,
+)
 from distjax.servers.cutting.description import CutDescription, describe_plan
 from distjax.servers.cutting.trace import cut_step
 from distjax.servers.engine import Engine
 from distjax.servers.extended import ParameterServerExtended
+from distjax.servers.lowering import lower_parts
 from distjax.servers.plan import Plan
 from distjax.servers.server_contract import ParameterServer
 from distjax.servers.submitting import run_step
 from distjax.servers.threads import ThreadEngine
 from distjax.strategies.strategy import Strategy
+from distjax.strategies.strategy_description import StrategyDescription
 from distjax.typing import PyTree
 from distjax.variables.partitioners import Partitioner, require_partitioner
 
@@ -36,8 +45,9 @@ class ParameterServerStrategy(Strategy):
     servers, on the values that they have then.
 
     Args:
-      workers: how many, on the local devices in turn; or a sequence of devices for each; None:
-        one on each local device.
+      workers: how many, on the local devices in turn; or a sequence of devices for each, of one
+        length k: a worker of several is a sync group of k replicas, as a `MirroredStrategy` is;
+        None: one on each local device.
       servers: how many.
       partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function of shape and
         dtype: into how many shards a variable is split along its first axis. They live at
@@ -45,12 +55,16 @@ class ParameterServerStrategy(Strategy):
       max_staleness: how many writes of others may come between a worker's reading and its
         writing; None: any number.
       engine: runs workers and servers: "threads", or an engine, as `dj.servers.ThreadEngine()`.
-      cut: "least_bytes": the worker does what makes the least travel; "arguments": servers do all
-        of a merge, so that one closure at a time gives the bits of `OneDeviceStrategy`.
-      axis_name: the name of the replica axis in a step (of size 1).
+      cut: "least_bytes": the worker does what makes the least travel, so gradients are reduced
+        over its replicas there; "arguments": servers do all of a merge, so that one closure at a
+        time gives the bits of `OneDeviceStrategy`. What differs per replica then travels as k
+        rows, for a reduction is a part of the merge; the server adds them in their order, as the
+        devices of a CPU do, which gives the bits of `MirroredStrategy` there.
+      axis_name: the name of the replica axis in a step (of size k, or 1).
 
     Raises:
-      ValueError: numbers below 1, devices that are none, an unknown `cut`.
+      ValueError: numbers below 1, devices that are none, or not as many for each worker, an
+        unknown `cut`.
       TypeError: a partitioner that is no function.
 
     Source: tf.distribute.experimental.ParameterServerStrategy (TF 2).
@@ -71,21 +85,20 @@ class ParameterServerStrategy(Strategy):
         require_partitioner("ParameterServerStrategy", partitioner)
         _require_staleness(max_staleness)
         _require_cut(cut)
-        self.worker_devices = _as_workers(workers)
+        homes = self._homes = _as_homes(_as_workers(workers), axis_name)
+        self.worker_devices = tuple(home.devices for home in homes)
         self.max_staleness = max_staleness
         self.engine = _as_engine(engine)
         devices = local_devices()
         self.engine.start(
-            [each[0] for each in self.worker_devices],
+            homes,
             [devices[i % len(devices)] for i in range(servers)],
             max_staleness,
         )
-        device = devices[0]
+        topology = one_device_topology(devices[0], homes[0].num_replicas, axis_name)
         run_closure = functools.partial(run_step, self)
         super().__init__(
-            ParameterServerExtended(
-                device, self.engine, servers, partitioner, cut, axis_name, run_closure
-            )
+            ParameterServerExtended(topology, self.engine, servers, partitioner, cut, run_closure)
         )
 
     @property
@@ -116,6 +129,34 @@ class ParameterServerStrategy(Strategy):
         """Returns what a step is cut into: for `dj.explain`."""
         plan, _ = self.cut_step(fn, args, kwargs)
         return describe_plan(plan, list(self.extended.variables))
+
+    def lower_worker(
+        self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
+    ) -> list[jax.stages.Lowered]:
+        """Returns what a worker of several devices runs of a step, lowered for the first one's."""
+        plan, _ = self.cut_step(fn, args, kwargs)
+        return lower_parts(plan, self._homes[0])
+
+    def describe(self) -> StrategyDescription:
+        """Returns a table of each worker's devices, and of each variable's place and bytes.
+
+        Context: any. Cost: each variable is fetched once.
+
+        Example:
+          >>> devices = jax.devices()
+          >>> strategy = dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])
+          >>> print(strategy.describe())
+          ParameterServerStrategy(workers=2, servers=1)
+            replicas of each worker  2
+            devices of worker 0      2, one for each replica: ...
+            devices of worker 1      2, one for each replica: ...
+            variables                0
+            bytes per device         0 B
+        """
+        workers = tuple(map(self.engine.name_devices, self._homes))
+        devices = tuple(name for own in workers for name in own)
+        found = super().describe()
+        return dataclasses.replace(found, devices=devices, devices_per_replica=1, workers=workers)
 
     def __repr__(self) -> str:
         return f"ParameterServerStrategy(workers={self.num_workers}, servers={len(self.servers)})"
@@ -162,16 +203,33 @@ def _as_workers(
         _require_count(workers, "workers")
         return tuple((devices[i % len(devices)],) for i in range(workers))
     each = [tuple(w) for w in workers] if isinstance(workers, (list, tuple)) else []
-    if each and all(len(w) == 1 and isinstance(w[0], jax.Device) for w in each):
-        return tuple(each)
-    raise ValueError(
-        message(
-            "ParameterServerStrategy: workers needs a number, or a sequence of one device for each",
-            got=describe_value(workers),
-            why="each worker is a replica on a device of its own",
-            fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
+    if not each or not all(w and all(isinstance(d, jax.Device) for d in w) for w in each):
+        raise ValueError(
+            message(
+                "ParameterServerStrategy: workers needs a number, or devices for each",
+                got=describe_value(workers),
+                why="each worker runs its replicas on devices, one replica on each",
+                fix="dj.ParameterServerStrategy(workers=[[d] for d in jax.devices()])",
+            )
         )
-    )
+    counts = sorted({len(w) for w in each})
+    if len(counts) > 1:
+        raise ValueError(
+            message(
+                "ParameterServerStrategy: workers needs as many devices for each",
+                got=f"{' and '.join(map(str, counts))} devices",
+                why="a step is cut once, for so many replicas, and any worker may run it",
+                fix="dj.ParameterServerStrategy(workers=[devices[:2], devices[2:4]])",
+            )
+        )
+    return tuple(each)
+
+
+def _as_homes(workers: Sequence[Sequence[jax.Device]], axis_name: str) -> list[Topology]:
+    """Returns where each worker runs its replicas."""
+    if len(workers[0]) == 1:
+        return [one_device_topology(device, 1, axis_name) for (device,) in workers]
+    return [mesh_topology(devices, axis_name) for devices in workers]
 
 
 def _require_count(value: object, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the coordinator asks of a strategy."""
+"""ServerStrategy: a strategy as the coordinator sees it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ class ServerStrategy(Protocol):
 
     Attributes:
       engine: runs workers and servers.
-      num_workers: how many workers there are at the start.
+      num_workers: the initial number of workers.
     """
 
     engine: Engine
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are at the start."""
+        """The initial number of workers."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas each worker has."""
         ...
 
     def cut_step(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
     ) -> tuple[Plan, Sequence[jax.Array | np.ndarray]]:
-        """Returns the plan of a step, and its flat arguments; traces it the first time."""
+        """Returns the plan of a step, traced the first time, and its flat arguments."""
         ...

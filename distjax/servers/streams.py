@@ -1,4 +1,4 @@
-"""Streams of elements: what a worker draws, given back where it cannot be used."""
+"""Streams of elements that workers draw, and give back if unused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from distjax.data.source import keeps_state, skip
+from distjax.data.source import keeps_position, skip
 from distjax.errors import message
 from distjax.typing import PyTree
 
@@ -19,19 +19,19 @@ class DataEnded(Exception):
     """A stream has no more elements for a worker."""
 
 
-class Draw(Hashable, Protocol):
-    """What stands for a worker's own value among the arguments of a closure."""
+class PerWorkerSource(Hashable, Protocol):
+    """Gives each worker its own values; stands among the arguments of a closure."""
 
     def draw(self, worker: int) -> Any:
         """Returns a worker's next value, or raises DataEnded."""
         ...
 
     def peek(self, worker: int) -> Any:
-        """Returns what `draw` would, and leaves it there."""
+        """Returns what `draw` would return, and leaves it there."""
         ...
 
     def give_back(self, worker: int, value: PyTree) -> None:
-        """Makes a value that was drawn and not used the next one again."""
+        """Makes a drawn but unused value the next one again."""
         ...
 
 
@@ -40,7 +40,7 @@ class Position(NamedTuple):
 
     Attributes:
       num_drawn: elements drawn.
-      state: of a source iterator that has ``get_state`` and ``set_state``; else None.
+      state: of a source iterator with ``get_state`` and ``set_state``; else None.
     """
 
     num_drawn: int
@@ -48,10 +48,10 @@ class Position(NamedTuple):
 
 
 class Stream:
-    """Elements of a dataset, to one or several workers: each to one of them.
+    """Elements of a dataset for one or several workers: each goes to one of them.
 
     Args:
-      make: makes the dataset, when the first element is drawn and again in a restore.
+      make: makes the dataset, at the first draw and again in a restore.
     """
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
@@ -60,7 +60,7 @@ class Stream:
         self._source: Any = None
         self._returned: list[Any] = []
         self._num_drawn = 0
-        self._state: Any = None  # of the source, before the last element that it made
+        self._state: Any = None  # the source's state before its last element
 
     def open(self) -> None:
         """Makes the dataset now."""
@@ -71,7 +71,7 @@ class Stream:
         """Returns the next element.
 
         Raises:
-          DataEnded: there is none.
+          DataEnded: there is no more.
         """
         with self._lock:
             self._open()
@@ -80,7 +80,7 @@ class Stream:
             return element
 
     def peek(self) -> Any:
-        """Returns what `draw` would; who draws meanwhile never finds it missing."""
+        """Returns what `draw` would return; other threads' draws still find it."""
         with self._lock:
             self._open()
             if not self._returned:
@@ -94,22 +94,22 @@ class Stream:
             self._num_drawn -= 1
 
     def position(self) -> Position:
-        """Returns after which element the stream is."""
+        """Returns the position of the stream."""
         with self._lock:
             if self._source is not None and not self._returned:
                 self._note_state()
             return Position(self._num_drawn, copy.deepcopy(self._state))
 
     def restore(self, position: Position) -> None:
-        """Goes on after the element of `position`.
+        """Continues after the element of `position`.
 
         Raises:
-          ValueError: the dataset is too short, or can be read once only.
+          ValueError: the dataset is too short, or can be read only once.
         """
         with self._lock:
             before, self._source, self._returned = self._source, None, []
             self._open()
-            if position.state is not None and keeps_state(self._source):
+            if position.state is not None and keeps_position(self._source):
                 self._source.set_state(copy.deepcopy(position.state))
             elif self._source is before and position.num_drawn != self._num_drawn:
                 raise ValueError(_once_only(position.num_drawn))
@@ -127,11 +127,11 @@ class Stream:
             element = next(self._source)
         except StopIteration:
             raise DataEnded from None
-        # The source may fill the same memory again, while a program still reads this.
+        # The source may refill its memory while a program still reads this.
         return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, element)
 
     def _note_state(self) -> None:
-        if keeps_state(self._source):
+        if keeps_position(self._source):
             self._state = copy.deepcopy(self._source.get_state())
 
 

@@ -1,4 +1,4 @@
-"""From a call of a step to its closure on the board."""
+"""Turns a call of a step into a closure, and runs one outside of `schedule`."""
 
 from __future__ import annotations
 
@@ -18,34 +18,50 @@ from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Call, Closure
 from distjax.servers.crew import board_of
 from distjax.servers.per_worker import PerWorkerIterator, PerWorkerValues
+from distjax.servers.remote_array import RemoteArray
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.streams import DataEnded, Draw
+from distjax.servers.streams import DataEnded, PerWorkerSource
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree
 from distjax.uninterrupted import UninterruptedCalls
 
-_calls = UninterruptedCalls()  # of the main thread
+_calls = UninterruptedCalls()  # for the main thread
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Cuts a step for its arguments, once what workers draw is among them."""
+    """Cuts a step for its arguments, with the workers' drawn values filled in."""
 
     strategy: ServerStrategy
     fn: Callable[..., Any]
     args: Sequence[PyTree]
     kwargs: Mapping[str, PyTree] | None
 
-    def __call__(self, drawn: Mapping[Draw, Any]) -> Call:
+    def __call__(self, drawn: Mapping[PerWorkerSource, Any]) -> Call:
         args, kwargs = self.args, self.kwargs
         if drawn:
-            own = lambda leaf: drawn[leaf] if _is_drawn(leaf) else leaf
-            args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_drawn)
+            own = lambda leaf: drawn[leaf] if _is_source(leaf) else leaf
+            args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_source)
+        remote: dict[int, RemoteArray] = {}  # by the id of what stands for it in the cut
+        stand_ins: list[np.ndarray] = []
+
+        def stand_in(leaf: PyTree) -> Any:
+            if not isinstance(leaf, RemoteArray):
+                return leaf
+            stand_ins.append(leaf.stand_in())
+            remote[id(stand_ins[-1])] = leaf.astype(stand_ins[-1].dtype)
+            return stand_ins[-1]
+
+        args, kwargs = jax.tree.map(stand_in, (args, kwargs))
         plan, arrays = self.strategy.cut_step(self.fn, args, kwargs)
         self.strategy.engine.admit(plan)
-        # The caller may fill the same memory again before a worker has read it.
-        return Call(plan, [np.array(x) if isinstance(x, np.ndarray) else x for x in arrays])
+        return Call(plan, [remote.get(id(x)) or _own(x) for x in arrays])
+
+
+def _own(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Returns an array that the caller cannot fill again before a worker has read it."""
+    return np.array(array) if isinstance(array, np.ndarray) else array
 
 
 def cut_call(
@@ -57,44 +73,44 @@ def cut_call(
     *,
     is_reported: bool = True,
 ) -> Closure:
-    """Returns a closure for the board; errors of its trace come here.
+    """Returns a closure for the board; raises the errors of its trace.
 
     Args:
-      board: the strategy's.
+      board: the strategy's board.
       strategy: cuts the step.
       fn: the step.
       args: its positional arguments.
       kwargs: its keyword arguments.
-      is_reported: whether an error is for `join` too.
+      is_reported: whether `join` should raise its error too.
 
     Raises:
-      ValueError: a RemoteValue among the arguments, or no tuple of them.
+      ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
     """
     args, kwargs = require_call(fn, args, _as_dict(kwargs), "schedule")
     leaves = jax.tree.leaves((args, kwargs))
     _require_no_remote_value(leaves)
-    draws = tuple(dict.fromkeys(filter(_is_drawn, leaves)))
+    sources = tuple(dict.fromkeys(filter(_is_source, leaves)))
     cut = _Cut(strategy, fn, args, kwargs)
-    if draws:
-        _cut_early(cut, draws, [worker.number for worker in board.active_workers()])
-    call = cut if draws else cut({})
+    if sources:
+        _cut_early(cut, sources, [worker.number for worker in board.active_workers()])
+    call = cut if sources else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Closure(name, call, draws, is_reported=is_reported)
+    return Closure(name, call, sources, is_reported=is_reported)
 
 
 def _as_dict(kwargs: object) -> object:
     return dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
 
 
-def _is_drawn(leaf: object) -> bool:
+def _is_source(leaf: object) -> bool:
     return isinstance(leaf, (PerWorkerIterator, PerWorkerValues))
 
 
-def _cut_early(cut: _Cut, draws: Sequence[Draw], workers: Sequence[int]) -> None:
-    """Traces for the first values that there are, so that errors come out now."""
+def _cut_early(cut: _Cut, sources: Sequence[PerWorkerSource], workers: Sequence[int]) -> None:
+    """Traces for the first available values, so that errors are raised now."""
     for worker in workers:
         try:
-            values = {draw: draw.peek(worker) for draw in draws}
+            values = {source: source.peek(worker) for source in sources}
         except DataEnded:
             continue
         cut(values)
@@ -109,8 +125,8 @@ def run_step(
 ) -> Any:
     """Runs a step as one closure, and returns its result: ``strategy.run``.
 
-    By the workers of the open coordinator; without one, here and now. A signal waits until that
-    is over: in the midst of a push the server's values would be lost.
+    The open coordinator's workers run it; without one, it runs here and now. Signals wait
+    until that is over: in the middle of a push the server's values would be lost.
     """
     board = board_of(strategy)
     board.require_going("run")
@@ -129,7 +145,7 @@ def _put_and_run(
     closure: Closure,
     settings: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
-    """Puts a closure on a board, and runs it where nobody else does."""
+    """Puts a closure on a board, and runs it if nothing else does."""
     here = Worker(0)
     with settings():
         board.put(closure)

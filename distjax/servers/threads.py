@@ -1,9 +1,9 @@
 """ThreadEngine: workers are threads and servers are objects, in this process."""
 
-# Pull, compute and push hand futures on, so a worker begins its next closure while this one's
-# programs run. Only a push waits, until the worker's part of the stage is computed: or whoever
-# pulls next would wait for it with the server, and workers would compute one after the other. One
-# that is alone has nobody to keep waiting.
+# Pull, compute and push pass futures on, so a worker begins its next closure while this one's
+# programs run. Only a push waits until the worker's part of the stage is computed; otherwise the
+# next to pull would wait for it too, and workers would compute one after the other. A lone worker
+# has no one to keep waiting, and pushes at once.
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from distjax.jax_compat import ShapedArray
+from distjax.placement.topology import Topology
 from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
+from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
-from distjax.servers.plan import count_writes
-from distjax.servers.programs import Programs
+from distjax.servers.plan import Push, count_writes
+from distjax.servers.programs import Given, Programs
 from distjax.servers.store import Server
 
-#: (point, worker, closure): called where something may go wrong, and raises what goes wrong there.
+#: (point, worker, closure): called where a failure may be injected; raises that failure.
 Fault = Callable[[str, int, int], None]
 
 
@@ -42,10 +47,11 @@ class ThreadEngine(Engine):
     def __init__(self, *, fault: Fault | None = None):
         self._fault = fault
         self._servers: list[Server] = []
-        self._worker_devices: Sequence[jax.Device] = ()
+        self._homes: Sequence[Topology] = ()
         self._gate: Gate | None = None
         self._programs = Programs()
-        self._seen: set[int] = set()  # workers
+        self._compiled = CompiledPlans()
+        self._seen: set[int] = set()  # workers that run closures
 
     @property
     def servers(self) -> Sequence[Server]:
@@ -56,36 +62,43 @@ class ThreadEngine(Engine):
 
     def start(
         self,
-        worker_devices: Sequence[jax.Device],
+        workers: Sequence[Topology],
         server_devices: Sequence[jax.Device],
         max_staleness: int | None,
     ) -> None:
-        self._worker_devices = tuple(worker_devices)
+        self._homes = tuple(workers)
         self._servers = [Server(i, device) for i, device in enumerate(server_devices)]
         self._gate = None if max_staleness is None else Gate(max_staleness)
 
     def run(self, worker: int, task: Task) -> Ran:
-        device = self._worker_devices[worker % len(self._worker_devices)]
+        home = self._homes[worker % len(self._homes)]
         self._seen.add(worker)
         ask = functools.partial(self._ask, worker=worker, closure=task.closure)
-        near = _NearServers(self._servers, device, ask)
-        num_pushes = count_writes(task.plan)
-        with jax.default_device(device), admitted(self._gate, task.closure, num_pushes):
-            attempt = Attempt(task, near, self._programs, device)
-            ask("pull")
-            attempt.pull()
-            for number, stage in enumerate(task.plan.stages):
-                attempt.compute(number)
-                if not stage.pushes:
-                    continue
-                if len(self._seen) > 1:
-                    jax.block_until_ready(attempt.tokens)
-                ask("before_push")
-                with turn(self._gate, task.closure, stage):
-                    attempt.push(number)
-                ask("after_push")
-            versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
-            return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
+        near = _NearServers(self._servers, home, task, ask)
+        with jax.default_device(home.devices[0]):
+            attempt = Attempt(task, near, self._programs, home)
+            attempt.compile(self._compiled)
+            with admitted(self._gate, task.closure, count_writes(task.plan)), near:
+                self._run_stages(attempt, task, ask)
+        versions = (attempt.versions.get(s.number, s.version) for s in self._servers)
+        return Ran(attempt.results, tuple(versions), tuple(attempt.tokens))
+
+    def end_worker(self, worker: int) -> None:
+        self._seen.discard(worker)
+
+    def _run_stages(self, attempt: Attempt, task: Task, ask: Callable[[str], None]) -> None:
+        ask("pull")
+        attempt.pull()
+        for number, stage in enumerate(task.plan.stages):
+            attempt.compute(number)
+            if not stage.pushes:
+                continue
+            if len(self._seen) > 1:
+                jax.block_until_ready(attempt.tokens)
+            ask("before_push")
+            with turn(self._gate, task.closure, stage):
+                attempt.push(number)
+            ask("after_push")
 
     def _ask(self, point: str, worker: int, closure: int) -> None:
         """Lets the fault function raise."""
@@ -94,15 +107,43 @@ class ThreadEngine(Engine):
 
 
 class _NearServers:
-    """The servers, as a worker of the same process sees them."""
+    """The servers, as seen by a worker of the same process; a context that its attempt is in."""
 
-    def __init__(self, servers: Sequence[Server], device: jax.Device, ask: Callable[[str], None]):
-        self._servers, self._device, self._ask = servers, device, ask
+    def __init__(
+        self, servers: Sequence[Server], home: Topology, task: Task, ask: Callable[[str], None]
+    ):
+        self._servers, self._home, self._ask = servers, home, ask
+        self._attempt, self._pulled_once = (task.closure, task.attempt), task.plan.pulled_once
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._servers:
+            server.end_attempt(self._attempt)
+
+    def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+        )
+
+    def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
+        server = self._servers[push.server]
+        pulled = [key for _, key in task.plan.pulls if task.plan.owners[key] == push.server]
+        sharding = SingleDeviceSharding(server.device)
+        avals = push.program.avals[len(push.takes) :]
+        forms = [
+            x if isinstance(x, np.ndarray) else self.arrives_as(aval, sharding)
+            for x, aval in zip(operands, avals, strict=True)
+        ]
+        names = push.takes, push.writes
+        server.compile(push.program, *names, forms, self._home, pulled, self._pulled_once)
 
     def pull(
         self, wanted: Mapping[int, Sequence[str]]
     ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
-        return {k: self._servers[k].read(keys, self._device) for k, keys in wanted.items()}
+        how = self._home, self._attempt, self._pulled_once
+        return {k: self._servers[k].read(keys, *how) for k, keys in wanted.items()}
 
     def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
         return [self._push(task, stage, parcel) for parcel in parcels]

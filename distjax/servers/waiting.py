@@ -1,4 +1,4 @@
-"""Waiters: threads that wait until something is so."""
+"""Waiters: threads that wait for a condition."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from collections.abc import Callable
 
 
 class Waiters:
-    """Lets threads wait until something is so; whoever changes it rings after the change.
+    """Lets threads wait for a condition; whoever changes something rings afterwards.
 
-    Who rings looks for those who wait, and wakes whom it concerns. It takes no lock: a ring
-    may come from a garbage collection, at any line of any thread. A signal (Ctrl-C) ends a
-    wait, and leaves nothing behind. Each waiter has rings of its own, so none takes those of
-    another.
+    `ring` checks each waiter's condition and wakes those for whom it holds. It takes no lock: a
+    ring may come from a garbage collection, at any line of any thread. A signal (Ctrl-C) ends a
+    wait, and leaves nothing behind. Each waiter has its own queue of rings, so none takes those
+    of another.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Callable[[], object], queue.SimpleQueue[None]]] = []
 
     def ring(self) -> None:
-        """Wakes those for whom it is so."""
+        """Wakes the waiters whose condition holds."""
         for is_so, rings in tuple(self._waiting):
             if is_so():
                 rings.put(None)
 
     def wait_until(self, is_so: Callable[[], object], timeout: float | None = None) -> bool:
-        """Waits until ``is_so()``; returns False after `timeout` seconds in which it never was.
+        """Waits until ``is_so()``; returns False if `timeout` passes without it.
 
         Args:
-          is_so: looks, and takes no lock: any thread may call it.
-          timeout: in seconds; None: for ever.
+          is_so: the condition; takes no lock, since any thread may call it.
+          timeout: in seconds; None: forever.
         """
         if is_so():
             return True
         rings: queue.SimpleQueue[None] = queue.SimpleQueue()
         ends = None if timeout is None else time.monotonic() + timeout
         waiter = (is_so, rings)
-        self._waiting.append(waiter)  # before it looks again: no change comes in between unheard
+        self._waiting.append(waiter)  # before checking again, so that no change is missed
         try:
             while not is_so():
                 rings.get(timeout=None if ends is None else max(0.0, ends - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What the thread of a worker does."""
+"""The loop of a worker's thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def work(
 ) -> None:
     """Takes closures and runs them, until the board is closed or the worker removed.
 
-    A closure is finished when the next one has been started: what its programs compute and
-    the pull of the next overlap, and no more than two are ever under way.
+    A closure is finished after the next one has been started, so its programs overlap with
+    the pull of the next; at most two are in progress.
     """
     before: tuple[Closure, Running] | None = None
     is_wanted = lambda: before is None and not board.is_to_end(worker)
@@ -34,26 +34,29 @@ def work(
                 if before is not None:
                     finish(board, worker, *before)
                 before = (closure, ran) if closure is not None and ran is not None else None
-                del closure, ran  # or a result would live until the next closure comes
+                del closure, ran  # else a result would live until the next closure arrives
     finally:
         engine.end_worker(worker.number)
         worker.has_ended = True
-        if board.is_closed:  # nobody is left to take what waits
+        if board.is_closed:  # no one is left to take what is queued
             board.cancel("its coordinator was closed, or dropped, before it had run")
         board.waiters.ring()
 
 
 def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Running | None:
-    """Runs a closure as far as Python does; None: the board knows what became of it."""
+    """Starts a closure without waiting for it; None: its outcome is on the board."""
     try:
         with closure.modes():
-            ended = closure.prepare(worker.number)
+            try:
+                ended = closure.prepare(worker.number)
+            finally:
+                board.end_drawing(worker)
             if ended is None:
                 return engine.run(worker.number, closure.as_task())
         board.put_back(closure, worker, ended)
     except WorkerDied as death:
         board.retry(closure, worker, death)
-    except BaseException as error:  # SystemExit, say: nobody must wait for ever
+    except BaseException as error:  # e.g. SystemExit: no one must wait forever
         board.end(closure, error)
     return None
 

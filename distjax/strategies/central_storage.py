@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: variables once, in host memory."""
+"""CentralStorageStrategy: one copy of each variable, in host memory."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class CentralStoragePlacement:
 
 
 class CentralStorageStrategy(Strategy):
-    """A replica per device; each variable once, in host memory.
+    """A replica per device; one copy of each variable, in host memory.
 
-    Variables are copied to the devices where a step reads them; gradients are
-    reduced; the new values are copied back. For models whose state does not fit
-    on a device beside its activations.
+    A step copies the variables it reads to the devices, reduces the gradients and
+    copies the new values back. For models whose state does not fit on a device
+    beside its activations.
 
     Args:
       devices: the D devices; default: all of the job.
@@ -54,7 +54,7 @@ class CentralStorageStrategy(Strategy):
       axis_name: the name of the replica axis inside `run`.
 
     Raises:
-      ValueError: the devices do not have that kind of memory.
+      ValueError: the devices lack that kind of memory.
 
     Locality: stored flat, padded and split over the host's devices, so that the
       host holds one copy; `v.value` outside a trace is a copy on the devices.

@@ -1,4 +1,4 @@
-"""colocate_vars_with: new variables live where another one does."""
+"""colocate_vars_with: creates variables where another one lives."""
 
 from __future__ import annotations
 

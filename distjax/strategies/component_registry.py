@@ -1,4 +1,4 @@
-"""From a component that was handed out back to its variable."""
+"""Maps a component that was handed out back to its variable."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ContainerRegistry:
             self._entries[key] = (weakref.ref(part, forget), weakref.ref(variable))
 
     def container_of(self, value: PyTree) -> Any:
-        """Returns the variable of a component, or `value` if it is none."""
+        """Returns the variable of a component, or `value` if it is not one."""
         if id(value) not in self._entries:
             return value
         part, variable = self._entries[id(value)]

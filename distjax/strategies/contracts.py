@@ -1,7 +1,7 @@
-"""The whole inside of a strategy, as the modules ask for it that `StrategyExtended` is built of.
+"""The full contract of a strategy's inside, used by `StrategyExtended`'s parts.
 
-There are three: `StrategyExtended`, the inside of the default strategy, and, as far as it
-compiles nothing, that of the reference interpreter.
+It has three implementations: `StrategyExtended`, `DefaultExtended`, and that of the
+reference interpreter, as far as nothing is compiled.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ExtendedContract(VariableOwner, Protocol):
     variables: weakref.WeakSet[Variable]
 
     def bind(self, strategy: OwningStrategy) -> None:
-        """Says of which strategy this is the inside."""
+        """Sets the strategy that owns this object."""
         ...
 
-    # -- where things are, and what the strategy says of itself ---------------
+    # -- where things are, and the strategy's properties -----------------------
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]: ...

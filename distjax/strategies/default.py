@@ -1,4 +1,4 @@
-"""The default strategy: ordinary behaviour, one replica, nothing wrapped."""
+"""The default strategy: ordinary behavior, one replica, nothing wrapped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from distjax.variables.variable_placement import PlainPlacement
 class DefaultExtended:
     """Runs functions as they are: nothing is traced, wrapped or placed.
 
-    Its contract is that of `StrategyExtended`, where the methods are described.
+    The methods are documented in `StrategyExtended`, whose contract this class shares.
     """
 
     is_default = True
@@ -62,7 +62,7 @@ class DefaultExtended:
         self.variable_lock = threading.RLock()
 
     def bind(self, strategy: OwningStrategy) -> None:
-        """Says of which Strategy this is the inside."""
+        """Sets the Strategy that owns this object."""
         self.strategy = strategy
 
     # -- where things are, and what there is not ------------------------------
@@ -71,7 +71,7 @@ class DefaultExtended:
     def topology(self) -> Topology:
         """One replica on the default device.
 
-        Looked up when needed: importing distjax must not start a backend.
+        Looked up on demand: importing distjax must not start a backend.
         """
         return one_device_topology(local_devices()[0], 1, REPLICA_AXIS)
 
@@ -82,7 +82,7 @@ class DefaultExtended:
 
     @property
     def public_axis_name(self) -> None:
-        """There is no replica axis: `run` calls the function as it is."""
+        """None: there is no replica axis, since `run` calls the function directly."""
         return None
 
     @property
@@ -97,12 +97,12 @@ class DefaultExtended:
 
     @property
     def between_graph(self) -> NoReturn:
-        """Raises: a matter of strategies with replicas."""
+        """Raises: it applies only to strategies with replicas."""
         raise UnsupportedError(_no_devices_text("between_graph"))
 
     @property
     def should_init(self) -> NoReturn:
-        """Raises: a matter of strategies with replicas."""
+        """Raises: it applies only to strategies with replicas."""
         raise UnsupportedError(_no_devices_text("should_init"))
 
     # -- replicas and what they hold ------------------------------------------
@@ -125,7 +125,7 @@ class DefaultExtended:
             return fn(*args, **kwargs)
 
     def place_arguments(self, tree: PyTree) -> Any:
-        """Returns `tree`: functions run where their arguments are."""
+        """Returns `tree` unchanged: functions run where their arguments are."""
         return tree
 
     def reduce(
@@ -136,7 +136,7 @@ class DefaultExtended:
         return reducing.reduce(self, op, value, axis, mask)
 
     def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
-        """Returns `value`: there is one replica."""
+        """Returns `value` unchanged: there is only one replica."""
         as_reduce_op(op)
         frames.require_cross_replica(self.strategy, "reduce_to")
         return value
@@ -144,7 +144,7 @@ class DefaultExtended:
     def batch_reduce_to(
         self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
     ) -> list[Any]:
-        """Returns the values: there is one replica."""
+        """Returns the values unchanged: there is only one replica."""
         pairs = require_pairs(value_destination_pairs)
         return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
 
@@ -154,18 +154,18 @@ class DefaultExtended:
         raise UnsupportedError(_no_devices_text("broadcast_to"))
 
     def gather(self, value: PyTree, axis: int) -> Any:
-        """Concatenates the values of the one replica."""
+        """Returns the value of the one replica, after the usual checks."""
         frames.require_cross_replica(self.strategy, "gather")
         return reducing.gather(self, value, axis)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """Returns `value`, the one replica's."""
+        """Returns `value` as the one replica's result."""
         return (value,)
 
     # -- input ----------------------------------------------------------------
 
     def distribute_values_from_function(self, fn: Callable[[Any], Any]) -> Any:
-        """Returns what ``fn(ValueContext())`` does."""
+        """Returns ``fn(ValueContext())``."""
         return values.values_from_function(self, fn)
 
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
@@ -178,7 +178,7 @@ class DefaultExtended:
     def distribute_datasets_from_function(
         self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
-        """Returns ``fn(InputContext())``, unless smaller elements are to be dropped or padded."""
+        """Returns ``fn(InputContext())``, or drops or pads its smaller elements."""
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         options = as_input_options(options, "distribute_datasets_from_function")
         if options.partial == ERROR:
@@ -200,13 +200,13 @@ class DefaultExtended:
     # -- variables ------------------------------------------------------------
 
     def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
-        """Makes a variable that JAX places."""
+        """Creates a variable and leaves its placement to JAX."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
 
     def make_storage(self, variable: StoredVariable) -> StoredArray:
-        """Returns what is to hold the array of a new variable."""
+        """Returns the storage for the array of a new variable."""
         return StoredArray(variable.name, self.variable_lock)
 
     def copy_variable(self, variable: StoredVariable) -> Variable:
@@ -242,11 +242,11 @@ class DefaultExtended:
         return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
 
     def update_frame(self) -> Frame:
-        """Returns the current frame, for an update: there are no copies, so its context stays."""
+        """Returns the current frame marked as an update; without copies its context stays."""
         return dataclasses.replace(frames.current(), in_update=True)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Destinations:
-        """Returns the first variable by name, on whose device all others are."""
+        """Returns the first variable by name; all others live on its device."""
         return min(var_list, key=lambda v: v.name, default=self.topology.devices)
 
     def colocate_vars_with(
@@ -265,7 +265,7 @@ class DefaultExtended:
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
-        """Returns the variable that `value` is the one component of, else `value` itself."""
+        """Returns the variable of which `value` is the one component, else `value` itself."""
         return self._containers.container_of(value)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
@@ -291,7 +291,7 @@ def _no_devices_text(what: str) -> str:
 
 
 class DefaultStrategy(Strategy):
-    """The active strategy where none was chosen. Got by `dj.get_strategy()`."""
+    """The active strategy when none was chosen; `dj.get_strategy()` returns it."""
 
     def __init__(self) -> None:
         super().__init__(DefaultExtended())

@@ -1,4 +1,4 @@
-"""Destinations: what a value can be reduced or broadcast to."""
+"""Destinations: targets of reduce_to and broadcast_to."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from distjax.variables.variable_placement import LaidOut
 
 
 def resolve(extended: ExtendedContract, destinations: Destinations, method: str) -> Sharding | None:
-    """Returns where a value for `destinations` has to be; None: anywhere.
+    """Returns the sharding a value for `destinations` needs; None: any.
 
     Args:
       extended: the strategy.
       destinations: a variable, an array or PerReplica (its devices), a
         jax.Device or its name, a sequence of them, or None (all workers).
-      method: the user's name of the call.
+      method: the call's public name, for errors.
 
     Raises:
       ValueError: anything else, or an empty sequence or string.
@@ -54,7 +54,7 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
 
 
 def reduction_layout(extended: VariableOwner, variable: LaidOut) -> Layout:
-    """Returns how a value reduced to the devices of `variable` is laid out, as it is."""
+    """Returns the unencoded layout of a value reduced to the devices of `variable`."""
     return extended.placement.reduction_layout(variable).unencoded(variable.shape)
 
 
@@ -102,7 +102,7 @@ def _elsewhere_text(device: jax.Device) -> str:
 
 
 def place_on(value: PyTree, target: Sharding | None) -> Any:
-    """Returns `value` at `target`; in a trace values are placed by their use."""
+    """Returns `value` at `target`; traced values are placed where they are used."""
     if target is None or isinstance(value, jax_compat.Tracer):
         return value
     if not isinstance(value, jax.Array):

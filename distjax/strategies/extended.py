@@ -38,19 +38,19 @@ class StrategyExtended:
     """Methods for algorithms that need to be distribution-aware.
 
     Args:
-      topology: devices, mesh and replicas; None where a subclass looks them up.
+      topology: devices, mesh and replicas; None if a subclass looks them up.
       placement: where variables live.
       communication: how `reduce_to` and optimizers reduce.
-      wraps: whether values that differ are handed out as PerReplica; a strategy
-        of one replica on one device hands out bare values.
+      wraps: whether differing values are returned as PerReplica; a strategy
+        of one replica on one device returns bare values.
 
     Attributes:
-      strategy: the Strategy that this is the inside of.
-      variables: the strategy's living variables; it keeps none of them alive.
+      strategy: the Strategy that owns this object.
+      variables: the strategy's live variables, held weakly.
       variable_lock: held while arrays of these variables move or are donated.
-      require_static_shapes: whether all batches need one shape; no: a new one is compiled anew.
-      between_graph: whether there are several processes, each of which runs the user's file.
-      should_init: whether this process initialises variables: each does.
+      require_static_shapes: whether all batches need one shape; False: a new shape recompiles.
+      between_graph: whether several processes each run the user's file.
+      should_init: whether this process initializes variables: every one does.
       should_checkpoint, should_save_summary: whether this process writes these for all.
 
     Source: tf.distribute.StrategyExtended (TF 1.13, 1.15).
@@ -84,7 +84,7 @@ class StrategyExtended:
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: OwningStrategy) -> None:
-        """Says of which Strategy this is the inside (called once, by Strategy)."""
+        """Sets the Strategy that owns this object; called once, by Strategy."""
         self.strategy = strategy
 
     # -- where things are -----------------------------------------------------
@@ -107,7 +107,7 @@ class StrategyExtended:
 
     @property
     def public_axis_name(self) -> str | None:
-        """The axis name that user code may use in `run`; None where there is none."""
+        """The axis name that user code may use in `run`; None if there is none."""
         return self.topology.axis_name
 
     @property
@@ -140,7 +140,7 @@ class StrategyExtended:
         return program(args, kwargs or {})
 
     def place_arguments(self, tree: PyTree) -> Any:
-        """Returns the arguments of `run`, arrays from elsewhere moved to the devices."""
+        """Returns the arguments of `run` with arrays from elsewhere moved to the devices."""
         return place_arguments(self.topology, tree)
 
     # -- cross-replica operations ---------------------------------------------
@@ -165,7 +165,7 @@ class StrategyExtended:
         Cost: one all-reduce per value.
 
         Raises:
-          ValueError, LocalityError: as `Strategy.reduce`; ValueError: no destination.
+          ValueError, LocalityError: as for `Strategy.reduce`; ValueError: no destination.
         Source: tf.distribute.StrategyExtended.reduce_to (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "reduce_to")
@@ -174,16 +174,16 @@ class StrategyExtended:
     def batch_reduce_to(
         self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
     ) -> list[Any]:
-        """Returns a list of `reduce_to` results, reduced together, as `communication` says.
+        """Returns `reduce_to` results, reduced together as `communication` says.
 
         Args:
           op: a ReduceOp or its name.
           value_destination_pairs: a sequence of (value, destinations).
 
-        Locality, Context: as `reduce_to`. Cost: one all-reduce per pack.
+        Locality, Context: as for `reduce_to`. Cost: one all-reduce per pack.
 
         Raises:
-          ValueError: an element that is no pair; and as `reduce_to`.
+          ValueError: an element that is not a pair; otherwise as for `reduce_to`.
         Source: tf.distribute.StrategyExtended.batch_reduce_to (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "batch_reduce_to")
@@ -231,7 +231,7 @@ class StrategyExtended:
     def distribute_datasets_from_function(
         self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
-        """Gives each replica elements: see `Strategy.distribute_datasets_from_function`."""
+        """Distributes a function's elements: `Strategy.distribute_datasets_from_function`."""
         frames.require_cross_replica(self.strategy, "distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
 
@@ -245,20 +245,20 @@ class StrategyExtended:
     ) -> MultiStepContext:
         """Runs ``fn(context, inputs)`` K times, as one compiled loop.
 
-        Variables are carried, the input of all K steps is moved ahead in one transfer.
+        The loop carries the variables; the input of all K steps is moved ahead in one transfer.
 
         Args:
           fn: one step, in cross-replica context; it reports to `context`.
           iterator: of a distributed dataset, or any iterator of arrays.
-          iterations: K, 1 or more. At the end of the data the steps that are left
-            are run, and `MultiStepContext.iterations` says how many.
-          initial_loop_values: name -> value that `context.last_step_outputs` has in
-            the first step; the step before's from then on.
+          iterations: K, 1 or more. If the data ends early, only the steps that have
+            input run; `MultiStepContext.iterations` tells how many.
+          initial_loop_values: name -> value of `context.last_step_outputs` in the
+            first step; later steps see those of the step before.
 
         Context: cross-replica or default.
 
         Raises:
-          StopIteration: no element is left.
+          StopIteration: the iterator is exhausted.
           ValueError: iterations < 1.
         Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator (TF 1.13).
         """
@@ -269,13 +269,13 @@ class StrategyExtended:
 
     @user_mesh.ignores_user_mesh
     def create_variable(self, initial_value: PyTree, **options: Any) -> Variable:
-        """Makes a variable by this strategy's policy (called by `Variable`)."""
+        """Creates a variable by this strategy's policy; called by `Variable`."""
         variable = make_variable(self.strategy, self.placement, initial_value, **options)
         self.variables.add(variable)
         return variable
 
     def make_storage(self, variable: StoredVariable) -> StoredArray:
-        """Returns what is to hold the array of a new variable."""
+        """Returns the storage for the array of a new variable."""
         return StoredArray(variable.name, self.variable_lock)
 
     @user_mesh.ignores_user_mesh
@@ -299,17 +299,17 @@ class StrategyExtended:
         Args:
           var: a variable of this strategy.
           fn: reads and writes the copy through `var`; writes are raw.
-          args: with the locality of `var`; per-replica ones go component by component.
+          args: with the locality of `var`; per-replica ones are passed component by component.
           kwargs: keyword arguments.
-          group: True: the merged result. False: a nest whose leaves are lists
-            with one element per copy.
+          group: True: returns the merged result. False: returns a nest whose leaves are
+            lists with one element per copy.
 
         Locality: V(var) in and out. Context: cross-replica or default.
 
         Raises:
           LocalityError: a per-replica argument for a mirrored variable.
           StrategyMismatchError: a variable of another strategy.
-          TypeError: no variable.
+          TypeError: `var` is not a variable.
         Source: tf.distribute.StrategyExtended.update (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "update")
@@ -329,7 +329,7 @@ class StrategyExtended:
 
         Args:
           colocate_with: what `non_slot_devices` returned.
-          fn: the function; per-replica arguments go copy by copy.
+          fn: the function; per-replica arguments are passed copy by copy.
           args: positional arguments.
           kwargs: keyword arguments.
           group: as in `update`; one element per copy of a non-slot variable, or per
@@ -338,7 +338,7 @@ class StrategyExtended:
         Locality: N in and out. Context: cross-replica or default.
 
         Raises:
-          ValueError: other devices than the non-slot ones.
+          ValueError: devices other than the non-slot ones.
         Source: tf.distribute.StrategyExtended.update_non_slot (TF 1.13).
         """
         frames.require_cross_replica(self.strategy, "update_non_slot")
@@ -346,7 +346,7 @@ class StrategyExtended:
         return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
 
     def update_frame(self) -> Frame:
-        """Returns the frame of an update function on one copy: cross-replica context."""
+        """Returns the (cross-replica) frame in which an update runs on a copy."""
         return Frame(self.strategy, state=frames.current().state, in_update=True)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Destinations:
@@ -361,7 +361,7 @@ class StrategyExtended:
     def colocate_vars_with(
         self, colocate_with_variable: Destinations
     ) -> AbstractContextManager[None]:
-        """Returns a context in which new variables live where a variable does.
+        """Returns a context in which new variables live where a given one does.
 
         Args:
           colocate_with_variable: a variable of this strategy, or its `non_slot_devices`.
@@ -372,9 +372,9 @@ class StrategyExtended:
         return colocation.colocate(self, colocate_with_variable)
 
     def pause_writers(self) -> AbstractContextManager[None]:
-        """Returns a context in which no thread of the strategy's own writes variables.
+        """Returns a context in which none of the strategy's own threads write variables.
 
-        Values of several variables that are read inside fit together.
+        Variables read inside are consistent with each other.
         """
         return contextlib.nullcontext()
 
@@ -384,7 +384,7 @@ class StrategyExtended:
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
-        """Returns the variable that `value` is a component of, else `value` itself."""
+        """Returns the variable of which `value` is a component, else `value` itself."""
         return self._containers.container_of(value)
 
     def variable_created_in_scope(self, v: Variable) -> bool:

@@ -1,4 +1,4 @@
-"""A strategy is one object of one process: what copies and pickles of it raise."""
+"""A strategy is one object in one process: the errors for copying and pickling it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_copy(strategy: StrategyLike) -> NoReturn:
 
 
 def refuse_pickle(strategy: StrategyLike) -> NoReturn:
-    """Raises for `pickle` of a strategy, or of what holds one.
+    """Raises for `pickle` of a strategy, or of an object that holds one.
 
     Raises:
       TypeError: always.

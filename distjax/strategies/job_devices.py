@@ -1,4 +1,4 @@
-"""The devices of a strategy: of all processes of the job, or of this one."""
+"""The devices of a strategy: those of the whole job, or of this process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from distjax.placement.topology import Topology, devices_or_all
 
 
 def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
-    """Returns `devices`; all of the job for None and for an empty sequence.
+    """Returns `devices`, or all devices of the job for None or an empty sequence.
 
     Args:
-      devices: what the user gave.
+      devices: the user's argument.
       strategy: the name of the strategy, for errors.
 
     Raises:
-      ValueError: no sequence, or a process of the job that has none of the devices.
-      ClusterError: the job that the environment names cannot be joined, or was joined
+      ValueError: not a sequence, or it leaves out a process of the job.
+      ClusterError: the job named by the environment cannot be joined, or was joined
         without distjax.
     """
     if devices is None or (hasattr(devices, "__len__") and not len(devices)):
@@ -41,10 +41,10 @@ def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Seque
 
 
 def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
-    """Returns `devices`; all of this process for None, with a word where it is one of several.
+    """Returns `devices`, or for None this process's (with a warning in a larger job).
 
     Raises:
-      ValueError: no sequence.
+      ValueError: not a sequence.
     """
     if devices is None and job() is not None:
         warnings.warn(_alone_text(strategy), ClusterWarning, jax_compat.user_stacklevel())
@@ -52,11 +52,11 @@ def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Seq
 
 
 def prepare(topology: Topology, communication: CommunicationOptions) -> None:
-    """Has the processes of a job use every group of devices that a strategy reduces in.
+    """Warms up, on all processes, every device group in which a strategy reduces.
 
     Raises:
-      ValueError: groups of `communication` that do not fit.
-      ClusterError: another process makes another strategy, or none.
+      ValueError: `communication` has groups that do not fit.
+      ClusterError: another process creates a different strategy, or none.
     """
     communication.require_equal_hosts(topology.num_replicas)
     joined, mesh = job(), topology.mesh

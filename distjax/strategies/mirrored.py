@@ -1,4 +1,4 @@
-"""MirroredStrategy: a replica per device, a copy of each variable on each."""
+"""MirroredStrategy: a replica, and a copy of each variable, per device."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from distjax.variables.variable_placement import MirroredPlacement
 
 
 class MirroredStrategy(Strategy):
-    """A replica per device (or per group of devices), synchronous training.
+    """Synchronous training with a replica per device (or per group of devices).
 
     Args:
       devices: the D devices, replica by replica; default: all local ones.
       axis_name: the name of the replica axis inside `run`; code written for
         `pmap(axis_name="batch")` runs unchanged with axis_name="batch".
-      model_axes: sizes of axes inside one replica, by name. A replica then owns
-        their product of devices, its code may shard over these axes with
+      model_axes: sizes of axes within one replica, by name. A replica then owns
+        as many devices as their product, its code may shard over these axes with
         `lax.with_sharding_constraint`, and R = D / product.
       communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce.
 
     Raises:
-      ValueError: no or repeated devices, or axes that do not fit.
+      ValueError: no devices, repeated devices, or axes that do not fit.
 
     Warns:
-      ClusterWarning: no `devices`, in a job of several processes: see
+      ClusterWarning: `devices` omitted in a job of several processes: see
         `MultiWorkerMirroredStrategy`.
 
     Example:

@@ -1,8 +1,8 @@
 """assert_mirrored: finds copies that drifted apart.
 
-JAX takes a replicated array's word for it: it reads the first copy and never
-compares. A program that wrote a value without reducing it (a hand-written
-`shard_map` without checks, a library's own array) leaves different copies behind.
+JAX trusts a replicated array: it reads the first copy and never compares. A
+program that writes a value without reducing it (a hand-written `shard_map`
+without checks, an array built by a library) leaves differing copies behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def require_equal_copies(topology: Topology, tree: PyTree) -> None:
         if isinstance(leaf, (Variable, jax.Array))
     ]
     if topology.spans_processes and (joined := job()) is not None:
-        _compare_processes(joined, arrays)  # first: all of them come here
+        _compare_processes(joined, arrays)  # first, so that all processes get here
     for name, array in arrays:
         _compare_copies(topology, name, array)
 
@@ -94,7 +94,7 @@ def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
 
 
 def _compare_processes(joined: Job, arrays: Sequence[tuple[str, jax.Array]]) -> None:
-    """Raises on every process if a part of an array is another one on another process."""
+    """Raises on every process if any part of an array differs between processes."""
     own = {
         f"{name} {copy.slices}": f"{zlib.crc32(np.ascontiguousarray(copy.data).tobytes()):08x}"
         for name, array in arrays

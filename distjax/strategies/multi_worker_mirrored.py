@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy: a replica per device of all processes of a job."""
+"""MultiWorkerMirroredStrategy: a replica per device of all processes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from distjax.variables.variable_placement import MirroredPlacement
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """A replica per device of every process of the job, synchronous training.
+    """Synchronous training with a replica per device of every process of the job.
 
-    `MirroredStrategy` over several processes: each runs the same file, and every call
-    that involves replicas is made on all of them, in the same order. `mesh` and R are
-    of the whole job; `local_results`, `worker_devices` and `update(group=False)` speak
-    of this process. In a program of one process it is a `MirroredStrategy`.
+    `MirroredStrategy` over several processes: each runs the same file and makes every
+    call that involves replicas, in the same order. `mesh` and R cover the whole job;
+    `local_results`, `worker_devices` and `update(group=False)` cover this process.
+    In a single process it is a `MirroredStrategy`.
 
     Args:
-      devices: the D devices, replica by replica, some of each process; default: all of
-        the job, a process's devices side by side.
+      devices: the D devices, replica by replica, some from each process; default: all
+        of the job, a process's devices side by side.
       axis_name: the name of the replica axis inside `run`.
-      model_axes: sizes of axes inside one replica, as in `MirroredStrategy`; a replica's
-        devices may belong to several processes.
+      model_axes: sizes of axes within one replica, as in `MirroredStrategy`; a replica's
+        devices may span processes.
       communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce.
 
     Raises:
-      ValueError: no or repeated devices, axes that do not fit, or a process without any.
-      ClusterError: the job that the environment names cannot be joined.
+      ValueError: no or repeated devices, axes that do not fit, or a process without devices.
+      ClusterError: the job named by the environment cannot be joined.
 
     Example:
       >>> dj.MultiWorkerMirroredStrategy().num_replicas_in_sync == jax.device_count()

@@ -13,8 +13,8 @@ from distjax.variables.variable_placement import PlainPlacement
 class OneDeviceStrategy(Strategy):
     """One replica on one device.
 
-    Values are bare, variables are plain: synchronization and aggregation have no
-    effect. For comparing with other strategies, and for choosing a device.
+    Values are bare and variables plain: synchronization and aggregation have no
+    effect. For comparison with other strategies, and for choosing a device.
 
     Args:
       device: the device; default: the first local one.

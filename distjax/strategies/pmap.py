@@ -1,8 +1,8 @@
-"""dj.pmap: the meaning of `jax.pmap` on the replica machine.
+"""dj.pmap: the semantics of `jax.pmap` on the replica machine.
 
-A call finds its replicas (those of `strategy`, of the active one, or as many local devices as
-there are rows) and runs one program for them. Rows become values per replica inside of that
-program, and results are stacked there too: a call handles no array by itself.
+A call finds its replicas (those of `strategy`, of the active strategy, or as many local
+devices as there are rows) and runs one program for them. Inside that program rows become
+per-replica values and results are stacked, so a call touches no array itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from distjax.variables.state import TraceState
 
 
 class MappedFunction:
-    """What `dj.pmap` returns: the function, compiled for the replicas of each call."""
+    """The result of `dj.pmap`: the function, compiled for the replicas of each call."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class MappedFunction:
             strategy = None
         self._devices, self._strategy, self._donate_argnums = devices, strategy, donate_argnums
         self._programs: dict[StrategyLike, Program] = {}
-        self._own: dict[int, Strategy] = {}  # by R, where the call names none
+        self._own: dict[int, Strategy] = {}  # by R, for calls without a strategy
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
-        """Runs the program of the call's replicas; inside a trace of distjax emits it there."""
+        """Runs the program for the call's replicas; in a distjax trace, emits it there."""
         strategy = None
         try:
             args = self._mark_static(args)
@@ -83,7 +83,7 @@ class MappedFunction:
         marked = self._mark_static(args)
         strategy = self._find_strategy(frames.current(), marked, kwargs)
         lowered = self._program_of(strategy).lower(marked, kwargs)
-        return LoweredProgram(lowered, self, args, marked, {})
+        return LoweredProgram(lowered, self, args, marked, {}, self._arguments.names)
 
     def __repr__(self) -> str:
         return f"dj.pmap({function_name(self._fn)})"
@@ -109,7 +109,7 @@ class MappedFunction:
     def _find_strategy(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StrategyLike:
-        """Returns the strategy whose replicas a call with these arguments has."""
+        """Returns the strategy on whose replicas a call with these arguments runs."""
         has_strategy = frame.has_strategy
         if has_strategy and frame.replica_context is not None:
             raise ContextError(_nested_text(self._arguments.function, frame.name))
@@ -158,7 +158,7 @@ class MappedFunction:
 
 @functools.cache
 def strategy_of(devices: tuple[jax.Device, ...]) -> MirroredStrategy:
-    """Returns the one strategy of calls on these devices that name none."""
+    """Returns the one strategy on these devices for calls that name none."""
     return MirroredStrategy(devices)
 
 
@@ -176,38 +176,38 @@ def pmap(
     strategy: Strategy | None = None,
     results: str = "stacked",
 ) -> MappedFunction:
-    """Returns ``fn`` mapped over rows, one replica a row: `jax.pmap` with replicas.
+    """Returns ``fn`` mapped over rows, one per replica: `jax.pmap` with replicas.
 
-    R is the size of the mapped axes. The replicas are those of `strategy` or of the active one;
-    with neither, one on each of the first R local devices. The body is a replica function:
-    `merge_call`, variables and `dj.get_replica_context()` work in it.
+    R is the size of the mapped axes. The replicas are those of `strategy` or of the active
+    strategy; without either, one on each of the first R local devices. The body is a replica
+    function: `merge_call`, variables and `dj.get_replica_context()` work in it.
 
     Args:
       fn: the replica function.
-      axis_name: the name of the replica axis in this function; None: that of the strategy.
+      axis_name: the name of the replica axis in this function; None: the strategy's.
       in_axes: a prefix of the positional arguments: the axis of the rows, or None for a
-        value that all replicas share. Keyword arguments have axis 0.
-      out_axes: a prefix of the results: where their replica axis comes to stand. None: one
-        value. Where it is not proved equal, that of replica 0, and a LocalityWarning, which
-        `dj.expect` silences.
+        value shared by all replicas. Keyword arguments use axis 0.
+      out_axes: a prefix of the results: the position of their replica axis, or None for one
+        value. If that is not proved equal, replica 0's is returned with a LocalityWarning,
+        which `dj.expect` silences.
       static_broadcasted_argnums: numbers of positional arguments that are Python values,
         part of the program.
-      devices: the replicas' devices, of which the first R are taken.
-      backend: whose local devices, where `devices` names none.
-      axis_size: R again, which is checked.
+      devices: the replicas' devices; the first R are used.
+      backend: the backend whose local devices are used if `devices` is None.
+      axis_size: R again, to be checked.
       donate_argnums: positional arguments whose buffers the program may reuse.
-      strategy: whose replicas; it must have R of them.
-      results: "stacked": arrays [R, ...], as `jax.pmap`; "values": what `run` returns.
+      strategy: the strategy to run on; it must have R replicas.
+      results: "stacked": arrays [R, ...], as in `jax.pmap`; "values": as `run` returns them.
 
-    Locality: rows, a PerReplica, or M for None in; stacked, M for None, or as `run` out.
-    Context: cross-replica or default; inside `dj.jit`, `jit`, `vmap`, `grad` and loops too.
-    Cost: as `run`. Source: jax.pmap.
+    Locality: in: rows, a PerReplica, or M for None; out: stacked, M for None, or as for `run`.
+    Context: cross-replica or default; also inside `dj.jit`, `jit`, `vmap`, `grad` and loops.
+    Cost: as for `run`. Source: jax.pmap.
 
     Raises:
-      TypeError: no function; an axis that is no int.
-      ValueError: rows of another number than replicas, more than devices, or none; axes
-        that do not fit; a static argument without a hash; an axis name that is no string.
-      LocalityError: a PerReplica for an axis of None.
+      TypeError: not a function; an axis that is not an int.
+      ValueError: the number of rows is not that of replicas, exceeds that of devices, or is 0;
+        axes that do not fit; an unhashable static argument; an axis name that is not a string.
+      LocalityError: a PerReplica where the axis is None.
       ContextError: inside another replica function.
 
     Example:
@@ -276,7 +276,7 @@ def _numbers(given: int | Iterable[int], argument: str) -> tuple[int, ...]:
     )
 
 
-# -- texts ---------------------------------------------------------------------
+# -- error texts ----------------------------------------------------------------
 
 
 def _both_text(static: Sequence[int], donated: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The arguments of a mapped function: rows become values per replica, by `in_axes`."""
+"""Arguments of a mapped function: rows become per-replica values, by `in_axes`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.objects.stateful import active_bridge, is_placeholder
 from distjax.objects.stateful_args import ObjectKeywords
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
-from distjax.replica.arguments import Static, is_array, user_path
+from distjax.placement.transfer import is_elsewhere, transfer
+from distjax.replica.arguments import Static, is_array_or_struct, user_path
 from distjax.replica.axis_prefix import broadcast_axes
 from distjax.typing import PyTree
 
 
 def as_axes(axes: PyTree, argument: str) -> Any:
-    """Returns `in_axes` or `out_axes` as pmap takes it; a list of arguments' axes as a tuple.
+    """Returns `in_axes` or `out_axes` in pmap's form, an `in_axes` list as a tuple.
 
     Raises:
       TypeError: a leaf that is neither an int nor None.
@@ -47,13 +46,13 @@ def as_axes(axes: PyTree, argument: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MappedArguments:
-    """How the arguments of one function are mapped.
+    """How a function's arguments are mapped.
 
     Attributes:
-      function: the user's name of the function.
-      names: the user's names of its positional arguments.
-      in_axes: a prefix of the positional arguments; keywords have axis 0.
-      axis_size: R as the user says it, or None.
+      function: the function's name, for errors.
+      names: the names of its positional arguments, for errors.
+      in_axes: a prefix of the positional arguments; keywords use axis 0.
+      axis_size: R as the user gave it, or None.
       static: numbers of the positional arguments that are Python values.
     """
 
@@ -69,7 +68,7 @@ class MappedArguments:
         Raises:
           ValueError: nothing is mapped.
         """
-        if self.in_axes == 0:  # nearly always; a PerReplica shows its stacked array here
+        if self.in_axes == 0:  # the common case; a PerReplica exposes its stacked array here
             for arg in args:
                 rows = _rows_of(arg)
                 if rows is not None:
@@ -90,11 +89,11 @@ class MappedArguments:
     def as_values(
         self, args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords, topology: Topology
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns the arguments of `run`: a PerReplica where rows are mapped.
+        """Returns the arguments for `run`, with a PerReplica where rows are mapped.
 
         Raises:
-          ValueError: rows of another number than replicas, or nothing to map.
-          LocalityError: a PerReplica for an axis of None.
+          ValueError: the number of rows is not that of replicas, or nothing is mapped.
+          LocalityError: a PerReplica where the axis is None.
         """
         treedef, leaves = self._leaves(args, kwargs)
         values = [self._as_value(path, leaf, axis, topology) for path, leaf, axis in leaves]
@@ -103,13 +102,12 @@ class MappedArguments:
     def placed(
         self, args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords, topology: Topology
     ) -> Any:
-        """Returns the arguments, arrays from elsewhere on the devices of the replicas."""
+        """Returns the arguments with arrays from elsewhere moved to the replicas' devices."""
         treedef, leaves = self._leaves(args, kwargs)
         devices = set(topology.devices)
 
         def place(leaf: PyTree, axis: int | None) -> Any:
-            is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
-            if not is_concrete or not leaf.committed or leaf.sharding.device_set == devices:
+            if not is_elsewhere(leaf, devices):
                 return leaf
             if topology.mesh is None or axis is None:
                 return transfer(leaf, topology.mirrored)
@@ -121,11 +119,11 @@ class MappedArguments:
     def _leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords
     ) -> tuple[Any, list[tuple[str, Any, int | None]]]:
-        """Returns the tree of (args, kwargs), and each leaf with its user's path and axis."""
+        """Returns the tree of (args, kwargs), and each leaf with its path and axis."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
         positional, keywords = treedef.children()
         for_keywords = [0] * keywords.num_leaves
-        if isinstance(kwargs, ObjectKeywords):  # what the function captured is mapped by no axis
+        if isinstance(kwargs, ObjectKeywords):  # captured objects are not mapped
             count = len(jax.tree.leaves(kwargs.kwargs, is_leaf=_is_leaf))
             for_keywords = [0] * count + [None] * (keywords.num_leaves - count)
         try:
@@ -138,13 +136,13 @@ class MappedArguments:
         ]
 
     def _axes_of(self, count: int) -> Any:
-        """Returns `in_axes` with None in the places of the static arguments."""
+        """Returns `in_axes` with None for the static arguments."""
         axes = self.in_axes
         if not self.static:
             return axes
         axes = axes if isinstance(axes, tuple) else (axes,) * count
         mapped = [i for i in range(count) if i not in self.static]
-        if mapped and mapped[-1] >= len(axes):  # static ones behind the last need no axis
+        if mapped and mapped[-1] >= len(axes):  # trailing static arguments need no axis
             return axes
         return tuple(None if i in self.static else axes[i] for i in range(count))
 
@@ -182,7 +180,7 @@ class MappedArguments:
 
 
 def _rows_of(tree: PyTree) -> int | None:
-    """Returns the first size of an array of `tree`; None where there is none at first sight."""
+    """Returns the leading size of an array in `tree`, or None if not found quickly."""
     while True:
         if type(tree) is dict and tree:
             tree = next(iter(tree.values()))
@@ -206,11 +204,11 @@ def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
     """Returns the number of rows of an argument.
 
     Raises:
-      ValueError: it has none.
+      ValueError: it has no rows.
     """
     if isinstance(leaf, PerReplica):
         return leaf.num_replicas
-    if is_array(leaf) and leaf.ndim > axis:
+    if is_array_or_struct(leaf) and len(leaf.shape) > axis:
         return leaf.shape[axis]
     value = leaf.value if isinstance(leaf, Static) else leaf
     raise ValueError(

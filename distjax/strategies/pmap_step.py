@@ -1,4 +1,4 @@
-"""A function of `dj.pmap`, as the step of a program."""
+"""A function of `dj.pmap` as the step of a program."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PmapStep:
     """A mapped function on the replicas of one strategy.
 
     Args:
-      strategy: whose replicas run it.
+      strategy: the strategy on whose replicas it runs.
       fn: the function.
       arguments: how its arguments are mapped.
-      options: how its results are, and under which name of the axis it runs.
+      options: how its results are mapped, and the name of its axis.
       donate_argnums: the positional arguments whose buffers are donated.
     """
 
@@ -59,6 +59,6 @@ class PmapStep:
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
-        """Returns the objects with state that a call takes or the function captured."""
+        """Returns the stateful objects that a call takes or the function captured."""
         donated = self.donate_argnums
         return extract_objects(self._fn, args, kwargs, self._strategy, donated, held)

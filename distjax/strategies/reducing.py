@@ -1,4 +1,4 @@
-"""reduce, reduce_to, broadcast_to and gather, by locality of their input."""
+"""reduce, reduce_to, broadcast_to and gather, by locality of the input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reduce(
     op = as_reduce_op(op)
     require_dense(value, "reduce")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    is_one = bool(leaves) and jax.tree_util.treedef_is_leaf(treedef)  # [] counts as a leaf too
+    is_one = bool(leaves) and jax.tree_util.treedef_is_leaf(treedef)  # true of [] too
     if (axis is not None or mask is not None) and not is_one:
         raise TypeError(
             message(
@@ -95,7 +95,7 @@ def _reduce_leaves(
 def _as_global_value(
     extended: ExtendedContract, op: ReduceOp, leaf: PyTree, role: str = "the value to reduce"
 ) -> GlobalValue | None:
-    """Returns where `leaf` is, or None if it is not on the replicas."""
+    """Returns `leaf` as a global value, or None if it is not on the replicas."""
     if isinstance(leaf, PerReplica):
         require_same_topology(leaf, extended.topology, role)
         return GlobalValue(leaf.stacked, True)
@@ -240,7 +240,7 @@ def batch_reduce_to(
 def _fitting(
     target: Sharding | None, destinations: Destinations, leaf: PyTree, topology: Topology
 ) -> Any:
-    """Returns where a reduced value goes: only one of the variable's shape is split as it is."""
+    """Returns a reduced value's target, split only if it has the variable's shape."""
     if not isinstance(destinations, Variable) or np.shape(leaf) == destinations.shape:
         return target
     return target if target is None or target.is_fully_replicated else topology.mirrored
@@ -249,10 +249,10 @@ def _fitting(
 def _split_form_of(
     extended: ExtendedContract, destinations: Destinations, leaf: PyTree
 ) -> LocalForm | None:
-    """Returns the form of a value that arrives split over the replicas, or None."""
+    """Returns the local form of a value that arrives split, or None."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
         return None
-    if np.shape(leaf) != destinations.shape:  # such as a loss
+    if np.shape(leaf) != destinations.shape:  # e.g. a loss
         return None
     form = reduction_layout(extended, destinations).local_form
     return form if form.is_split else None
@@ -313,7 +313,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
 
 
 def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
-    """Returns the replicas' values end to end: see `Strategy.gather`."""
+    """Returns the replicas' values concatenated: see `Strategy.gather`."""
     require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     global_values = [

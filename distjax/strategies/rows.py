@@ -1,4 +1,4 @@
-"""Arrays [R, ...] with a row per replica: made a PerReplica, and the first row taken out."""
+"""Arrays [R, ...] with a row per replica: to a PerReplica, and the first row back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _require_arrays(tree: PyTree) -> None:
 
 
 def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
-    """Returns [R, ...] as a PerReplica; the one row where the strategy never wraps."""
+    """Returns [R, ...] as a PerReplica; the single row where the strategy never wraps."""
     topology = extended.topology
     if not extended.wraps:
         return _place(rows[0], topology)
@@ -76,7 +76,7 @@ def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:
 
 
 def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
-    """Returns the first replica's values, on every replica: see `Strategy.first`."""
+    """Returns the first replica's values on every replica: see `Strategy.first`."""
     topology = extended.topology
 
     def take(path: tuple[Any, ...], leaf: PyTree) -> Any:

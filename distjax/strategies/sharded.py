@@ -21,20 +21,20 @@ from distjax.variables.layouts.partitioned import PartitionedLayout
 from distjax.variables.partitioners import Partitioner, count_shards, require_partitioner
 from distjax.variables.variable_placement import LaidOut
 
-#: What is split, from ZeRO stage 1 to 3. Each includes those before it.
+#: What is split, for ZeRO stages 1 to 3. Each includes those before it.
 PARTITIONS = ("optimizer", "gradients", "parameters")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedPlacement:
-    """Splits variables over the replicas, along an axis that they divide.
+    """Splits variables over the replicas, along an axis that R divides.
 
     Attributes:
       topology: the replicas.
       partition: what is split: "optimizer" (variables colocated with another),
         "gradients" (values reduced to a variable, too) or "parameters" (all).
-      partitioner: says into how many shards; a variable that it leaves whole, or
-        that the replicas do not divide, stays mirrored.
+      partitioner: the number of shards per axis; a variable that it leaves whole, or
+        that R does not divide, stays mirrored.
     """
 
     topology: Topology
@@ -45,13 +45,13 @@ class ShardedPlacement:
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
-        """Returns the split layout where this kind of variable is split."""
+        """Returns the split layout if this kind of variable is split."""
         if colocate_with is not None or self.partition == "parameters":
             return self._split_layout(shape, dtype)
         return MirroredLayout(self.topology)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
-        """Returns the split layout of a gradient from stage 2 on."""
+        """Returns the split layout of a gradient, from stage 2 on."""
         if self.partition == "optimizer":
             return MirroredLayout(self.topology)
         return self._split_layout(variable.shape, variable.dtype)
@@ -75,7 +75,7 @@ class ShardedPlacement:
 
 
 class ShardedStrategy(Strategy):
-    """A replica per device, with the training state split over them.
+    """A replica per device, with the training state split over the replicas.
 
     Args:
       devices: the D devices; default: all of the job.
@@ -84,18 +84,18 @@ class ShardedStrategy(Strategy):
         split, by a reduce-scatter) or "parameters" (ZeRO-3: all variables are
         split, and gathered where a replica reads them).
       partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function
-        of shape and dtype: which axis is split, and whether at all. Default: the
-        first axis that R divides.
+        of shape and dtype: which axis to split, if any. Default: the first axis
+        that R divides.
       axis_name: the name of the replica axis inside `run`.
-      communication: how reductions to whole values travel.
+      communication: how reductions to whole values are carried out.
 
     Raises:
-      ValueError: an unknown partition. TypeError: a partitioner that is no function.
+      ValueError: an unknown partition. TypeError: a partitioner that is not a function.
 
     Locality: split variables are `P(..., replica)` on one axis; a variable too
       small or not divisible stays mirrored.
-    Cost: a gather per variable read in a replica function (one more where
-      `jax.checkpoint` reads it again), a reduce-scatter per gradient.
+    Cost: a gather per variable that a replica function reads (one more where
+      `jax.checkpoint` rereads it), a reduce-scatter per gradient.
 
     Example:
       >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")

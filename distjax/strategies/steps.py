@@ -30,7 +30,7 @@ from distjax.variables.variable import Variable
 
 
 class MultiStepContext:
-    """What a step function of `run_steps_on_iterator` reports to.
+    """Collects what a step function of `run_steps_on_iterator` reports.
 
     Attributes:
       last_step_outputs: name -> output of the last step.
@@ -47,25 +47,25 @@ class MultiStepContext:
 
     @property
     def run_op(self) -> None:
-        """None: the steps have run (a graph-mode name)."""
+        """None: the steps have already run (a graph-mode name)."""
         return None
 
     def set_last_step_output(
         self, name: str, output: PyTree, reduce_op: ReduceOpLike | None = None
     ) -> None:
-        """Sets an output of this step; that of the last step is kept.
+        """Sets an output of this step; the last step's value is kept.
 
         Args:
           name: its key in `last_step_outputs`.
           output: a tree of values.
-          reduce_op: how it is reduced over the replicas. None keeps it as it is;
-            needed in a replica context, where each replica has its own.
+          reduce_op: how to reduce it over the replicas. None stores it as is;
+            required in a replica context, where each replica has its own.
 
-        Context: cross-replica, or replica (then by a `merge_call`).
+        Context: cross-replica, or replica (where it does a `merge_call`).
 
         Raises:
           ValueError: no reduce_op in a replica context.
-          TypeError: a leaf that is neither array nor number.
+          TypeError: a leaf that is not an array or a number.
         """
         frame = frames.current()
         replica = frame.replica_context
@@ -94,8 +94,8 @@ class MultiStepContext:
     def set_non_tensor_output(self, name: str, output: PyTree) -> None:
         """Sets a Python object as an output.
 
-        In a replica context a tuple of the replicas' objects is kept; one trace
-        stands for all of them, so it has one element.
+        In a replica context, stores a tuple of the replicas' objects; it has one
+        element, since one trace stands for all replicas.
 
         Args:
           name: its key in `non_tensor_outputs`.
@@ -204,8 +204,8 @@ class LoopStep:
     """A loop of steps, as the step of a program.
 
     Args:
-      extended: of the strategy whose context the steps run in.
-      resolve: returns the function of one step; a program keeps none alive.
+      extended: the inside of the strategy in whose context the steps run.
+      resolve: returns the step function; a program does not keep it alive.
     """
 
     argument_names = ("layout", "elements", "initial_loop_values")
@@ -221,7 +221,7 @@ class LoopStep:
         return Frame(self._extended.strategy, state=state)
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Emits the loop; returns the outputs of its last step."""
+        """Emits the loop; returns the outputs of the last step."""
         layout, arrays, initial = args
         return _loop(self._resolve(), layout.value, arrays, initial)
 
@@ -232,11 +232,11 @@ class LoopStep:
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> None:
-        """Returns None: objects with state are the user's step's."""
+        """Returns None: stateful objects belong to the user's step."""
 
 
 def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: PyTree) -> Any:
-    """Emits the loop into the current trace; returns outputs of the last step."""
+    """Emits the loop into the current trace; returns the outputs of the last step."""
     others: dict[str, Any] = {}
 
     def step(before: PyTree, slices: PyTree) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: 
 
 
 def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
-    """Returns what the loop carries into its first step."""
+    """Returns the initial carry of the loop."""
     found: list[Any] = []
     outer = frames.current().state
 

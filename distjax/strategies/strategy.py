@@ -1,4 +1,4 @@
-"""Strategy: the thin facade of a StrategyExtended."""
+"""Strategy: a thin facade over StrategyExtended."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, Reduce
 
 
 class Strategy:
-    """Where replicas run, where variables live, and how values meet.
+    """Where replicas run, where variables live, and how values are combined.
 
-    A subclass only builds its StrategyExtended: ``super().__init__(extended)``
-    with the parts it picks. All logic is in `extended`.
+    A subclass only builds its StrategyExtended, ``super().__init__(extended)``,
+    from the parts it picks. All logic is in `extended`.
 
     Source: tf.distribute.Strategy (TF 1.13).
     """
@@ -40,7 +40,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R, the number of replicas whose updates are brought together."""
+        """R, the number of replicas that synchronize their updates."""
         return self._extended.num_replicas
 
     @property
@@ -50,20 +50,20 @@ class Strategy:
 
     @property
     def axis_name(self) -> str | None:
-        """The replica axis inside `run`, for `lax.psum` and BatchNorm; None: there is none."""
+        """The replica axis inside `run`, for `lax.psum` and BatchNorm, or None."""
         return self._extended.public_axis_name
 
     def scope(self) -> scoping.Scope:
-        """Returns a context in which this strategy is active: variables made in it are its own.
+        """Returns a context manager that makes this strategy active.
 
-        Entering gives the strategy. One scope can be entered again: after it was left,
-        inside itself, and in several threads at once.
+        Variables created in it belong to the strategy, which ``as`` binds. A scope is
+        reusable and reentrant, and may be active in several threads at once.
 
         Context: cross-replica of this strategy, or none active.
 
         Raises:
           StrategyMismatchError: another strategy is active.
-          ContextError: in a replica context; left out of order, twice, or in another thread.
+          ContextError: in a replica context; exited out of order, twice, or in another thread.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -82,27 +82,27 @@ class Strategy:
         args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs ``fn`` on every replica, as one compiled program.
+        """Runs ``fn`` on every replica as one compiled program.
 
         Args:
           fn: the replica function, traced once per signature.
           args: positional arguments, a tuple or list. PerReplica leaves give each replica
-            its own value; arrays and numbers are given to all; anything else as it is.
-          kwargs: keyword arguments.
+            its own value; arrays and numbers go to all; other objects pass through.
+          kwargs: keyword arguments, likewise.
 
         Returns:
-          The results: an array where proved equal on every replica, a PerReplica where not;
-          Python objects and variables as they are. What ``fn`` raises comes out unchanged.
+          The results: an array where proved equal on every replica, else a PerReplica;
+          Python objects and variables pass through. Exceptions of ``fn`` propagate unchanged.
 
         Locality: T, M and variables in; M or T out. Context: cross-replica or default.
-        Cost: a compilation per signature; collectives where ``fn`` asks for them.
+        Cost: one compilation per signature; the collectives that ``fn`` asks for.
 
         Raises:
-          ValueError: args or kwargs of another type, an object that is not hashable.
-          LocalityError: a PerReplica of other replicas, an array that is no PerReplica
-            and lies split over the replicas.
+          ValueError: args or kwargs of the wrong type, or an unhashable object.
+          LocalityError: a PerReplica of other replicas, or an array that is split over the
+            replicas without being a PerReplica.
           ContextError, StrategyMismatchError: in a replica, or under another strategy.
-          DivergenceError: a collective under a predicate that differs per replica.
+          DivergenceError: a collective under a predicate that differs between replicas.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -127,22 +127,22 @@ class Strategy:
     def reduce(
         self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
     ) -> Any:
-        """Returns `value` reduced over the replicas, and over `axis` of each value.
+        """Returns `value` reduced over the replicas, and over `axis` within each.
 
         Args:
-          op: a ReduceOp or its name. A mean with an axis is over all elements.
+          op: a ReduceOp or its name. A mean with an axis weights all elements equally.
           value: a tree of PerReplica (or Mirrored, as R copies); with an axis, one value.
           axis: None, an int or a tuple of ints: axes of one replica's value.
           mask: bool [B] per replica: which examples count.
 
-        Locality: T or M in, M out. Context: cross-replica or default. Cost: an all-reduce a value.
+        Locality: T or M in, M out. Context: cross-replica or default. Cost: all-reduce per value.
 
         Raises:
-          ValueError: SUM of a value not on the replicas, an unknown `op`, an axis not there.
-          TypeError: an axis, or a mask, for a tree.
-          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas, an array
-            that is no PerReplica and lies split over the replicas.
-          BatchError: a mask of another dtype or shape.
+          ValueError: SUM of a value not on the replicas, an unknown `op`, an axis out of range.
+          TypeError: an axis or a mask given for a tree.
+          LocalityError: SUM of a mirrored variable, a PerReplica of other replicas, or an array
+            that is split over the replicas without being a PerReplica.
+          BatchError: a mask of the wrong dtype or shape.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -156,29 +156,29 @@ class Strategy:
         return self._extended.reduce(op, value, axis, mask)
 
     def gather(self, value: PyTree, axis: int) -> Any:
-        """Returns the replicas' values end to end along `axis`.
+        """Returns the replicas' values concatenated along `axis`.
 
         Args:
           value: a tree of PerReplica (or Mirrored, as R copies) of [..., B, ...].
           axis: an axis of one replica's value, 0 or more.
 
         Returns:
-          [..., R * B, ...]; what is not on the replicas as it is.
+          [..., R * B, ...]; values that are not on the replicas pass through.
 
-        Locality: T or M in, M out. Context: cross-replica or default. Cost: an all-gather a value.
+        Locality: T or M in, M out. Context: cross-replica or default. Cost: all-gather per value.
 
         Raises:
-          ValueError: a scalar, or an axis that the value does not have.
+          ValueError: a scalar, or an axis out of range.
 
         Source: tf.distribute.Strategy.gather.
         """
         return self._extended.gather(value, axis)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """Returns the values of the replicas of this process, in replica order.
+        """Returns the values of this process's replicas, in replica order.
 
-        R arrays for a PerReplica or a Mirrored array, the components of a
-        variable, a 1-tuple for anything else; a tuple of trees for a tree.
+        R arrays for a PerReplica or a Mirrored array, a variable's components,
+        a 1-tuple for anything else; for a tree, a tuple of trees.
 
         Context: any. Cost: none.
 
@@ -190,18 +190,18 @@ class Strategy:
         return self._extended.local_results(value)
 
     def per_replica(self, stacked: PyTree) -> Any:
-        """Returns a tree of [R, ...] arrays as PerReplica: row r is the value of replica r.
+        """Returns a tree of [R, ...] arrays as PerReplica: row r is replica r's value.
 
         Args:
-          stacked: a tree of arrays [R, ...], as functions under `jax.pmap` take and give
-            them. PerReplica leaves, Python numbers and objects stay as they are.
+          stacked: a tree of arrays [R, ...], as functions under `jax.pmap` take and return
+            them. PerReplica leaves, Python numbers and objects pass through.
 
-        Locality: T out, whatever the rows hold: nothing is compared; a strategy that
-          never wraps gives the row. Context: any. Cost: the rows are moved to their replicas.
+        Locality: T out, even if the rows are equal: nothing is compared; a strategy that
+          never wraps returns the row. Context: any. Cost: moves the rows to their replicas.
 
         Raises:
-          LocalityError: an array without a leading dimension of R, no array at all, a
-            PerReplica of other replicas.
+          LocalityError: an array whose leading dimension is not R, a tree without arrays, or
+            a PerReplica of other replicas.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -212,17 +212,17 @@ class Strategy:
         return stack_rows(self._extended, stacked)
 
     def first(self, tree: PyTree) -> Any:
-        """Returns the first replica's values of a tree, as arrays that every replica holds.
+        """Returns the first replica's values of a tree, as arrays on every replica.
 
-        What `flax.jax_utils.unreplicate` is for pmap: row 0 of a PerReplica, and of an
-        array that is split over the replicas. A variable gives its first component; one
-        value that all replicas share stays as it is.
+        The counterpart of `flax.jax_utils.unreplicate`: row 0 of a PerReplica, or of an
+        array split over the replicas. A variable gives its first component; a value
+        shared by all replicas is returned as is.
 
-        Locality: T or M in, M out. Context: any. Cost: a row is sent to all replicas.
+        Locality: T or M in, M out. Context: any. Cost: sends a row to all replicas.
 
         Raises:
-          LocalityError: a PerReplica of other replicas, a split array without a leading
-            dimension of R.
+          LocalityError: a PerReplica of other replicas, or a split array whose leading
+            dimension is not R.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -234,17 +234,17 @@ class Strategy:
     def jit(
         self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()
     ) -> Callable[..., Any]:
-        """Returns a function that runs ``fn`` on every replica, to be called as ``fn`` is.
+        """Returns a compiled function, called like ``fn``, that runs it on every replica.
 
-        The same as ``dj.jit(lambda *args: strategy.run(fn, args), ...)``.
+        Equivalent to ``dj.jit(lambda *args: strategy.run(fn, args), ...)``.
 
         Args:
           fn: the replica function.
           donate_argnums: positional arguments whose buffers the program may reuse.
 
         Raises:
-          TypeError: ``fn`` is no function.
-          ValueError: a donated argument that is no number.
+          TypeError: ``fn`` is not a function.
+          ValueError: a donated argument that is not an argument number.
 
         Example:
           >>> strategy = dj.VirtualStrategy(2)
@@ -255,24 +255,24 @@ class Strategy:
         return compile_on_replicas(self, fn, donate_argnums)
 
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
-        """Returns the batches of `dataset`, split over the replicas.
+        """Returns the batches of `dataset` split over the replicas.
 
         Args:
           dataset: an iterable of trees of arrays (numpy, JAX, or anything that numpy
-            takes: tensors of torch and TensorFlow) with one common leading dimension G,
-            the global batch. Iterated again for every ``iter``.
-          options: a `dj.InputOptions`; it says what happens to smaller batches.
+            converts, such as torch and TensorFlow tensors) that share a leading dimension
+            G, the global batch. Every ``iter`` iterates it afresh.
+          options: a `dj.InputOptions`, which decides what happens to smaller batches.
 
         Returns:
           A `dj.DistributedDataset`. Its elements are trees of PerReplica [G / R, ...],
           moved to the devices by a background thread; bare arrays where R is 1. The
-          default strategy returns `dataset` itself, unless smaller batches are to be
+          default strategy returns `dataset` itself unless smaller batches are to be
           dropped or padded.
 
         Locality: T out. Context: cross-replica or default.
 
         Raises:
-          BatchError: a batch that cannot be split; at once where length and items tell.
+          BatchError: a batch that cannot be split; raised at once if length and items show it.
 
         Example:
           >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
@@ -289,17 +289,17 @@ class Strategy:
     def distribute_datasets_from_function(
         self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
-        """Returns the elements that ``fn(InputContext)`` gives, one per replica and step.
+        """Returns the elements of ``fn(InputContext)``, one per replica and step.
 
-        Nothing is split or batched anew: consecutive elements go to consecutive replicas.
+        Nothing is split or rebatched: consecutive elements go to consecutive replicas.
 
         Args:
-          fn: called once (one process has one input pipeline); returns an iterable of
+          fn: called once (a process has one input pipeline); returns an iterable of
             trees of arrays, of any rank, equal in shape within one step.
-          options: a `dj.InputOptions`: what happens to a last step that lacks elements.
+          options: a `dj.InputOptions`, which decides about a last step that lacks elements.
 
         Returns:
-          A `dj.DistributedDataset`, as `distribute_dataset` gives.
+          A `dj.DistributedDataset`, as for `distribute_dataset`.
 
         Locality: T out. Context: cross-replica or default.
 
@@ -324,17 +324,17 @@ class Strategy:
         """Returns a PerReplica of ``fn(ValueContext)`` for each replica.
 
         Args:
-          fn: called once per replica, in order; returns a tree of arrays of equal shapes.
+          fn: called once per replica, in order; returns a tree of arrays of the same shapes.
 
-        Locality: T out; a strategy that never wraps returns the one value.
+        Locality: T out; a strategy that never wraps returns the single value.
         Context: any. Source: tf.distribute `experimental_distribute_values_from_function`.
         """
         return self._extended.distribute_values_from_function(fn)
 
     def describe(self) -> StrategyDescription:
-        """Returns devices, replicas and each variable's place and bytes, to be printed.
+        """Returns a table of devices, replicas, and each variable's place and bytes.
 
-        Context: any. Cost: none, nothing is read or moved.
+        Context: any. Cost: none; nothing is read or moved.
 
         Example:
           >>> strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
@@ -356,19 +356,19 @@ class Strategy:
         return describe(self._extended)
 
     def assert_mirrored(self, tree: PyTree) -> None:
-        """Raises unless all copies of each value of `tree` are equal, bit by bit.
+        """Raises unless all copies of each value in `tree` are equal bit for bit.
 
-        JAX reads the first copy of a replicated array and compares none. NaN equals
+        JAX reads the first copy of a replicated array and never compares. NaN equals
         NaN. A split array is compared where it has copies.
 
         Args:
-          tree: a tree of arrays and variables; other leaves have no copies.
+          tree: a tree of arrays and variables; other leaves are skipped.
 
-        Context: cross-replica or default. Cost: each copy of this process comes to the host.
+        Context: cross-replica or default. Cost: copies all of this process's data to the host.
 
         Raises:
-          LocalityError: copies that differ (it names path, replica, first index and
-            both values), or a value per replica (PerReplica, sync-on-read variable).
+          LocalityError: copies differ (names path, replica, first index and both
+            values), or a per-replica value (PerReplica, sync-on-read variable).
           ContextError: a traced value.
 
         Example:

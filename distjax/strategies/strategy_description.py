@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from distjax.objects.stateful import active_bridge
 from distjax.strategies.contracts import ExtendedContract
@@ -13,7 +13,7 @@ from distjax.variables.variable_description import VariableDescription, describe
 
 @dataclasses.dataclass(frozen=True)
 class StrategyDescription:
-    """What a strategy is made of, at one moment. ``print`` it, or show it in a notebook.
+    """A snapshot of a strategy; ``print`` it or show it in a notebook.
 
     Attributes:
       strategy: the strategy's repr.
@@ -21,8 +21,11 @@ class StrategyDescription:
       devices: its devices, replica by replica.
       devices_per_replica: how many of them each replica owns; 0 where all replicas
         share one device.
-      variables: its living variables, in order of creation; then those in Flax NNX
-        objects that were placed for it, by name.
+      variables: its live variables in order of creation, then those in Flax NNX
+        objects placed for it, by name.
+      workers: under `ParameterServerStrategy` the devices of each worker, which has
+        `num_replicas` replicas of its own; `devices` has these one after another. On Ray,
+        whose processes have devices of their own, only their numbers are known.
     """
 
     strategy: str
@@ -30,6 +33,7 @@ class StrategyDescription:
     devices: tuple[str, ...]
     devices_per_replica: int
     variables: tuple[VariableDescription, ...]
+    workers: tuple[tuple[str, ...], ...] = ()
 
     @property
     def bytes_per_device(self) -> int:
@@ -51,9 +55,12 @@ class StrategyDescription:
         count = self.devices_per_replica
         share = {0: "shared by all replicas", 1: "one for each replica"}
         share = share.get(count, f"{count} for each replica")
+        places = [("devices", self.devices)]
+        if self.workers:
+            places = [(f"devices of worker {i}", own) for i, own in enumerate(self.workers)]
         facts = (
-            ("replicas", str(self.num_replicas)),
-            ("devices", f"{len(self.devices)}, {share}: {', '.join(self.devices)}"),
+            ("replicas of each worker" if self.workers else "replicas", str(self.num_replicas)),
+            *((where, f"{len(own)}, {share}: {', '.join(own)}") for where, own in places),
             ("variables", str(len(self.variables))),
             ("bytes per device", format_bytes(self.bytes_per_device)),
         )
@@ -79,19 +86,26 @@ class StrategyDescription:
         return Table("variables:", header, tuple(rows))
 
 
-def describe(extended: ExtendedContract) -> StrategyDescription:
-    """Returns the description of a strategy: see `Strategy.describe`."""
+def describe(
+    extended: ExtendedContract, variables: Sequence[VariableDescription] | None = None
+) -> StrategyDescription:
+    """Returns the description of a strategy: see `Strategy.describe`.
+
+    Args:
+      extended: its inside.
+      variables: its variables, where they are of a kind of their own.
+    """
     topology = extended.topology
-    living = sorted(extended.variables, key=lambda v: v.serial_number)
-    described = [describe_variable(v) for v in living if v.storage is not None]
+    if variables is None:
+        living = sorted(extended.variables, key=lambda v: v.serial_number)
+        variables = [describe_variable(v) for v in living if v.storage is not None]
     bridge = active_bridge()
-    if bridge is not None:
-        described += bridge.describe(extended.strategy)
+    of_objects = bridge.describe(extended.strategy) if bridge is not None else ()
     shared = topology.mesh is None and topology.num_replicas > 1
     return StrategyDescription(
         strategy=repr(extended.strategy),
         num_replicas=topology.num_replicas,
         devices=tuple(map(str, topology.devices)),
         devices_per_replica=0 if shared else len(topology.devices) // topology.num_replicas,
-        variables=tuple(described),
+        variables=(*variables, *of_objects),
     )

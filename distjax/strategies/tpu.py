@@ -17,24 +17,24 @@ from distjax.variables.variable_placement import MirroredPlacement
 
 
 class TPUStrategy(Strategy):
-    """A replica per TPU chip of the whole job (or per group of chips), synchronous training.
+    """Synchronous training with a replica per TPU chip (or group of chips) of the job.
 
-    `MultiWorkerMirroredStrategy` that knows how the chips are wired: with `model_axes` the
-    devices of one replica are neighbours in the torus; without, the order is JAX's own,
-    which keeps a process's chips together. Over several slices there is still one replica
-    axis, slice by slice, and `reduce_to`, `batch_reduce_to` and optimizers reduce within
-    the slices first.
+    A `MultiWorkerMirroredStrategy` that knows how the chips are wired: with `model_axes`
+    the devices of a replica are torus neighbors; without, the order is JAX's own, which
+    keeps a process's chips together. Several slices still form one replica axis, slice by
+    slice, and `reduce_to`, `batch_reduce_to` and optimizers reduce within the slices
+    first.
 
     Args:
-      devices: the D devices, some of each process; default: all of the job.
+      devices: the D devices, some from each process; default: all of the job.
       axis_name: the name of the replica axis inside `run`.
-      model_axes: sizes of axes inside one replica, as in `MirroredStrategy`.
+      model_axes: sizes of axes within one replica, as in `MirroredStrategy`.
       communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce; default:
-        in two levels where there are several slices.
+        in two levels if there are several slices.
 
     Raises:
-      ValueError: no or repeated devices, axes that do not fit, or a process without any.
-      ClusterError: the job that the environment names cannot be joined.
+      ValueError: no or repeated devices, axes that do not fit, or a process without devices.
+      ClusterError: the job named by the environment cannot be joined.
 
     Example:
       >>> strategy = dj.TPUStrategy(jax.devices()[:4], model_axes={"model": 2})
@@ -68,7 +68,7 @@ def _count_slices(devices: Sequence[jax.Device]) -> int:
 
 
 def _in_wiring_order(topology: Topology, slices: int) -> list[jax.Device]:
-    """Returns the devices replica by replica, slice by slice, those of a replica side by side."""
+    """Returns the devices by slice, then replica, a replica's devices side by side."""
     sizes = [size for _, size in topology.model_axes]
     per_slice = [topology.num_replicas // slices, *sizes]
     if slices == 1:

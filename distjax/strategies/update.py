@@ -1,4 +1,4 @@
-"""extended.update: a function on each copy of a variable."""
+"""extended.update: runs a function on each copy of a variable."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _on_the_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # Outside a trace writes act at once; as in a trace, an update is done whole or not at all.
+    # Outside a trace, writes take effect at once; undo them so an update is all or nothing.
     kept = variable.stored.keep() if frames.current().state is None else None
     try:
         with frames.with_frame(extended.update_frame()):
@@ -130,7 +130,7 @@ def _per_replica_text(
 
 
 def _one_value_each(extended: ExtendedContract, args: PositionalArgs, kwargs: KeywordArgs) -> Any:
-    """Returns the arguments on the devices, PerReplica values of a lone replica as arrays."""
+    """Returns placed arguments, with a lone replica's PerReplica as a bare array."""
     leaf = lambda x: (
         as_user_value(GlobalValue(x.stacked, True), extended.topology)
         if isinstance(x, PerReplica)
@@ -140,7 +140,7 @@ def _one_value_each(extended: ExtendedContract, args: PositionalArgs, kwargs: Ke
 
 
 def _as_lists(extended: ExtendedContract, has_copies: bool, result: PyTree) -> Any:
-    """Returns the result with each leaf a list: one element per copy of this process, or one."""
+    """Returns the result with list leaves: an element per local copy, or just one."""
     in_trace = frames.current().state is not None
     topology = extended.topology
     copies = topology.num_replicas if in_trace else len(topology.local_replicas)
@@ -224,8 +224,8 @@ class UpdateStep:
     """A function on each copy of a variable, as the step of a program.
 
     Args:
-      extended: of the strategy of the variable.
-      variable: the variable; None: on each replica, without one.
+      extended: the inside of the variable's strategy.
+      variable: the variable; None runs the function on each replica without one.
       fn: the function.
     """
 
@@ -253,14 +253,14 @@ class UpdateStep:
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> None:
-        """Returns None: objects with state are the user's step's."""
+        """Returns None: stateful objects belong to the user's step."""
 
 
 class _ComponentState(TraceState):
-    """The state of a function that runs on each component of one variable.
+    """The trace state of a function running on each component of one variable.
 
-    Only that variable's component is followed: of others a function may read
-    those with one value, and write none.
+    Only that variable's component is tracked: the function may read other
+    variables that hold a single value, and write none.
     """
 
     def __init__(self, variable: Variable | None, outer: TraceState):
@@ -273,7 +273,7 @@ class _ComponentState(TraceState):
         return super()._initial(variable)
 
     def write(self, variable: StoredVariable, value: PyTree) -> None:
-        """Sets a new value of the component; refuses other variables."""
+        """Sets the component's value; raises for any other variable."""
         if variable is not self._updated:
             raise ContextError(_other_variable_text("write", variable))
         super().write(variable, value)

@@ -1,4 +1,4 @@
-"""Values as a strategy sees them: which locality, which parts."""
+"""Values as a strategy sees them: their locality and their parts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from distjax.variables.variable import Variable
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica for which a value is built.
 
     Attributes:
-      replica_id_in_sync_group: its number, 0 to R - 1.
+      replica_id_in_sync_group: the replica's number, 0 to R - 1.
       num_replicas_in_sync: R.
 
     Source: tf.distribute.experimental.ValueContext.
@@ -52,7 +52,7 @@ def locality(x: PyTree) -> Locality:
       x: a variable, PerReplica, array, or anything else.
 
     Returns:
-      A Locality; equal for values that live in the same way on the same devices.
+      A Locality; equal for values that live the same way on the same devices.
 
     Example:
       >>> dj.locality(np.zeros(3))
@@ -129,15 +129,15 @@ def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
 
 
 def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
-    """Returns an array [...] for each replica: the slices of [R, ...], or the copies of one value.
+    """Returns one array [...] per replica: slices of [R, ...], or copies of one value.
 
-    Of R replicas in a trace, which is the same on every process; else of those of this process.
+    In a trace, which is equal on every process, for all R; else for this process's replicas.
     """
     count = topology.num_replicas
     is_on_devices = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
     if is_on_devices and topology.spans_processes:
         return _local_slices(topology, array) if varying else _local_copies(topology, array)
-    if varying and is_on_devices:  # a user's jax.tree.map may have laid it out in another way
+    if varying and is_on_devices:  # a user's jax.tree.map may have changed the layout
         is_on_devices = array.sharding.is_equivalent_to(topology.per_replica, array.ndim)
     if not is_on_devices or topology.mesh is None or topology.model_axes:
         return tuple(array[i] for i in range(count)) if varying else (array,) * count
@@ -177,7 +177,7 @@ def _local_copies(topology: Topology, array: jax.Array) -> tuple[jax.Array, ...]
 
 
 def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -> Any:
-    """Returns a PerReplica of what ``fn`` gives for each replica."""
+    """Returns a PerReplica of the values of ``fn`` for each replica."""
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
         return fn(ValueContext())
@@ -214,7 +214,7 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
 
 
 def off_device(value: PyTree) -> Any:
-    """Returns an array that can be combined with arrays of other devices."""
+    """Returns an array that can be combined with arrays on other devices."""
     if isinstance(value, jax.Array) and not jax_compat.is_key_dtype(value.dtype):
         return value if isinstance(value, jax_compat.Tracer) else np.asarray(value)
     return value

@@ -13,7 +13,7 @@ from distjax.variables.variable_placement import MirroredPlacement
 class VirtualStrategy(Strategy):
     """R replicas on one device: the numerics of a pod on a laptop.
 
-    The same program as MirroredStrategy's, under `vmap` in place of `shard_map`.
+    Runs the same program as MirroredStrategy, under `vmap` instead of `shard_map`.
 
     Args:
       num_replicas: R.
@@ -21,7 +21,7 @@ class VirtualStrategy(Strategy):
       axis_name: the name of the replica axis inside `run`.
 
     Raises:
-      ValueError: num_replicas is no positive int.
+      ValueError: num_replicas is not a positive int.
 
     Example:
       >>> strategy = dj.VirtualStrategy(64)

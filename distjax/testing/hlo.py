@@ -1,4 +1,4 @@
-"""Counting the collectives of a compiled program, for tests."""
+"""Counts the collectives of a compiled program, for tests."""
 
 from distjax.diagnostics.hlo import KINDS, CollectiveCount, count_collectives, type_bytes
 

@@ -1,4 +1,4 @@
-"""The reference interpreter: the programming model with nothing compiled."""
+"""The reference interpreter: the programming model without compilation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.strategy import Strategy
+from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_call, run_replicas
 from distjax.testing.reference_values import (
@@ -55,10 +56,10 @@ class ReferenceStrategy(Strategy):
     Nothing is traced or compiled: replicas hold concrete arrays, prints and
     breakpoints in a replica function work, and inner `jit`, `lax.scan`,
     `while_loop` and `cond` run step by step (`jax.disable_jit`). It is slow, and
-    shares no code with the compiled strategies, whose oracle it is.
+    shares no code with the compiled strategies, for which it is the oracle.
 
-    Values that come out equal on every replica are handed out as plain arrays,
-    others as PerReplica.
+    Results that are equal on every replica are returned as plain arrays, others
+    as PerReplica.
 
     Args:
       num_replicas: R.
@@ -85,15 +86,22 @@ class ReferenceStrategy(Strategy):
     """
 
     def __init__(self, num_replicas: int):
-        inside = ReferenceExtended(num_replicas)
+        self._inside = inside = ReferenceExtended(num_replicas)
         super().__init__(inside)  # pyright: ignore[reportArgumentType]: it compiles nothing
+
+    def describe(self) -> StrategyDescription:
+        """Returns a table of the replicas and variables: see `Strategy.describe`.
+
+        A variable has the bytes of its components; those that are one array count once.
+        """
+        return describe(self._extended, [v.describe() for v in self._inside.variables])
 
     def __repr__(self) -> str:
         return f"ReferenceStrategy({self.num_replicas_in_sync})"
 
 
 class ReferenceExtended:
-    """The inside of a ReferenceStrategy: the contract of StrategyExtended."""
+    """The inside of a ReferenceStrategy: StrategyExtended's, but for compilation."""
 
     is_default = False
     wraps = True
@@ -107,10 +115,11 @@ class ReferenceExtended:
         self.topology = one_device_topology(device, num_replicas, REPLICA_AXIS)
         self.num_replicas = num_replicas
         self.worker_devices = self.parameter_devices = (device,)
-        self._variables: weakref.WeakSet[ReferenceVariable] = weakref.WeakSet()
+        self.variables: weakref.WeakKeyDictionary[ReferenceVariable, None]
+        self.variables = weakref.WeakKeyDictionary()  # in order of creation
 
     def bind(self, strategy: OwningStrategy) -> None:
-        """Says of which Strategy this is the inside."""
+        """Sets the Strategy that owns this object."""
         self.strategy = strategy
 
     # -- replicas -------------------------------------------------------------
@@ -121,7 +130,7 @@ class ReferenceExtended:
         args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs ``fn`` once per replica, replicas pausing where they meet."""
+        """Runs ``fn`` once per replica; replicas pause where they meet."""
         args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
         as_arrays = jax.tree.map(
@@ -157,7 +166,7 @@ class ReferenceExtended:
     def reduce(
         self, op: ReduceOpLike, value: PyTree, axis: AxisLike = None, mask: PyTree = None
     ) -> Any:
-        """Returns sum or mean over the replicas, and over `axis` of each value."""
+        """Returns the sum or mean over the replicas, and over `axis` within each."""
         op = as_reduce_op(op)
         self._require_context("reduce")
         if axis is None and mask is None:
@@ -178,7 +187,7 @@ class ReferenceExtended:
         return value
 
     def _parts(self, op: ReduceOp, value: PyTree) -> list[Any] | None:
-        """Returns the replicas' values; None for what is not on the replicas."""
+        """Returns the replicas' values, or None for a value not on the replicas."""
         if not isinstance(value, ReferenceVariable):
             return components(value, self.num_replicas)
         if op is ReduceOp.SUM and not value.is_on_read and self.num_replicas > 1:
@@ -206,7 +215,7 @@ class ReferenceExtended:
         )
 
     def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
-        """Returns `value` reduced; there is one device, so destinations say nothing."""
+        """Returns `value` reduced; destinations are ignored, as there is one device."""
         return self.reduce(op, value)
 
     def batch_reduce_to(
@@ -221,7 +230,7 @@ class ReferenceExtended:
         return jax.tree.map(jnp.asarray, value)
 
     def gather(self, value: PyTree, axis: int) -> Any:
-        """Returns the replicas' values end to end along `axis`."""
+        """Returns the replicas' values concatenated along `axis`."""
         self._require_context("gather")
 
         def leaf(x: PyTree) -> Any:
@@ -231,7 +240,7 @@ class ReferenceExtended:
         return jax.tree.map(leaf, value, is_leaf=is_per_replica)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """Returns the values of the replicas; a 1-tuple for what is not on them."""
+        """Returns the replicas' values; a 1-tuple for a value not on them."""
         if isinstance(value, ReferenceVariable):
             return value.local_results()
         is_leaf = value is None or jax.tree_util.all_leaves([value], is_leaf=is_per_replica)
@@ -259,7 +268,7 @@ class ReferenceExtended:
     def distribute_datasets_from_function(
         self, fn: Callable[[Any], Any], options: InputOptions | None = None
     ) -> Any:
-        """Gives each replica elements of its own."""
+        """Gives each replica its own elements."""
         self._require_context("distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
 
@@ -274,7 +283,7 @@ class ReferenceExtended:
         dtype: DTypeLike | None,
         modes: VariableModes,
     ) -> ReferenceVariable:
-        """Makes a variable; in a replica all meet, and replica 0's value counts."""
+        """Creates a variable; in a replica all meet, and replica 0's value is used."""
         value = initial_value() if callable(initial_value) else initial_value
         value = value.value if isinstance(value, ReferenceVariable) else value
         if isinstance(value, PerReplica):
@@ -291,7 +300,6 @@ class ReferenceExtended:
         def make(values: Sequence[Any]) -> list[ReferenceVariable]:
             options: dict[str, Any] = {"name": name, "trainable": trainable, "modes": modes}
             made = ReferenceVariable.make(self.strategy, values[0], **options)
-            self._variables.add(made)
             return [made] * len(values)
 
         context = frames.current().replica_context
@@ -354,8 +362,8 @@ class ReferenceExtended:
         return v.value
 
     def value_container(self, value: PyTree) -> Any:
-        """Returns the variable that `value` is a component of, else `value` itself."""
-        owners = (v for v in self._variables if any(c is value for c in v.components))
+        """Returns the variable of which `value` is a component, else `value` itself."""
+        owners = (v for v in self.variables if any(c is value for c in v.components))
         return next(owners, value)
 
     def variable_created_in_scope(self, v: ReferenceVariable) -> bool:

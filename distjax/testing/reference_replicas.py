@@ -1,8 +1,8 @@
-"""Replicas as threads that pause where they meet: the text of TF 1.13, literally.
+"""Replicas as threads that pause where they meet: TF 1.13's text, literally.
 
 The replicas run one after another, each up to its next meeting (a merge_call, a
 collective, an aggregated write, a creation). When all have arrived, the caller's
-thread holds the meeting in cross-replica context and hands out the answers.
+thread holds the meeting in cross-replica context and distributes the answers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from distjax.variables.variable import Variable
 
 
 class Meeting(NamedTuple):
-    """What one replica brings to a meeting.
+    """One replica's contribution to a meeting.
 
     Attributes:
-      what: the call, equal on all replicas of one meeting.
+      what: the call, the same on all replicas of one meeting.
       value: this replica's value.
-      hold: makes the answers, one per replica, from the values of all.
+      hold: returns the answers, one per replica, from the values of all.
     """
 
     what: str
@@ -42,16 +42,16 @@ class Meeting(NamedTuple):
 
 
 class _Aborted(BaseException):
-    """Unwinds a replica whose run has failed elsewhere."""
+    """Unwinds a replica whose run failed elsewhere."""
 
 
 class ReplicaThread(threading.Thread):
-    """One replica: runs ``body`` when told to, up to its next meeting.
+    """One replica: runs ``body`` on demand, up to its next meeting.
 
     Attributes:
-      meeting: what it waits for; None when it is done.
-      result: what ``body`` returned.
-      error: what ``body`` raised.
+      meeting: the meeting it waits for; None when it is done.
+      result: the result of ``body``.
+      error: the exception raised by ``body``.
     """
 
     def __init__(self, number: int, body: Callable[[ReplicaThread], Any]):
@@ -66,7 +66,7 @@ class ReplicaThread(threading.Thread):
         self._turn, self._pause = threading.Semaphore(0), threading.Semaphore(0)
 
     def run(self) -> None:
-        """Runs the body, when the first turn comes."""
+        """Runs the body, starting at the first turn."""
         self._turn.acquire()
         try:
             if not self._is_aborted:
@@ -89,7 +89,7 @@ class ReplicaThread(threading.Thread):
         return self._answer
 
     def go_on(self, answer: PyTree) -> None:
-        """Lets the replica run up to its next meeting; raises what it raises."""
+        """Lets the replica run up to its next meeting; re-raises its exceptions."""
         self._answer = answer
         self._turn.release()
         self._pause.acquire()
@@ -104,7 +104,7 @@ class ReplicaThread(threading.Thread):
 
 
 def run_replicas(strategy: StrategyLike, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Returns what the calls return, each run as one replica of `strategy`."""
+    """Returns the results of the calls, each run as one replica of `strategy`."""
     around = frames.stack()
 
     def replica(call: Callable[[], Any]) -> Callable[[ReplicaThread], Any]:
@@ -180,7 +180,7 @@ jax_compat.primitive_batchers[_reduce_p] = lambda xs, dims, **params: (
 
 
 class ReferenceReplicaContext:
-    """What `dj.get_replica_context()` gives in a replica of the reference."""
+    """The result of `dj.get_replica_context()` in a replica of the reference."""
 
     def __init__(self, strategy: StrategyLike, thread: ReplicaThread):
         self._strategy, self._thread = strategy, thread
@@ -213,7 +213,7 @@ class ReferenceReplicaContext:
         args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Returns ``merge_fn(strategy, *args, **kwargs)``, called once, by replica 0."""
+        """Returns ``merge_fn(strategy, *args, **kwargs)``, called once for all replicas."""
         args, kwargs = require_call(args, kwargs, "merge_call")
         topology = self._strategy.extended.topology
 
@@ -235,7 +235,7 @@ class ReferenceReplicaContext:
         return jax.tree.map(leaf, value, is_leaf=is_per_replica)
 
     def all_gather(self, value: PyTree, axis: int) -> Any:
-        """Returns the replicas' values of each leaf end to end."""
+        """Returns the replicas' values of each leaf, concatenated."""
 
         def leaf(x: PyTree) -> Any:
             hold = lambda values: [concatenate(values, axis, "all_gather")] * len(values)
@@ -248,7 +248,7 @@ class ReferenceReplicaContext:
         return jax.random.fold_in(key, self.number)
 
     def meet(self, what: str, value: PyTree, hold: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Waits for the other replicas; returns this replica's answer of ``hold``."""
+        """Waits for the other replicas; returns this replica's answer from ``hold``."""
         self._require_current(what)
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value)):
             raise MergeError(

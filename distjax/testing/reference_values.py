@@ -1,4 +1,4 @@
-"""Values of R replicas in the reference interpreter: apart, together, added up."""
+"""Values of R replicas in the reference interpreter: split, regrouped, reduced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_number(value: object) -> bool:
 
 
 def select(tree: PyTree, replica: int, topology: Topology, where: str) -> Any:
-    """Returns what one replica sees of a cross-replica tree."""
+    """Returns one replica's view of a cross-replica tree."""
 
     def leaf(x: PyTree) -> Any:
         if isinstance(x, PerReplica):
@@ -75,7 +75,7 @@ def _regroup_column(column: Sequence[Any], topology: Topology, where: str) -> An
 
 
 def all_equal(arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether the arrays are the same, bit by bit."""
+    """Returns whether the arrays are equal bit for bit."""
     return all(_content(a) == _content(arrays[0]) for a in arrays)
 
 
@@ -96,32 +96,32 @@ def _differing_text(where: str, got: str) -> str:
 
 
 def components(value: PyTree, num_replicas: int) -> list[Any] | None:
-    """Returns the values of the replicas, or None for what is not on the replicas."""
+    """Returns the replicas' values, or None for a value not on the replicas."""
     if isinstance(value, PerReplica):
         return [value.stacked[i] for i in range(num_replicas)]
     return [value] * num_replicas if isinstance(value, jax.Array) else None
 
 
 def summable(op: ReduceOp, value: PyTree) -> jax.Array:
-    """Returns `value` in the dtype in which `op` adds: floating for a mean."""
+    """Returns `value` in the dtype in which `op` adds: floating-point for a mean."""
     array = jnp.asarray(value)
     if op is ReduceOp.MEAN and not jnp.issubdtype(array.dtype, jnp.inexact):
         return array.astype(jnp.result_type(float))
-    # As a psum, a sum is never of weak type.
+    # Like a psum, a sum is never weakly typed.
     return array.astype(jnp.int32 if array.dtype == jnp.bool_ else array.dtype)
 
 
 def combine(op: ReduceOp, values: Sequence[Any]) -> jax.Array:
-    """Returns the sum or mean of the replicas' values, added up in replica order."""
+    """Returns the sum or mean of the replicas' values, added in replica order."""
     total = functools.reduce(operator.add, [summable(op, v) for v in values])
     return total / len(values) if op is ReduceOp.MEAN else total
 
 
 def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: PyTree) -> jax.Array:
-    """Returns sum or mean over replicas and over `axis`, of what the masks keep.
+    """Returns the masked sum or mean over replicas and over `axis`.
 
     Args:
-      op: SUM, or MEAN over all elements that are kept.
+      op: SUM, or MEAN over all kept elements.
       values: a value [B, ...] per replica.
       axis: None, an int or a tuple of ints.
       mask: a bool array [B] per replica, or None.
@@ -143,7 +143,7 @@ def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: Py
 
 
 def concatenate(values: Sequence[Any], axis: int, method: str) -> jax.Array:
-    """Returns the replicas' values end to end along `axis`."""
+    """Returns the replicas' values concatenated along `axis`."""
     ndim = jnp.ndim(values[0])
     if not is_int(axis) or not 0 <= axis < ndim:
         raise ValueError(

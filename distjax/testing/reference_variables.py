@@ -1,7 +1,7 @@
-"""Variables of the reference interpreter: a list of R components, changed in place.
+"""Reference interpreter variables: a list of R components, changed in place.
 
-The rules are written out again here, from the tables of tf.distribute, and share
-nothing with `distjax.variables` but the class that operators and `isinstance` see.
+The rules are restated here, from the tables of tf.distribute, and share nothing with
+`distjax.variables` but the class seen by operators and `isinstance`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from distjax.testing.reference_values import all_equal, combine, is_array, is_nu
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
+from distjax.variables.variable_description import VariableDescription
 
 _SUM, _MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
@@ -38,17 +39,17 @@ _NONE, _FIRST = VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComponentFrame(Frame):
-    """The frame of an update function: it runs once for each component.
+    """The frame of an update function, which runs once for each component.
 
     Attributes:
-      component: the number of the component that is being updated.
+      component: the number of the component being updated.
     """
 
     component: int = 0
 
 
 class ReferenceVariable(Variable):
-    """R components, whatever the synchronization; made by `dj.Variable` in scope."""
+    """R components, whatever the synchronization; created by `dj.Variable` in scope."""
 
     is_on_read: bool
 
@@ -72,6 +73,8 @@ class ReferenceVariable(Variable):
         self.shape, self.dtype = initial.shape, initial.dtype
         _require_modes(self)
         self.components = [initial] * strategy.num_replicas_in_sync
+        inside: Any = strategy.extended
+        inside.variables[self] = None
         return self
 
     @property
@@ -87,7 +90,7 @@ class ReferenceVariable(Variable):
         return combine(ReduceOp[self.aggregation.name], self.components)
 
     def local_results(self) -> tuple[jax.Array, ...]:
-        """Returns the components; in a replica context this replica's own."""
+        """Returns the components; in a replica context, only this replica's."""
         number = self._own_component("read")
         return tuple(self.components) if number is None else (self.components[number],)
 
@@ -136,7 +139,7 @@ class ReferenceVariable(Variable):
         frames.current().replica_context.meet(what, array, hold)
 
     def _shares(self, method: str, array: jax.Array) -> list[jax.Array]:
-        """Returns what each component gets of one value written across replicas."""
+        """Returns each component's share of one value written in cross-replica context."""
         count = len(self.components)
         if not self.is_on_read or self.aggregation in (_MEAN, _FIRST):
             return [array] * count
@@ -146,6 +149,20 @@ class ReferenceVariable(Variable):
             return [(array / count).astype(self.dtype)] * count
         share, rest = array // count, array % count
         return [share + (i < rest).astype(self.dtype) for i in range(count)]
+
+    def describe(self) -> VariableDescription:
+        """Returns what it is; components that are one array count once."""
+        return VariableDescription(
+            name=self.name,
+            shape=self.shape,
+            dtype=str(self.dtype),
+            synchronization=self.synchronization.name,
+            aggregation=self.aggregation.name,
+            trainable=self.trainable,
+            placement="per replica" if self.is_on_read else "mirrored",
+            bytes_per_device=sum({id(c): c.nbytes for c in self.components}.values()),
+            host_bytes=0,
+        )
 
     def require_equal_components(self) -> None:
         """Raises a LocalityError if an update made the copies diverge."""
@@ -161,7 +178,7 @@ class ReferenceVariable(Variable):
         )
 
     def _own_component(self, action: str) -> int | None:
-        """Returns which component the context sees; None in cross-replica context."""
+        """Returns the number of the context's component; None in cross-replica context."""
         frame = frames.current()
         if frame.has_strategy and frame.strategy is not self.strategy:
             raise StrategyMismatchError(frames.mixing_text(self.strategy, frame, action))
@@ -195,7 +212,7 @@ class ReferenceVariable(Variable):
 
 
 def _strong(value: PyTree) -> jax.Array:
-    """Returns an array of its own dtype, which Python numbers promote to."""
+    """Returns a strongly typed array, to which Python numbers promote."""
     if jax_compat.is_key_dtype(getattr(value, "dtype", None)):
         return value
     return jnp.asarray(np.asarray(value))
@@ -206,7 +223,7 @@ def _rank(dtype: DTypeLike) -> int:
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
 
 
-# -- what is refused ----------------------------------------------------------
+# -- errors ---------------------------------------------------------------------
 
 
 def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""Reading and writing a variable, by context and by the policy table."""
+"""Reads and writes of variables, by context and by the policy table."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from distjax.variables.stored_variable import StoredVariable
 
 
 def read(variable: StoredVariable) -> jax.Array:
-    """Returns the value of `variable` that the current context sees."""
+    """Returns the value of `variable` as the current context sees it."""
     frame = frames.current()
     state = _state_for(variable, frame, "read")
     return _read_view(variable, state, frame)
 
 
 def write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
-    """Writes `value` by the rules of the current context; returns what it then sees."""
+    """Writes `value` as the current context requires; returns the new value it sees."""
     if variable.sharding is None:
         return _write(variable, value, method)
     return _write_off_mesh(variable, value, method)
@@ -53,16 +53,19 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
     state = _state_for(variable, frame, "write")
     state.require_writable(variable)
     if isinstance(value, StoredVariable):
-        value = value.value  # pyright: ignore[reportAttributeAccessIssue]: it is a `Variable`
+        value = value.value  # pyright: ignore[reportAttributeAccessIssue]: always a `Variable`
     _require_one_value(variable, value, method, frame)
     _require_arithmetic(variable, method)
     array = convert(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
         _write_component(variable, state, array, method)
-    elif _is_local(variable, frame) and variable.policy.replica_write is Combine.MERGE:
-        frame.replica_context.merge_call(_write_by_merge, args=(variable, array, method))
     elif _is_local(variable, frame):
-        _write_in_replica(variable, state, value, array, method)
+        with jax.named_scope(write_scope(variable)):
+            array = _combine_in_replica(variable, value, array, method).astype(variable.dtype)
+            if variable.policy.merges:
+                frame.replica_context.merge_call(_write_by_merge, args=(variable, array, method))
+            else:
+                _write_component(variable, state, array, method)
     else:
         _write_across(variable, state, array, method)
     return read(variable)
@@ -82,7 +85,7 @@ def components(variable: StoredVariable) -> tuple[jax.Array, ...]:
         return split(variable, state.read(variable))
     with (
         variable.stored.lock
-    ):  # the parts and the array that they are remembered for belong together
+    ):  # keeps the parts consistent with the array that they are remembered for
         return reuse_components(variable.stored, split(variable, state.read(variable)))
 
 
@@ -92,15 +95,15 @@ def read_components(variable: StoredVariable) -> jax.Array:
 
 
 def initialize(variable: StoredVariable, value: PyTree) -> None:
-    """Gives a new variable its storage: a copy of `value` [...] in each component."""
+    """Gives a new variable its storage: each component is a copy of `value` [...]."""
     if variable.policy.stacked:
         value = jnp.broadcast_to(jnp.asarray(value), variable.global_shape)
-    if variable.layout.hands_out_copies:  # its stored form is computed on the variable's devices
+    if variable.layout.hands_out_copies:  # the stored form is computed on the variable's devices
         value = variable.beside(value)
     variable.store(variable.copied(value))
 
 
-# -- who may ------------------------------------------------------------------
+# -- ownership ----------------------------------------------------------------
 
 
 def _state_for(variable: StoredVariable, frame: Frame, action: str) -> Any:
@@ -150,7 +153,7 @@ def _read_view(variable: StoredVariable, state: State, frame: Frame) -> jax.Arra
 
 
 def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:
-    """Returns the cross-replica value of stored components [R, ...]."""
+    """Returns the cross-replica value of the stored components [R, ...]."""
     rule = variable.policy.cross_read
     if rule is Combine.REFUSE:
         raise AggregationError(
@@ -177,22 +180,24 @@ def _write_component(variable: StoredVariable, state: State, array: jax.Array, m
     array = variable.beside(array)
     with variable.stored.lock:
         is_gone = method == "assign" and (variable.stored.is_lost or variable.storage is not None)
-        if not is_gone:  # an assignment needs no former value; it heals a deleted one
+        if not is_gone:  # an assignment needs no previous value, so it can replace a deleted one
             variable.require_initialized()
-        if method == "assign":  # a copy: the user goes on with the array
+        if method == "assign":  # copied, since the user keeps the array
             new = variable.copied(jnp.broadcast_to(array, variable.global_shape))
         else:
             new = _apply(variable.stored_value, array, method)
         state.write(variable, new)
 
 
-def _write_in_replica(
-    variable: StoredVariable, state: State, value: PyTree, array: jax.Array, method: str
-) -> None:
+def _combine_in_replica(
+    variable: StoredVariable, value: PyTree, array: jax.Array, method: str
+) -> jax.Array:
+    """Returns what this replica writes, of the values that all of them gave."""
     rule = variable.policy.replica_write
     if rule is Combine.REFUSE:
         raise AggregationError(_no_aggregation_text(variable, method))
-    if rule is Combine.SUM and is_number(value):
+    on_write = variable.synchronization is VariableSynchronization.ON_WRITE
+    if rule is Combine.SUM and on_write and is_number(value):
         raise ValueError(
             message(
                 f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
@@ -204,34 +209,26 @@ def _write_in_replica(
             )
         )
     is_equal = rule is Combine.MEAN and is_number(value)
-    with jax.named_scope(write_scope(variable)):
-        if rule is Combine.EACH or is_equal:
-            form, topology = variable.layout.local_form, variable.strategy.extended.topology
-            array = call_on_replica(form.own_part, topology, array)
-        else:
-            array = _combine_in_replica(rule, variable, array)
-        _write_component(variable, state, array.astype(variable.dtype), method)
-
-
-def _write_by_merge(
-    strategy: StrategyLike, variable: StoredVariable, array: jax.Array, method: str
-) -> None:
-    """Writes what one replica sent, as a merge function."""
-    _write(variable, array, method)
-
-
-def write_scope(variable: StoredVariable) -> str:
-    """Returns the scope of the operations that write a variable in a replica function."""
-    return f"distjax_write_{variable.serial_number}"
-
-
-def _combine_in_replica(rule: Combine, variable: StoredVariable, array: jax.Array) -> jax.Array:
     topology, form = variable.strategy.extended.topology, variable.layout.local_form
+    if rule is Combine.EACH or is_equal:
+        return call_on_replica(form.own_part, topology, array)
     if rule is Combine.FIRST:
         first = ops.from_first_replica(array, frames.replica_axis(topology))
         return call_on_replica(form.own_part, topology, first)
     reduce = lambda x: form.reduce(ReduceOp[rule.name], x, topology)
     return call_on_replica(reduce, topology, array)
+
+
+def _write_by_merge(
+    strategy: StrategyLike, variable: StoredVariable, array: jax.Array, method: str
+) -> None:
+    """Writes what the replicas sent, as a merge function."""
+    _write(variable, array, method)
+
+
+def write_scope(variable: StoredVariable) -> str:
+    """Returns the named scope of the ops that write a variable in a replica function."""
+    return f"distjax_write_{variable.serial_number}"
 
 
 def _write_across(variable: StoredVariable, state: State, array: jax.Array, method: str) -> None:
@@ -245,9 +242,9 @@ def _write_across(variable: StoredVariable, state: State, array: jax.Array, meth
     _write_component(variable, state, array, method)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # eagerly, constants are transfers: see guards
+@functools.partial(jax.jit, static_argnums=1)  # eager constants would trip transfer guards
 def _split_total(total: jax.Array, num_components: int) -> jax.Array:
-    """Returns components [R, ...] whose sum is `total`, exactly for integers."""
+    """Returns components [R, ...] that sum to `total`, exactly for integers."""
     if jnp.issubdtype(total.dtype, jnp.integer):
         index = jnp.arange(num_components, dtype=total.dtype)
         index = index.reshape((num_components,) + (1,) * total.ndim)

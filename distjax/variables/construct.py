@@ -1,4 +1,4 @@
-"""Making variables: from a constructor call to storage, in any context."""
+"""Creating variables, from constructor call to storage, in any context."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def make_variable(
     name: str,
     dtype: DTypeLike | None,
     modes: VariableModes,
-    plain: Policy = PLAIN,
+    find_policy: Callable[[VariableModes, DTypeLike, str], Policy] | None = None,
 ) -> Variable:
-    """Returns a new variable of `strategy`, or the one made at this place before.
+    """Returns a new variable of `strategy`, or the one already made at this place.
 
-    `plain` is the policy where the placement does not synchronize.
+    `find_policy` returns its policy for modes, dtype and name; None: the placement decides.
     """
     state = frames.current().state
     make_initial = _initializer(initial_value, dtype, name)
@@ -57,7 +57,9 @@ def make_variable(
         require_own_trace(state, name)
         value = make_initial()
         aval = jax_compat.aval_of(value)
-    policy = policy_for(modes, aval.dtype, name) if placement.synchronizes else plain
+    if find_policy is None:
+        find_policy = policy_for if placement.synchronizes else lambda *_: PLAIN
+    policy = find_policy(modes, aval.dtype, name)
     if frames.is_dry_run():
         raise ContextError(_rehearsal_text(name))
     again = None
@@ -82,7 +84,7 @@ def make_variable(
         state.creations.remember(variable)
     else:
         state.creations.collect(variable, value)
-        if state.local_view:  # replica 0's value wins: equal everywhere from the start
+        if state.local_view:  # replica 0's value wins, so all replicas start equal
             topology = strategy.extended.topology
             value = from_first_replica(value, frames.replica_axis(topology))
             own_part = variable.layout.local_form.own_part
@@ -93,7 +95,7 @@ def make_variable(
 
 
 def copy_variable(variable: StoredVariable) -> Variable:
-    """Returns a new variable like `variable`, with a copy of what it stores."""
+    """Returns a new variable like `variable`, with a copy of its stored array."""
     made = Variable.declared(
         strategy=variable.strategy,
         shape=variable.shape,
@@ -157,7 +159,7 @@ def _initializer(
             return value
         try:
             return jnp.asarray(value, dtype)
-        except jax.errors.JAXTypeError:  # of a tracer, which is no matter of the value
+        except jax.errors.JAXTypeError:  # a tracer error, unrelated to the value
             raise
         except (TypeError, ValueError) as error:
             raise ValueError(_initial_text(value, dtype, name)) from error
@@ -177,12 +179,12 @@ def _initial_text(value: object, dtype: DTypeLike | None, name: str) -> str:
 def _initialize_now(
     variable: Variable, initial_value: PyTree, make_initial: Callable[[], jax.Array]
 ) -> None:
-    """Gives the variable its storage, outside of any trace of ours."""
+    """Gives the variable its storage, outside of any trace owned by distjax."""
     if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
         variable.stored.swap(_describe_storage(variable))
         return
     if callable(initial_value) and variable.size > 0:  # JAX cannot place empty outputs
-        # Compiled with its output sharding: nothing is first whole on one device.
+        # Compiled with its output sharding, so it is never whole on one device.
         def make() -> jax.Array:
             value = jnp.broadcast_to(make_initial(), variable.global_shape)
             return variable.layout.to_stored(value)
@@ -206,7 +208,7 @@ def _initialize_now(
 
 
 def _describe_storage(variable: Variable) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and place of storage on devices that are not there."""
+    """Returns the ShapeDtypeStruct of storage on devices that only compile."""
     value = jax.ShapeDtypeStruct(variable.global_shape, variable.dtype)
     stored = jax.eval_shape(variable.layout.to_stored, value)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=variable.sharding)

@@ -1,4 +1,8 @@
-"""What a user writes to a variable, as an array of its shape and dtype, without loss."""
+"""Converts what a user writes to a variable to its shape and dtype.
+
+A dtype of a higher kind (bool < int < float < complex) is rejected. Within a kind the value is
+cast, so a narrower dtype may round or overflow.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ def is_number(value: object) -> bool:
 
 
 def dtype_rank(dtype: DTypeLike) -> int | None:
-    """Returns the place of a dtype among bool, int, float, complex; None: none of them.
+    """Returns the rank of a dtype in bool < int < float < complex, None for others.
 
-    A conversion to a dtype of lower rank loses information.
+    Converting to a dtype of lower rank loses information.
     """
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
@@ -34,13 +38,13 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
     """Returns `value` as an array with the shape and dtype of `variable`.
 
     Args:
-      variable: what is written.
+      variable: the variable being written.
       value: an array, a number, or lists of these.
-      method: the user's name of the call.
+      method: the method's name as the user calls it.
 
     Raises:
-      TypeError: no array of numbers, or a dtype that the variable's cannot hold.
-      ValueError: another shape.
+      TypeError: not an array of numbers, or of a dtype of a higher kind than the variable's.
+      ValueError: the shape differs.
     """
     array = _as_array(variable, value, method)
     is_key = jax_compat.is_key_dtype(variable.dtype)
@@ -69,7 +73,7 @@ def _as_array(variable: StoredVariable, value: PyTree, method: str) -> Any:
     try:
         is_traced = any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value))
         return jnp.asarray(value) if is_traced else np.asarray(value)
-    except (TypeError, ValueError) as error:  # lists of unequal lengths, of other objects
+    except (TypeError, ValueError) as error:  # ragged lists, or lists of other objects
         raise TypeError(_dtype_text(variable, method, describe_value(value))) from error
 
 

@@ -1,7 +1,7 @@
-"""Variables that come to be while a function is traced.
+"""Variables that are created while a function is traced.
 
-Their initial values are outputs of the trace. When it ends they are computed,
-the variables get their storage, and the function is traced again.
+Their initial values are outputs of the trace. When it ends, the values are computed, the
+variables get their storage, and the function is traced again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from distjax.variables.stored_variable import StoredVariable
 
 
 class CreatingState(Protocol):
-    """The state of a trace, as far as creations ask: see `TraceState`."""
+    """The state of a trace as creation needs it; see `TraceState`."""
 
     trace: core.Trace
     creations: CreationLog | None
 
 
 class CreationLog:
-    """The variables that one trace creates, or created the time before.
+    """The variables that one trace creates, or that the previous trace created.
 
     Attributes:
-      made: variables of the trace before, by position; a constructor that runs
-        again is handed the one made at its place.
+      made: the previous trace's variables by position; a constructor that runs again
+        returns the one made at its position.
       values: new variables and their initial values, in the view of this level.
-      makes_at_once: whether variables get their storage right away, from concrete
-        initial values (merge functions, whose trace for shapes is thrown away).
-      remembered: the variables made at once.
-      reused: the names of variables of the trace before that constructors were handed.
+      makes_at_once: whether variables get their storage immediately, from concrete
+        initial values (merge functions, whose shape trace is thrown away).
+      remembered: the variables that were made immediately.
+      reused: the names of the previous trace's variables that constructors returned.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class CreationLog:
 
     @staticmethod
     def within(state: CreatingState) -> CreationLog | None:
-        """Returns the log for a trace inside the trace of `state`."""
+        """Returns the log for a trace nested in the trace of `state`."""
         around = state.creations
         if around is None or around.makes_at_once:
             return None
         return CreationLog(outermost=around.outermost)
 
     def take(self, *, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> Any | None:
-        """Returns the variable that was made at this position before, or None."""
+        """Returns the variable previously made at this position, or None."""
         top = self.outermost
         position, top.position = top.position, top.position + 1
         if not top.made:
@@ -81,29 +81,29 @@ class CreationLog:
         self.outermost.collected.append(variable)
 
     def take_values(self) -> list[Any]:
-        """Returns the initial values and keeps none: a trace must not outlive itself in them."""
+        """Returns the initial values and drops them, so no tracer outlives its trace."""
         values = list(self.values.values())
         self.values = dict.fromkeys(self.values)
         return values
 
     def close(self) -> None:
-        """Ends the outermost trace: what it created has a value once initialised."""
+        """Ends the outermost trace; from now on its variables need a stored value."""
         for variable in self.collected:
             variable.stored.is_being_made = False
 
     def remember(self, variable: StoredVariable) -> None:
-        """Records a variable that was made at once."""
+        """Records a variable that was made immediately."""
         self.remembered.append(variable)
 
 
 def require_no_trace(name: str) -> None:
-    """Raises inside a JAX trace that is not ours."""
+    """Raises TraceLeakError inside a JAX trace that distjax does not own."""
     if jax_compat.tracing():
         raise TraceLeakError(_leak_text(name))
 
 
 def require_own_trace(state: CreatingState, name: str) -> None:
-    """Raises unless a variable can be created here in the trace of `state`."""
+    """Raises TraceLeakError unless the trace of `state` can create a variable here."""
     creations = state.creations
     if creations is not None and not creations.makes_at_once:
         if jax_compat.current_trace() is state.trace:

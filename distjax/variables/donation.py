@@ -1,11 +1,13 @@
-"""Arrays that users hold over the storage of variables, and what donation does to them.
+"""Arrays through which users share the storage of variables, and their donation.
 
-Reads copy nothing: what a user gets is another handle on the stored buffers, remembered by weak
-reference. Before a program donates a buffer that somebody still holds, it copies it on the device.
+Reads copy nothing: the user gets another array object over the stored buffers, remembered by
+weak reference. Before a program donates a buffer that is still referenced, it is copied on the
+device.
 
-Neither side waits for the other where nothing runs. A read registers its handle *before* it looks
-whether the program that writes the variable is being started, or was meanwhile; the program says
-that it is *before* it looks at what is registered. So one of the two sees the other.
+Readers and programs synchronize without a lock in the common case. A read registers its handle
+*before* it checks whether the program that writes the variable is starting, or started in the
+meantime; a program announces that it is starting *before* it checks what is registered. So at
+least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -14,34 +16,37 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from distjax import jax_compat
+from distjax.errors import message
+from distjax.typing import PyTree
 from distjax.variables.storage import SteppedArrays, StoredArray
 
 T = TypeVar("T")
 
-#: Arrays over the buffers of variables, by identity.
+#: Arrays that share the buffers of variables, by identity.
 _handed_out: dict[int, weakref.ref[jax.Array]] = {}
-#: Held for a moment: two threads that first take one array apart leave JAX with each shard twice.
+#: Two threads that first split the same array into shards leave JAX with each shard twice.
 _taking_apart = threading.RLock()
 
 
 def hand_out(stored: StoredArray) -> jax.Array:
-    """Returns a handle on the stored array, and remembers it by weak reference.
+    """Returns a new handle on the stored array, remembered by weak reference.
 
     Raises:
-      ContextError, RuntimeError: as `StoredArray.require`.
+      ContextError, RuntimeError: see `StoredArray.require`.
     """
     place, version = stored.place, stored.version
     if not _is_starting(place):
-        with contextlib.suppress(Exception):  # donated meanwhile, or deleted: the lock tells
+        with contextlib.suppress(Exception):  # donated or deleted meanwhile: retried below
             handle = _register(stored)
             if stored.place is place and stored.version == version and not _is_starting(place):
                 return handle
-    with stored.lock:  # what a program takes, it has taken
+    with stored.lock:  # no program is taking arrays now
         return _register(stored)
 
 
@@ -50,7 +55,7 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 
 def _register(stored: StoredArray) -> jax.Array:
-    array: Any = stored.require()  # before: it may wait for the lock, whose holder may come here
+    array: Any = stored.require()  # first: may wait for stored.lock, whose holder may want the next
     with _taking_apart:
         handle = jax_compat.another_handle(array)
         held = (handle, *(shard.data for shard in handle.addressable_shards))
@@ -69,14 +74,14 @@ def _forget(key: int, _: weakref.ref[jax.Array]) -> None:
 
 
 def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Returns components as the very arrays that were handed out before, and are held.
+    """Returns the components, reusing array objects that users still hold.
 
-    ``value in local_results(value_container(value))`` is true by identity, then: arrays
-    have no one truth value to be compared by.
+    This makes ``value in local_results(value_container(value))`` true by identity; `==` on
+    arrays has no single truth value.
 
     Args:
-      stored: the array of a variable.
-      parts: its components, cut from it now.
+      stored: the variable's array.
+      parts: its components, freshly split.
     """
     array = stored.require()
     former, before = stored.components
@@ -88,10 +93,10 @@ def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple
 
 
 def copy_aliased(stepped: SteppedArrays) -> None:
-    """Copies, on the device, arrays that are about to be donated and that a user still holds.
+    """Copies, on the device, arrays to be donated that are still referenced.
 
     Args:
-      stepped: the arrays of a program that is being started.
+      stepped: the arrays of a program that is starting.
     """
     for stored in tuple(stepped.aliased):
         if stored.place is None or stored.place[0] is not stepped:
@@ -104,9 +109,9 @@ def copy_aliased(stepped: SteppedArrays) -> None:
 
 
 def _copy(array: jax.Array) -> jax.Array:
-    """Returns a copy, over several processes shard by shard.
+    """Returns a copy, made shard by shard if the array spans several processes.
 
-    Whether one is needed depends on what a process still holds: it is no program of all of them.
+    Only this process may need a copy, so it cannot be a program run by all of them.
     """
     if array.is_fully_addressable:
         return jax.numpy.copy(array)
@@ -115,9 +120,9 @@ def _copy(array: jax.Array) -> jax.Array:
 
 
 def copy_handles(tree: T) -> T:
-    """Returns `tree` with a copy in place of each array that shares a variable's buffers.
+    """Returns `tree` with copies of all arrays that share a variable's buffers.
 
-    For arguments that are about to be donated: the variable keeps its value.
+    For arguments that are about to be donated, so that the variable keeps its value.
     """
     if not _handed_out:
         return tree
@@ -127,3 +132,34 @@ def copy_handles(tree: T) -> T:
 def _is_handle(array: object) -> bool:
     reference = _handed_out.get(id(array))
     return reference is not None and reference() is array
+
+
+def require_undeleted(
+    function: str, names: Sequence[str], numbers: Iterable[int], args: Sequence[PyTree]
+) -> None:
+    """Raises a RuntimeError if an argument to donate was already donated.
+
+    Checks its first array only: those of one argument are donated together.
+
+    Args:
+      function: the name of the function called.
+      names: of its positional parameters.
+      numbers: of the arguments that the call donates.
+      args: its positional arguments.
+    """
+    for number in numbers:
+        for leaf in jax.tree.leaves(args[number])[:1]:
+            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+            if is_array and leaf.is_deleted():
+                name = names[number] if number < len(names) else str(number)
+                raise RuntimeError(_deleted_text(function, name, leaf))
+
+
+def _deleted_text(function: str, argument: str, array: jax.Array) -> str:
+    return message(
+        f"{function} needs argument {argument} to hold arrays that are still there",
+        got=f"an array of {array.dtype}{list(array.shape)} that was donated before. Array has been "
+        "deleted",
+        why=f"{argument} is named in donate_argnums, so each call reuses its memory",
+        fix=f"go on with what the call returns: {argument} = {function}({argument}, ...)",
+    )

@@ -1,4 +1,4 @@
-"""A variable as notebooks show it."""
+"""The notebook view of a variable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distjax.variables.variable_description import describe_variable
 
 
 def variable_html(variable: StoredVariable) -> str:
-    """Returns a table of what the variable is, where it lives, and its values."""
+    """Returns a table of the variable's properties, placement and values."""
     if variable.storage is None or frames.current().state is not None:
         return as_html([Table(repr(variable))])
     described = describe_variable(variable)

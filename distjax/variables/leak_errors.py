@@ -1,4 +1,4 @@
-"""The text of a leak: which construct of JAX a variable was read or written in."""
+"""Leak error texts, which name the JAX construct around the read or write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from distjax.errors import message
 from distjax.variables.stored_variable import StoredVariable
 
-#: Those that `dj.lax` has, and others.
+#: Loops that `dj.lax` provides, and others.
 _CARRYING_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch"}
 _LOOPS = _CARRYING_LOOPS | {"map", "associative_scan"}
 _TRANSFORMS = {
@@ -25,12 +25,12 @@ _TRANSFORMS = {
 
 
 def leak_text(variable: StoredVariable, action: str, place: str) -> str:
-    """Returns the text for a read or write of a variable inside a trace that is not ours.
+    """Returns the text for using a variable in a trace that distjax does not own.
 
     Args:
       variable: the variable.
       action: "read" or "write".
-      place: where it happens, if no construct of JAX is found on the call stack.
+      place: where it happens, used if the call stack shows no JAX construct.
     """
     construct = _enclosing_construct()
     inside = f"jax.{construct}" if construct in _TRANSFORMS.values() else f"jax.lax.{construct}"
@@ -53,11 +53,11 @@ def leak_text(variable: StoredVariable, action: str, place: str) -> str:
 
 
 def _enclosing_construct() -> str | None:
-    """Returns the innermost JAX construct on the call stack (for error texts).
+    """Returns the innermost JAX construct on the call stack, for error texts.
 
-    JAX builds one on another (`fori_loop` on `scan`, `grad` on `linearize`): of
-    calls with none of the user's between them the outermost is the user's word.
-    Loops that `dj.lax` called are left out: they carry variables.
+    JAX builds constructs on one another (`fori_loop` on `scan`, `grad` on `linearize`), so
+    of JAX calls with no user code between them, the outermost is the one the user wrote.
+    Loops called by `dj.lax` are skipped, because they carry variables.
     """
     frame, found = sys._getframe(1), None  # pyright: ignore[reportPrivateUsage]
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Partitioners: into how many shards a variable is split, by TensorFlow's rules."""
+"""Partitioners: how many shards a variable is split into, by TensorFlow's rules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from distjax.errors import describe_value, message
 from distjax.integers import is_int
 from distjax.typing import DTypeLike
 
-#: (shape, dtype) -> the number of shards along each axis.
+#: (shape, dtype) -> number of shards along each axis.
 Partitioner = Callable[[tuple[int, ...], Any], Sequence[int]]
 
 
 def require_partitioner(owner: str, partitioner: object) -> None:
-    """Raises a TypeError for a partitioner that is no function, and not None."""
+    """Raises a TypeError unless `partitioner` is callable or None."""
     if partitioner is None or callable(partitioner):
         return
     raise TypeError(
@@ -35,10 +35,10 @@ def require_partitioner(owner: str, partitioner: object) -> None:
 def count_shards(
     owner: str, partitioner: Partitioner, shape: tuple[int, ...], dtype: DTypeLike
 ) -> list[int]:
-    """Returns what a partitioner says: a number of shards for each axis.
+    """Returns the number of shards along each axis that a partitioner asks for.
 
     Raises:
-      ValueError: it says anything else.
+      ValueError: it returned anything else.
     """
     given: Any = partitioner(shape, dtype)
     shards = list(given) if isinstance(given, Iterable) else []
@@ -78,7 +78,7 @@ def _along_first_axis(shape: tuple[int, ...], num_shards: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class FixedShards:
-    """A fixed number of shards along the first axis, at most its size.
+    """A fixed number of shards along the first axis, at most the size of that axis.
 
     Source: tf.distribute.experimental.partitioners.FixedShardsPartitioner.
     """
@@ -95,9 +95,9 @@ class FixedShards:
 
 @dataclasses.dataclass(frozen=True)
 class MinSize:
-    """At most one shard per `min_shard_bytes`, begun ones counted.
+    """One shard per started `min_shard_bytes`, at most `max_shards`.
 
-    A shard may come out a little smaller than that, as in TensorFlow.
+    As in TensorFlow, a shard may be slightly smaller than `min_shard_bytes`.
 
     Source: tf.distribute.experimental.partitioners.MinSizePartitioner.
     """
@@ -119,7 +119,7 @@ class MinSize:
 
 @dataclasses.dataclass(frozen=True)
 class MaxSize:
-    """As few shards as keep each at most `max_shard_bytes` large.
+    """As few shards as possible of at most `max_shard_bytes` each.
 
     Source: tf.distribute.experimental.partitioners.MaxSizePartitioner.
     """

@@ -1,4 +1,4 @@
-"""What each synchronization x aggregation pair allows, as one table."""
+"""What each synchronization x aggregation pair allows, as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distjax.typing import DTypeLike
 
 
 class Combine(enum.Enum):
-    """What happens to values of several replicas, or to one value for all."""
+    """How several replicas' values combine, or how one value applies to all copies."""
 
     REFUSE = "refuse"
     SUM = "sum"
@@ -21,7 +21,6 @@ class Combine(enum.Enum):
     FIRST = "first"
     EACH = "each copy on its own"
     SPLIT = "divided among the copies"
-    MERGE = "where the variable lives, on the value that it has then"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +28,13 @@ class Policy:
     """What a variable does when it is read and written.
 
     Attributes:
-      stacked: storage is [R, ...], a component per replica, else one value.
-      replica_write: how values that replicas write combine.
+      stacked: whether storage is [R, ...], one component per replica, else one value.
+      replica_write: how values written by replicas are combined.
       cross_read: how components become the value of a cross-replica read.
-      cross_assign: what one value assigned in cross-replica context does.
+      cross_assign: how one value assigned in cross-replica context is applied.
       cross_add: the same for assign_add and assign_sub.
+      merges: whether what replicas write, combined, is written by a `merge_call`: where the
+        variable lives, on the value that it has then.
     """
 
     stacked: bool
@@ -41,12 +42,13 @@ class Policy:
     cross_read: Combine
     cross_assign: Combine
     cross_add: Combine
+    merges: bool = False
 
 
 _W, _R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 _A, _C = VariableAggregation, Combine
 
-#: Rows: tf.distribute (TF 1.13 and 2.21), with decisions 9 to 12 of `docs/decisions.md`.
+#: From tf.distribute (TF 1.13 and 2.21), with decisions 9 to 12 of `docs/decisions.md`.
 POLICIES: dict[tuple[VariableSynchronization, VariableAggregation], Policy] = {
     (_W, _A.NONE): Policy(False, _C.REFUSE, _C.EACH, _C.EACH, _C.EACH),
     (_W, _A.SUM): Policy(False, _C.SUM, _C.EACH, _C.EACH, _C.EACH),
@@ -60,14 +62,14 @@ POLICIES: dict[tuple[VariableSynchronization, VariableAggregation], Policy] = {
 
 #: One copy on one device: synchronization and aggregation have no effect.
 PLAIN = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH)
-#: One value at a server, which other workers write meanwhile: a write is a `merge_call`.
-AT_SERVER = Policy(False, _C.MERGE, _C.EACH, _C.EACH, _C.EACH)
+#: One value on a server, which other workers write concurrently: a write is a `merge_call`.
+AT_SERVER = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH, merges=True)
 
 
 def resolve_modes(
     synchronization: object, aggregation: object, name: str
 ) -> tuple[VariableSynchronization, VariableAggregation]:
-    """Returns the two modes of a new variable, AUTO resolved, or raises ValueError."""
+    """Returns a new variable's two modes with AUTO resolved, or raises ValueError."""
     if not isinstance(synchronization, VariableSynchronization):
         raise ValueError(
             message(
@@ -98,7 +100,7 @@ def policy_for(
     dtype: DTypeLike,
     name: str,
 ) -> Policy:
-    """Returns the table's row for a variable of a strategy with replicas.
+    """Returns the table entry for a variable of a strategy with replicas.
 
     Raises:
       ValueError: synchronization NONE, or MEAN of a dtype that is not inexact.
@@ -123,3 +125,23 @@ def policy_for(
             )
         )
     return POLICIES[synchronization, aggregation]
+
+
+def policy_at_servers(
+    modes: tuple[VariableSynchronization, VariableAggregation],
+    dtype: DTypeLike,
+    name: str,
+    num_replicas: int,
+) -> Policy:
+    """Returns what a variable at a server does, where a worker has so many replicas.
+
+    Each replica writes a part of a sync-on-read total, of which there is one for all.
+
+    Raises:
+      ValueError: as `policy_for`, with several replicas.
+    """
+    if num_replicas == 1:
+        return AT_SERVER
+    policy = policy_for(modes, dtype, name)
+    rule = Combine.SUM if policy.stacked else policy.replica_write
+    return dataclasses.replace(AT_SERVER, replica_write=rule)

@@ -1,9 +1,9 @@
 """Where variables are read and written: their storage, or a trace.
 
-During a trace a variable's value lives in the trace's state. The first read
-stages a `variable` equation in the trace that owns the state, however deep in
-inner traces the reader is; whoever compiles the trace turns these equations
-into inputs, and the written values into outputs.
+During a trace, a variable's value lives in the trace's state. The first read stages a
+`variable` equation in the trace that owns the state, no matter how deeply nested the
+reader is; whoever compiles the trace turns these equations into inputs, and the written
+values into outputs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ variable_p = jax_compat.Primitive("distjax_variable")
 
 
 class WeakVariable:
-    """A variable as a parameter of an equation, called to get it.
+    """A variable as an equation parameter; call it to get the variable.
 
-    By weak reference: JAX's cache of abstract evaluations keeps parameters alive,
-    and with a variable all its arrays.
+    The reference is weak because JAX's cache of abstract evaluations keeps parameters
+    alive, and a variable keeps all its arrays alive.
     """
 
     __slots__ = ("_reference", "_serial_number", "__weakref__")
@@ -72,7 +72,7 @@ def _refuse_to_evaluate(*, variable: WeakVariable, local_view: bool) -> Any:
 
 
 class StorageState:
-    """Reads and writes act on the stored arrays at once (no trace of ours)."""
+    """Reads and writes the stored arrays directly (no distjax trace is active)."""
 
     local_view = False
 
@@ -87,12 +87,12 @@ class StorageState:
         return value if is_safe else jax.numpy.copy(value)
 
     def write(self, variable: StoredVariable, value: PyTree) -> None:
-        """Replaces the storage of `variable` by a value in global form."""
+        """Replaces the storage of `variable` with a value in global form."""
         self.require_writable(variable)
         variable.store(value)
 
     def require_writable(self, variable: StoredVariable) -> None:
-        """Raises a TraceLeakError inside any JAX trace."""
+        """Raises TraceLeakError inside a JAX trace, UnsupportedError without devices."""
         if jax_compat.tracing():
             raise TraceLeakError(leak_text(variable, "write", "a trace that distjax does not own"))
         variable.require_present()
@@ -105,14 +105,14 @@ class TraceState:
     """Values of variables during one trace, in one of the two views.
 
     Attributes:
-      local_view: values are those of one replica; else they are laid out as
-        stored ([R, ...] for a variable with a component per replica).
+      local_view: whether values are one replica's; else they are in global form
+        ([R, ...] for a variable with one component per replica).
       trace: the JAX trace that owns the values.
       read_order: variables whose value at the start of the trace is needed.
-      written: variables written, in order of their first write.
-      creations: the log of variables made in this trace, None where none can be.
-      feedbacks: what functions run in this trace returned, by its identity.
-      meant: by identity, arrays that `dj.expect` says may come back different, and why.
+      written: variables written, in order of first write.
+      creations: the log of variables created in this trace; None if none can be.
+      feedbacks: by identity, the results of functions run in this trace.
+      meant: by identity, arrays that `dj.expect` allows to come back different, and why.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class TraceState:
     def gather(self, variable: StoredVariable) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.
 
-        Gathered once in the state's own trace; anew in an inner trace, so that
-        `jax.checkpoint` gathers again in place of keeping the whole.
+        Gathered once in the state's own trace, but again in each inner trace, so that
+        `jax.checkpoint` re-gathers it instead of saving the whole.
         """
         shard = self.read(variable)
         if jax_compat.current_trace() is not self.trace:
@@ -165,10 +165,10 @@ class TraceState:
         return whole
 
     def whole(self, shard: jax.Array, form: LocalForm) -> Any:
-        """Returns a value gathered from this replica's shard, and remembers the shard.
+        """Returns the value gathered from this replica's shard, and remembers the shard.
 
-        Whoever handles the whole as one value can go back to the shard: then the
-        gather is dead code.
+        Code that handles the whole value can go back to the shard with `shard_of`, which
+        leaves the gather as dead code.
         """
         topology = frames.current().strategy.extended.topology
         whole = call_on_replica(form.gather, topology, shard)
@@ -176,7 +176,7 @@ class TraceState:
         return whole
 
     def shard_of(self, whole: jax.Array) -> tuple[Any, Any] | None:
-        """Returns (shard, local form) of what `whole` gave; None for any other value."""
+        """Returns the (shard, local form) that `whole` was gathered from, or None."""
         held = self._shards.get(id(whole))
         return None if held is None else held[1:]
 
@@ -191,7 +191,7 @@ class TraceState:
         self.written[variable] = None
 
     def require_writable(self, variable: StoredVariable) -> None:
-        """Raises a TraceLeakError inside an inner trace."""
+        """Raises TraceLeakError inside an inner trace."""
         if jax_compat.current_trace() is not self.trace:
             raise TraceLeakError(leak_text(variable, "write", "an inner trace"))
 
@@ -205,7 +205,7 @@ class MergeState(TraceState):
 
 
 class ShapeState(MergeState):
-    """The state of a trace that is made for shapes and facts, and compiled by nobody."""
+    """The state of a trace made only for shapes and facts, never compiled."""
 
 
 def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:

@@ -1,12 +1,12 @@
-"""Where the array of a variable is: with the variable, or in the list of a program that steps it.
+"""Where a variable's array is: with the variable, or in a program's list.
 
-Every variable has one `StoredArray`; its array is read and swapped there alone. A program that
+Every variable has one `StoredArray`, and its array is read and swapped only there. A program that
 writes variables keeps their arrays in one `SteppedArrays`: the list goes into the compiled call,
-and the list that comes out takes its place within the same C call, so that no signal and no other
-thread finds a step half stored. The `StoredArray` of such a variable knows only its place there.
+and the list that comes out replaces it within the same C call, so no signal and no other thread
+can observe a half-stored step. The `StoredArray` of such a variable knows only its index there.
 
-Arrays move, and are donated, under the lock of the variable's strategy. A read waits for that lock
-only while the program that writes the variable is being started (see `donation.hand_out`).
+Arrays are moved and donated under the lock of the variable's strategy. A read waits for that lock
+only while the program that writes the variable is starting (see `donation.hand_out`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 
 from distjax.variables.storage_errors import is_there, require_present, require_stored
 
-#: What a variable stores: an array; on devices that are only described its shape and sharding.
+#: What a variable stores: an array, or its ShapeDtypeStruct if the devices can only compile.
 Stored: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -28,12 +28,12 @@ class SteppedArrays:
     """The arrays of the variables that one program writes.
 
     Attributes:
-      cell: one element, the list of arrays; for a moment at the end of a call all that the
-        compiled program returned, a tuple that begins with the list.
-      is_whole: whether the list has the array of every variable that the program writes.
+      cell: one element, the list of arrays; momentarily, at the end of a call, everything the
+        compiled program returned: a tuple whose first element is the list.
+      is_whole: whether the list holds the array of every variable that the program writes.
       is_starting: whether a thread is starting the program.
-      aliased: those of the list that were handed out since the program was last started.
-      num_starts: how often the program was started.
+      aliased: the variables whose arrays were handed out since the program last started.
+      num_starts: how many times the program was started.
     """
 
     __slots__ = ("aliased", "cell", "is_starting", "is_whole", "num_starts")
@@ -52,9 +52,9 @@ class SteppedArrays:
         return held[0] if isinstance(held, tuple) else held
 
     def take(self, variables: Sequence[StoredArray]) -> None:
-        """Moves the arrays of `variables` into the list; called under their lock.
+        """Moves the arrays of `variables` into the list; call it under their lock.
 
-        Interrupted, it leaves every array where its `place` says; the next start takes them anew.
+        If interrupted, every array is where its `place` says, and the next start retries.
         """
         self.cell[:] = [[stored.require() for stored in variables]]
         self.aliased = [stored for stored in variables if stored.handles]
@@ -67,19 +67,19 @@ class StoredArray:
     """The array of one variable: read, swapped and versioned here.
 
     Args:
-      name: the name of the variable, for errors.
+      name: the variable's name, for errors.
       lock: of the strategy's variables; held while arrays move or are donated.
 
     Attributes:
-      place: the list of the program that steps the variable, and the index there; None while
+      place: the list of the program that steps the variable, and the index in it; None while
         the array is with the variable itself.
-      handles: weak references to arrays that were handed out over the same buffers.
-      components: the array, and the parts that it was last taken apart into, weakly.
-      complete: gives the variable the initial value of a trace that did not finish, or None.
-      is_being_made: whether the trace that creates the variable is under way.
+      handles: weak references to arrays handed out over the same buffers.
+      components: weak references to the array and to the parts it was last split into.
+      complete: stores the initial value from a trace that did not finish; None if there is none.
+      is_being_made: whether the trace that creates the variable is active.
       is_lost: whether a program took the array and returned no new one.
-      is_remote: whether the array is kept outside of this process's variables, as at a server: no
-        program steps it, its value is fetched and sent.
+      is_remote: whether the array is kept outside this process's variables, as on a server: no
+        program steps it; its value is fetched and sent.
     """
 
     is_remote = False
@@ -113,27 +113,27 @@ class StoredArray:
 
     @property
     def version(self) -> int:
-        """A number that grows with each change of the value."""
+        """A number that grows with every change of the value."""
         place = self.place
         return self._swaps if place is None else self._swaps + place[0].num_starts
 
     def read(self) -> Stored | None:
-        """Returns the array; None if there is none."""
+        """Returns the array, or None if there is none."""
         while True:
             place = self.place
             array = self._array if place is None else place[0].arrays[place[1]]
-            if self.place is place:  # else it moved between the two looks
+            if self.place is place:  # else it moved in between
                 return array
 
     def require(self) -> Stored:
-        """Returns the array, or raises an error that names the variable and says why not.
+        """Returns the array, or raises an error that names the variable and says why.
 
-        A deleted one may be a step of another thread, which has its successor in a moment: so
-        it is looked at again under the lock.
+        A deleted array may belong to another thread's step, which is about to replace it, so it is
+        read again under the lock.
 
         Raises:
-          ContextError: never made, or lost.
-          RuntimeError: the user donated or deleted it.
+          ContextError: the variable was never initialized, or its array was lost.
+          RuntimeError: the user donated or deleted the array.
         """
         array = self.read()
         if not is_there(array):
@@ -144,38 +144,38 @@ class StoredArray:
         return array
 
     def require_made(self) -> None:
-        """Raises as `require` does, where there is no array."""
+        """Raises as `require` does if there is no array."""
         self.require()
 
     def require_present(self) -> None:
-        """Raises an UnsupportedError if the devices of the variable are only described."""
+        """Raises UnsupportedError if the variable's devices can only be compiled for."""
         require_present(self.name, self.read())
 
     def swap(self, array: Stored) -> None:
-        """Makes `array`, which nobody else holds, the stored one."""
+        """Makes `array`, which nobody else may hold, the stored one."""
         with self.lock:
             self._put(array)
             self.complete = None
-            self.handles, self.is_lost = [], False  # what was handed out has the former buffers
+            self.handles, self.is_lost = [], False  # existing handles have the old buffers
 
     def complete_creation(self) -> None:
-        """Gives the variable the initial value that a trace left which did not finish."""
+        """Stores the initial value left over from a trace that did not finish."""
         if self.complete is not None and self.read() is None:
             self.complete()
 
     def lose(self) -> None:
-        """Records that a program took the array and did not return a new one."""
+        """Records that a program took the array without returning a new one."""
         self._put(None)
         self.handles, self.is_lost = [], True
         if self.place is not None:
             self.place[0].is_whole = False
 
     def keep(self) -> tuple[Stored | None, list[weakref.ref[jax.Array]]]:
-        """Returns what `restore` takes to undo the swaps from here on."""
+        """Returns what `restore` needs to undo all later swaps."""
         return self.read(), self.handles
 
     def restore(self, kept: tuple[Stored | None, list[weakref.ref[jax.Array]]]) -> None:
-        """Puts back the array that was there when `keep` was called."""
+        """Restores the array that was stored when `keep` was called."""
         with self.lock:
             array, handles = kept
             self._put(array)
@@ -192,18 +192,18 @@ class StoredArray:
             stepped.arrays[index] = array
 
     def move_to(self, stepped: SteppedArrays, index: int) -> None:
-        """Records that the array now stands in the list of a program; called under the lock."""
+        """Records that the array is now in a program's list; call it under the lock."""
         former, version = self.place, self.version
         if former is not None:
-            former[0].is_whole = False  # first: the former program must not run with the array
+            former[0].is_whole = False  # first, so the former program cannot run with the array
         self.place = stepped, index
         self._swaps = version - stepped.num_starts
         self._array = None
         if former is not None and former[0] is not stepped:
-            former[0].arrays[former[1]] = None  # a program pins no array that it does not step
+            former[0].arrays[former[1]] = None  # programs keep only arrays they step alive
 
     def __del__(self) -> None:
-        # The program may be gone while other variables keep its list: no array stays for them.
+        # Other variables may outlive this one and keep the list alive: drop its array.
         place = getattr(self, "place", None)
         if place is not None:
             place[0].is_whole = False

@@ -1,4 +1,4 @@
-"""Errors of variables that have no array to give."""
+"""Errors for variables that have no usable array."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from distjax.errors import ContextError, UnsupportedError, message
 
 
 def is_there(array: jax.Array | jax.ShapeDtypeStruct | None) -> bool:
-    """Returns whether `array` is an array that was not deleted, or the description of one."""
+    """Returns whether `array` is an undeleted array or a ShapeDtypeStruct."""
     return array is not None and not (isinstance(array, jax.Array) and array.is_deleted())
 
 
 def require_stored(
     name: str, array: jax.Array | jax.ShapeDtypeStruct | None, is_lost: bool
 ) -> None:
-    """Raises unless `array` is the stored array of variable `name`, and still there.
+    """Raises unless `array`, the stored array of variable `name`, is usable.
 
     Raises:
-      ContextError: there is none: it was never made, or a program lost it.
-      RuntimeError: its buffers are deleted: the user donated them.
+      ContextError: there is none; it was never made, or a program lost it.
+      RuntimeError: its buffers were deleted, because the user donated them.
     """
     if array is None:
         raise ContextError(_lost_text(name) if is_lost else _unmade_text(name))
@@ -28,7 +28,7 @@ def require_stored(
 
 
 def require_present(name: str, array: jax.Array | jax.ShapeDtypeStruct | None) -> None:
-    """Raises an UnsupportedError if the devices of the variable are only described."""
+    """Raises UnsupportedError if the variable's devices can only be compiled for."""
     if isinstance(array, jax.ShapeDtypeStruct):
         raise UnsupportedError(
             message(

@@ -1,4 +1,4 @@
-"""StoredVariable: what a variable is, and the array behind it, without the rules of its values."""
+"""StoredVariable: a variable's attributes and its array, without value semantics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class OwningStrategy(StrategyLike, Protocol):
 
     @property
     def extended(self) -> VariableOwner:
-        """What knows its variables."""
+        """The part that manages its variables."""
         ...
 
 
 class VariableOwner(ExtendedLike, Protocol):
-    """The inside of a strategy, as far as its variables ask."""
+    """A strategy's `extended`, as its variables need it."""
 
     @property
     def placement(self) -> VariablePlacement: ...
@@ -42,7 +42,7 @@ class VariableOwner(ExtendedLike, Protocol):
 
 
 class StoredVariable:
-    """What the modules that `Variable` is built of know of one, which is always a `Variable`."""
+    """The part of `Variable` that lower modules use; every instance is a `Variable`."""
 
     strategy: OwningStrategy
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoredVariable:
 
     @property
     def sharding(self) -> Sharding | None:
-        """Where the storage lives; None: JAX's default device, uncommitted."""
+        """Where the storage lives; None: on JAX's default device, uncommitted."""
         return self.layout.sharding
 
     @property
@@ -68,7 +68,7 @@ class StoredVariable:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """[R, ...] for a variable with a component per replica, else the shape."""
+        """[R, ...] for a variable with one component per replica, else `shape`."""
         return self.layout.local_form.global_shape(self.shape)
 
     @property
@@ -78,17 +78,17 @@ class StoredVariable:
 
     @property
     def storage(self) -> Stored | None:
-        """The stored array, in the form of the layout; None if there is none."""
+        """The stored array in the layout's stored form, or None if there is none."""
         return self.stored.read()
 
     @property
     def stored_value(self) -> jax.Array:
-        """The global form of the stored array (outside of traces)."""
+        """The global form of the stored array; outside of traces only."""
         array: Any = self.stored.require()
         return self.layout.from_stored(array, self.shape)
 
     def store(self, value: jax.Array) -> None:
-        """Makes `value`, in global form and shared with nobody, the stored array."""
+        """Stores `value`, which is in global form and not shared with anyone."""
         stored = self.layout.to_stored(value)
         in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
         if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
@@ -96,21 +96,21 @@ class StoredVariable:
         self.stored.swap(stored)
 
     def beside(self, value: ArrayLike) -> Any:
-        """Returns `value` where it can be combined with the stored array."""
+        """Returns `value` on devices where it can be combined with the stored array."""
         if not isinstance(value, jax.Array) or not value.committed or self.sharding is None:
             return value
         devices = self.sharding.device_set
         return value if value.sharding.device_set == devices else as_uncommitted(value)
 
     def copied(self, value: ArrayLike) -> Any:
-        """Returns a copy of a global value, shared with nobody."""
+        """Returns an unshared copy of a global value."""
         return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
     def require_initialized(self) -> None:
-        """Raises an error if there is no value: never made, lost, or deleted."""
+        """Raises if there is no value: never made, lost, or deleted."""
         if not self.stored.is_being_made:
             self.stored.require_made()
 
     def require_present(self) -> None:
-        """Raises an UnsupportedError if the devices of the variable are only described."""
+        """Raises UnsupportedError if the variable's devices can only be compiled for."""
         self.stored.require_present()

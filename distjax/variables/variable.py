@@ -1,4 +1,4 @@
-"""Variable: a handle on state that a strategy places and synchronises."""
+"""Variable: a handle on state that a strategy places and synchronizes."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ _serial_numbers = itertools.count()
 class Variable(StoredVariable):
     """State of one shape and dtype, placed by the active strategy.
 
-    Mirrored (ON_WRITE): one value, a copy on each replica. Sync-on-read
-    (ON_READ): a component per replica, brought together when it is read in
-    cross-replica context.
+    Mirrored (ON_WRITE): one value, with a copy on each replica. Sync-on-read
+    (ON_READ): one component per replica, combined when read in cross-replica
+    context.
 
     Args:
-      initial_value: array, number, or a function of no arguments that makes one
-        (compiled, so that nothing is first built whole on one device). Copied.
-      trainable: default True, False for ON_READ.
-      name: the name in messages and checkpoints; default "Variable".
+      initial_value: array, number, or a function of no arguments that returns one
+        (compiled, so that no single device ever holds the whole). Copied.
+      trainable: whether to train it; defaults to True, or False for ON_READ.
+      name: the name in messages and checkpoints; defaults to "Variable".
       dtype: dtype to convert the initial value to.
       synchronization: a VariableSynchronization.
-      aggregation: a VariableAggregation: how values that replicas write combine.
+      aggregation: a VariableAggregation: how values written by replicas are combined.
 
     Locality: V(variable): `P()` on the mesh, or [R, ...] over the replica axis.
-    Context: any; in a replica function it is created once, replica 0's initial
-      value winning, and the function is traced again.
+    Context: any. In a replica function it is created once, with replica 0's initial
+      value, and the function is traced again.
 
     Raises:
-      ValueError: invalid modes, or MEAN of a dtype that is not floating.
-      ContextError: creation inside an inner JAX trace.
+      ValueError: invalid modes, or MEAN of a non-floating dtype.
+      TraceLeakError: created inside an inner JAX trace.
+      ContextError: created in another order when the function is traced again, or in
+        a function passed to `dj.explain`.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -71,7 +73,7 @@ class Variable(StoredVariable):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
     ) -> Any:
-        """Makes the variable, or hands back the one made at this place before."""
+        """Creates the variable, or returns the one already created at this place."""
         name = "Variable" if name is None else name
         modes = resolve_modes(synchronization, aggregation, name)
         frame = frames.current()
@@ -92,7 +94,7 @@ class Variable(StoredVariable):
         policy: Policy,
         layout: Layout,
     ) -> Variable:
-        """Returns a variable that has no storage yet (for strategies)."""
+        """Returns a variable without storage; for strategies."""
         self = object.__new__(cls)
         self.strategy = strategy
         self.shape = tuple(shape)
@@ -113,74 +115,76 @@ class Variable(StoredVariable):
     def value(self) -> jax.Array:
         """The array [...] that the current context sees.
 
-        In a replica its own component, or its copy of the one value; in cross-replica
-        context components brought together by the aggregation.
+        In a replica, its own component or its copy of the one value; in cross-replica
+        context, the components combined by the aggregation.
 
-        Locality: V(variable); M where components are brought together. Context: any; in
-          loops, branches and derivatives of a traced function too.
+        Locality: V(variable); M where components are combined. Context: any, including
+          loops, branches and derivatives inside a traced function.
         Cost: in cross-replica context an all-reduce for ON_READ; in a replica a gather
-          where the strategy splits the variable.
+          if the strategy partitions the variable.
 
         Raises:
-          AggregationError: cross-replica, ON_READ with aggregation NONE.
-          StrategyMismatchError: under another strategy than the variable's.
-          TraceLeakError: in a user's own `jax.jit`, outside of `run` and `dj.jit`.
+          AggregationError: in cross-replica context, for ON_READ with aggregation NONE.
+          StrategyMismatchError: the active strategy is not the variable's.
+          TraceLeakError: in a user's own `jax.jit`, outside `run` and `dj.jit`.
         """
         return access.read(self)
 
     def assign(self, value: PyTree) -> jax.Array:
-        """Sets the variable to `value` and returns the new value as the context sees it.
+        """Sets the variable to `value`; returns the new value as the context sees it.
 
         Args:
-          value: an array [...] or number, or lists of these, of the variable's shape and
-            of a dtype that it can hold.
+          value: an array [...], a number, or lists of these, with the variable's shape and
+            a dtype of no higher kind (bool < int < float < complex); cast within a kind.
 
         Locality: T or M in a replica, where ON_WRITE combines the replicas' values by
           the aggregation; M in cross-replica context. Context: any.
-        Cost: an all-reduce in a replica, for ON_WRITE with an aggregation.
+        Cost: in a replica, an all-reduce for ON_WRITE with an aggregation.
 
         Raises:
-          AggregationError: ON_WRITE with NONE in a replica; ON_READ with NONE across.
-          LocalityError: a PerReplica.
-          TypeError, ValueError: another dtype or shape; a Python number to be summed.
-          StrategyMismatchError: under another strategy than the variable's.
-          TraceLeakError: in an inner trace (`jax.jit`, a `jax.lax` loop, `grad`); in
+          AggregationError: ON_WRITE with NONE in a replica; ON_READ with NONE in
+            cross-replica context.
+          LocalityError: `value` is a PerReplica.
+          TypeError: a dtype of a higher kind, or another object.
+          ValueError: another shape, or a Python number that SUM would add up.
+          StrategyMismatchError: the active strategy is not the variable's.
+          TraceLeakError: in an inner trace (`jax.jit`, a `jax.lax` loop, `grad`); for
             loops and branches use `dj.lax`.
         """
         return access.write(self, value, "assign")
 
     def assign_add(self, value: PyTree) -> jax.Array:
-        """Adds `value` and returns the new value; otherwise as `assign`.
+        """Adds `value` and returns the new value; otherwise like `assign`.
 
         Raises:
-          AggregationError: in cross-replica context ON_READ with SUM, too.
+          AggregationError: also for ON_READ with SUM in cross-replica context.
         """
         return access.write(self, value, "assign_add")
 
     def assign_sub(self, value: PyTree) -> jax.Array:
-        """Subtracts `value` and returns the new value; otherwise as `assign_add`."""
+        """Subtracts `value` and returns the new value; otherwise like `assign_add`."""
         return access.write(self, value, "assign_sub")
 
     def local_results(self) -> tuple[jax.Array, ...]:
-        """Returns the components [...], in replica order.
+        """Returns the components [...] in replica order.
 
-        R arrays for a mirrored and a sync-on-read variable, one for a partitioned one and
-        one in host memory; in a replica function its own.
+        R arrays for a mirrored or sync-on-read variable, one for a variable that is
+        partitioned or in host memory; in a replica function, the replica's own.
 
         Context: any. Source: tf.distribute.Strategy.unwrap (TF 1.13).
         """
         return access.components(self)
 
-    # -- looks ----------------------------------------------------------------
+    # -- views ----------------------------------------------------------------
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the value."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements of the value."""
+        """The number of elements."""
         return int(np.prod(self.shape, dtype=int))
 
     def __repr__(self) -> str:
@@ -198,7 +202,7 @@ class Variable(StoredVariable):
         value = self.value
         if not isinstance(value, jax_compat.Tracer):
             require_wholly_here(value, f"variable {self.name!r}")
-        return np.asarray(value, dtype=dtype)
+        return np.array(value, dtype=dtype, copy=copy)
 
     def __getitem__(self, key: PyTree) -> jax.Array:
         return self.value[key]
@@ -222,7 +226,7 @@ class Variable(StoredVariable):
         return format(self.value, spec) if spec else repr(self)
 
     def __copy__(self) -> Variable:
-        return self.strategy.extended.copy_variable(self)  # as arrays have it: a value of its own
+        return self.strategy.extended.copy_variable(self)  # copies the value, as arrays do
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What there is to say of one variable: where it lives, and how many bytes it has."""
+"""Descriptions of variables: where one lives, and how many bytes it takes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class VariableDescription:
       aggregation: the name of its VariableAggregation.
       trainable: whether it is trained.
       placement: "mirrored", "per replica", "partitioned on axis 0" or "host memory";
-        of a layout of the user's own class, its `str`.
-      bytes_per_device: bytes in the memory of each device; 0 for one in host memory.
-      host_bytes: bytes in host memory, of all its parts together.
+        for custom layouts, their `str`.
+      bytes_per_device: bytes in the memory of each device; 0 if it is in host memory.
+      host_bytes: bytes in host memory, over all its parts.
     """
 
     name: str
@@ -41,7 +41,7 @@ class VariableDescription:
 
 
 def describe_variable(variable: StoredVariable) -> VariableDescription:
-    """Returns the description of a variable that has its storage."""
+    """Returns the description of a variable that has storage."""
     return describe_stored(
         variable.name,
         variable.storage,  # pyright: ignore[reportArgumentType]

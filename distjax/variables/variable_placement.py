@@ -15,7 +15,7 @@ from distjax.variables.layouts.one_device import OneDeviceLayout
 
 
 class LaidOut(Protocol):
-    """What has the shape, dtype and layout of a variable."""
+    """Anything with a variable's shape, dtype and layout."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,8 +28,8 @@ class LaidOut(Protocol):
 class VariablePlacement(Protocol):
     """The part of a strategy that decides where its variables are stored.
 
-    A sync-on-read variable of a placement that synchronizes has a component per
-    replica, wherever its other variables live.
+    If `synchronizes`, sync-on-read variables have one component per replica, wherever
+    the other variables live.
     """
 
     @property
@@ -40,7 +40,7 @@ class VariablePlacement(Protocol):
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
-        """Returns how a new variable with one value is stored.
+        """Returns the layout of a new variable with a single value.
 
         Args:
           shape: its shape.
@@ -50,20 +50,20 @@ class VariablePlacement(Protocol):
         ...
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
-        """Returns how a value reduced to the devices of `variable` is laid out.
+        """Returns the layout of a value reduced to the devices of `variable`.
 
         Args:
-          variable: the variable, or what stands for one.
+          variable: the variable, or anything laid out like one.
 
-        The value is stored in no other form: of the layout returned, `unencoded`
-        is what counts.
+        The reduced value is never stored in another form, so only `unencoded` of the
+        returned layout matters.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainPlacement:
-    """One copy, without synchronization, on one device (None: the default one)."""
+    """One copy, without synchronization, on one device (None: the default device)."""
 
     device: jax.Device | None = None
     synchronizes: bool = False
@@ -71,7 +71,7 @@ class PlainPlacement:
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
-        """Returns the device's layout."""
+        """Returns the single-device layout."""
         return OneDeviceLayout(self.device)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
@@ -89,9 +89,9 @@ class MirroredPlacement:
     def layout(
         self, shape: tuple[int, ...], dtype: DTypeLike, colocate_with: LaidOut | None = None
     ) -> Layout:
-        """Returns `P()`."""
+        """Returns the mirrored layout, `P()`."""
         return MirroredLayout(self.topology)
 
     def reduction_layout(self, variable: LaidOut) -> Layout:
-        """Returns the layout of a mirrored value."""
+        """Returns the mirrored layout."""
         return MirroredLayout(self.topology)

@@ -1,7 +1,8 @@
-"""Processes that save and are killed: started fast, since a server has imported all before."""
+"""Processes that save and are killed."""
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 import optax
 
 import distjax as dj
+from tests.processes.jobs import kill_all
+from tests.processes.warm import starter
 
 NUM_BATCHES, GLOBAL_BATCH = 12, 8
 KEPT = 2  # with steps removed, so that a kill may come in the middle of that, too
@@ -16,28 +19,26 @@ SIZE = 20_000
 
 
 @contextlib.contextmanager
-def running(function, *args):
-    """Yields a process of its own that runs ``function(pipe, *args)``, and the pipe to it.
+def running(function, directory):
+    """Yields a process of its own that runs ``function(pipe, directory)``, and the pipe to it.
 
     It is killed with SIGKILL at the end of the block, wherever it is.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "distjax", __name__])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_with_devices, args=(function, theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        call, arguments = f"{__name__}:call", (function.__name__, str(directory))
+        process = starter().call(call, arguments, files=(1, 2, theirs.fileno()))
     try:
         yield ours
     finally:
-        process.kill()
-        process.join()
+        kill_all([process])
         ours.close()
 
 
-def _with_devices(function, pipe, *args):
+def call(file, name, directory):
+    """Calls a function of this module with the pipe of this number, on eight devices."""
     jax.config.update("jax_num_cpu_devices", 8)
-    function(pipe, *args)
+    globals()[name](multiprocessing.connection.Connection(file), directory)
 
 
 # -- saving again and again ----------------------------------------------------

@@ -130,6 +130,43 @@ def test_an_optimizer_that_accumulates(checkpointer, pair):
     assert float(w.value) == 8.0, "the first of the two gradients was kept"
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_accumulated_gradients_mean_the_same_on_other_strategies(tmp_path, op):
+    """Saved between two steps of one update, by replicas or where each step reduces."""
+
+    def make(strategy):
+        with strategy.scope():
+            w = dj.Variable(jnp.zeros(4))
+        optimizer = dj.optim.Optimizer(optax.sgd(1.0), op, accumulate_steps=2)
+        optimizer.init([w])
+        return strategy, w, optimizer
+
+    def step(made, gradient):
+        strategy, w, optimizer = made
+        share = gradient / (strategy.num_replicas_in_sync if op == "sum" else 1)
+        strategy.run(lambda g: optimizer.apply_gradients([(g * jnp.ones(4), w)]), args=(share,))
+
+    def strategies():
+        devices = jax.devices()
+        yield dj.MirroredStrategy(devices[:2])
+        yield dj.VirtualStrategy(4)
+        yield dj.ShardedStrategy(devices[:4], partition="gradients")
+        yield dj.OneDeviceStrategy()
+        yield dj.ParameterServerStrategy(1)
+
+    made = list(map(make, strategies()))
+    for number, (strategy, w, optimizer) in enumerate(made):
+        step(made[number], jnp.float32(1))
+        with dj.checkpoint.Checkpointer(tmp_path / str(number)) as checkpointer:
+            checkpointer.save(1, {"w": w, "optimizer": optimizer})
+        for other in map(make, strategies()):
+            with dj.checkpoint.Checkpointer(tmp_path / str(number)) as checkpointer:
+                checkpointer.restore({"w": other[1], "optimizer": other[2]})
+            step(other, jnp.float32(3))
+            found = np.asarray(other[1].value)
+            np.testing.assert_allclose(found, -2.0, err_msg=f"{strategy} to {other[0]}")
+
+
 def test_the_position_in_the_data(checkpointer, pair):
     dataset = pair.distribute_dataset([np.full(2, i) for i in range(6)])
     iterator = iter(dataset)

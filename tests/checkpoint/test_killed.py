@@ -15,7 +15,8 @@ from tests.checkpoint.killed_children import (
 )
 from tests.checkpoint.storages import STORAGES
 
-pytestmark = pytest.mark.multiprocess
+#: In one worker, which makes the trainings that they go on from once.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("checkpoint killed")]
 
 
 def test_a_kill_at_any_moment_leaves_the_latest_complete_step(tmp_path):

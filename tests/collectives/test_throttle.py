@@ -52,21 +52,54 @@ class Token:
     def block_until_ready(self):
         self.awaited = True
 
+    def is_deleted(self):
+        return False
+
 
 @pytest.fixture
 def empty_queue(monkeypatch):
     monkeypatch.setattr(throttle, "_in_flight", [])
 
 
-def test_all_are_awaited_when_too_many_are_in_flight(empty_queue, monkeypatch):
+@pytest.mark.parametrize("in_job", [False, True])
+def test_the_older_half_is_awaited_when_too_many_are_in_flight(empty_queue, monkeypatch, in_job):
+    """In one process by its newest, in whose order the others end; in a job each of them."""
     monkeypatch.setattr(throttle, "is_throttled", lambda: True)
-    tokens = [Token() for _ in range(throttle.MAX_IN_FLIGHT + 2)]
-    for token in tokens[: throttle.MAX_IN_FLIGHT - 1]:
+    monkeypatch.setattr(throttle, "job", lambda: in_job or None)
+    tokens, half = [Token() for _ in range(30)], throttle.MAX_IN_FLIGHT // 2
+    for number, token in enumerate(tokens):
         throttle.throttle(token)
-    assert not any(t.awaited for t in tokens)
-    for token in tokens[throttle.MAX_IN_FLIGHT - 1 :]:
-        throttle.throttle(token)
-    assert [t.awaited for t in tokens] == [True] * throttle.MAX_IN_FLIGHT + [False] * 2
+        assert len(throttle._in_flight) < throttle.MAX_IN_FLIGHT
+        done = number + 1 - len(throttle._in_flight)
+        assert done % half == 0 and throttle._in_flight == tokens[done : number + 1]
+        newest = [t.awaited for t in tokens[half - 1 : done : half]]
+        assert all(newest) and len(newest) == done // half
+        others = sum(t.awaited for t in tokens) - len(newest)
+        assert others == (done - len(newest) if in_job else 0)
+    assert done == 16
+
+
+def test_programs_on_several_devices_end_in_the_order_of_their_launch():
+    """What the guard builds on: the end of one tells the end of all before it."""
+    if not throttle.is_throttled():
+        pytest.skip("nothing is awaited there")
+    meshes = [jax.sharding.Mesh(devices, "r") for devices in (jax.devices()[:2], jax.devices())]
+
+    def launch(mesh, size):
+        spec = jax.sharding.PartitionSpec("r")
+        step = lambda x: jax.lax.psum(jnp.linalg.matrix_power(x[0], 30), "r")[0, :1]
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped), jnp.ones((mesh.size, size, size)) / size
+
+    programs = [launch(mesh, size) for mesh in meshes for size in (2, 300)]
+    jax.block_until_ready([program(x) for program, x in programs])
+    for _ in range(3):
+        ends = [program(x) for program, x in (programs[1], programs[2], programs[3], programs[0])]
+        for i in reversed(range(len(ends))):
+            if ends[i].is_ready():
+                assert all(end.is_ready() for end in ends[:i])
+        ends[-1].block_until_ready()
+        assert all(end.is_ready() for end in ends)
 
 
 def test_a_program_that_has_failed_stops_no_later_one(empty_queue, monkeypatch):
@@ -76,11 +109,36 @@ def test_a_program_that_has_failed_stops_no_later_one(empty_queue, monkeypatch):
     def fail():
         raise jax.errors.JaxRuntimeError("told to who reads its results")
 
-    tokens[3].block_until_ready = fail
+    half = throttle.MAX_IN_FLIGHT // 2
+    tokens[half - 1].block_until_ready = fail
     for token in tokens:
         throttle.throttle(token)
-    assert [i for i, t in enumerate(tokens) if not t.awaited] == [3]
-    assert not throttle._in_flight
+    assert [i for i, t in enumerate(tokens) if t.awaited] == [2 * half - 1, 3 * half - 1]
+    assert throttle._in_flight == tokens[3 * half :]
+
+
+def test_a_result_that_is_donated_since_tells_nothing(empty_queue, monkeypatch):
+    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
+    tokens, half = [Token() for _ in range(throttle.MAX_IN_FLIGHT)], throttle.MAX_IN_FLIGHT // 2
+
+    def refuse():
+        raise RuntimeError("Array has been deleted")
+
+    for token in tokens[: half + 1]:
+        token.block_until_ready, token.is_deleted = refuse, lambda: True
+    for token in tokens:
+        throttle.throttle(token)
+    assert [i for i, t in enumerate(tokens) if t.awaited] == [half + 1]
+    assert throttle._in_flight == tokens[half:]
+
+
+def test_results_that_are_donated_keep_the_bound(mirrored):
+    """By a program of the user's own, which knows of no bound."""
+    use = jax.jit(lambda x: (x * 2, x.sum()), donate_argnums=0)
+    step = lambda x: mirrored.run(lambda x: jax.lax.pmean(x, "replica"), args=(x,))
+    x = mirrored.per_replica(np.ones((2, 4), np.float32))
+    ends = [use(step(x))[1] for _ in range(100)]
+    assert [float(end) for end in ends] == [4.0] * 100
 
 
 def test_nothing_is_recorded_without_a_token_or_in_a_trace(empty_queue):
@@ -92,8 +150,6 @@ def test_nothing_is_recorded_without_a_token_or_in_a_trace(empty_queue):
 def test_where_programs_are_throttled():
     assert throttle.is_throttled() == jax_compat.CPU_COLLECTIVES_NEED_THROTTLE
     assert throttle.is_throttled() == (jax_compat.JAX_VERSION < (0, 12))
-    token = throttle.make_token()
-    assert (token is not None) == throttle.is_throttled()
 
 
 def test_compiled_once_per_function_and_static_values():

@@ -11,7 +11,13 @@ import distjax as dj
 from tests.conftest import STRATEGIES
 
 PAD = dj.InputOptions("pad", prefetch=0)
-NAMES = [name for name in STRATEGIES if name not in ("mirrored3", "virtual8")]
+#: Without variables it is one whether gradients and moments are split, too.
+LIKE_PARAMETERS = ("optimizer", "gradients")
+NAMES = [
+    name
+    for name in STRATEGIES
+    if name not in ("mirrored3", "virtual8") and not name.startswith(LIKE_PARAMETERS)
+]
 MADE = {name: STRATEGIES[name]() for name in NAMES if not name.startswith("mirrored")}
 
 

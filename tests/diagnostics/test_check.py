@@ -1,7 +1,9 @@
 """dj.check lists what is probably wrong; dj.expect says once why it is meant."""
 
+import functools
 import warnings
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -82,7 +84,34 @@ def test_what_is_static_stays_so(pair):
     x, n = ids(pair), dj.static(3)
     assert dj.check(step, x, n, strategy=pair) is None
     assert dj.check(pair.jit(step), x, n) is None
+    assert dj.check(lambda x, n: pair.run(step, args=(x, n)), x, n) is None
     assert dj.explain(step, x, n, strategy=pair).results == {"": "M"}
+
+
+def test_what_is_static_is_handed_on_as_a_call_does(pair):
+    seen = []
+
+    def step(x, n, m):
+        seen.append((n, m))
+        return pair.run(lambda x, n: x + jnp.zeros(n), args=(x, n))
+
+    x, n, compiled = ids(pair), dj.static(3), dj.jit(lambda x, n: x + jnp.zeros(n))
+    for look in (step, functools.partial(dj.check, step), functools.partial(dj.explain, step)):
+        look(x, n, 2)
+    assert [marked for marked, _ in seen] == [n, n, n]
+    assert dj.check(compiled, 1.0, n) is None  # which a call of it takes the mark from
+
+
+def test_a_struct_stands_for_an_array(pair):
+    def step(x, w):
+        return dj.get_replica_context().all_reduce("mean", x) + w
+
+    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x, w = jax.tree.map(struct, (ids(pair), jnp.ones(3)))
+    assert dj.check(step, x, w, strategy=pair) is None
+    assert dj.explain(step, x, w, strategy=pair).arguments == {"x": "T", "w": "M"}
+    with pytest.raises(CheckError, match="1 warning"):
+        dj.check(forgetful, *jax.tree.map(struct, (start(), ids(pair))), strategy=pair)
 
 
 def test_check_is_called_outside_of_traces(pair):
@@ -160,6 +189,18 @@ def test_only_the_wrapped_argument_is_meant(pair):
         dj.check(both, dj.expect(REASON, differs=start()), start(), ids(pair), strategy=pair)
     [finding] = info.value.findings
     assert "b['w']" in finding.text and "a['w']" not in finding.text
+
+
+@pytest.mark.parametrize("call", [call_run, call_jit, call_keyword])
+def test_a_part_of_an_argument_is_meant(pair, call):
+    """As the statistics of a batch in a state, whose parameters are still looked after."""
+    some = start() | {"w": dj.expect(REASON, differs=start()["w"])}
+    out = call(pair, some, ids(pair))
+    assert local(pair, out["w"]) == [[1, 1], [0, 0]]
+    out = call(pair, {**out, "w": dj.expect(REASON, differs=out["w"])}, ids(pair))
+    assert local(pair, out["w"]) == [[1, 1], [-1, -1]]
+    with pytest.raises(LocalityWarning):
+        call(pair, start() | {"b": dj.expect(REASON, differs=start()["b"])}, ids(pair))
 
 
 @pytest.mark.parametrize("reason", ["", "  ", None, 3])

@@ -36,7 +36,8 @@ _SECONDS = 1200.0
 @contextlib.contextmanager
 def group_of(shape: Shape, is_wide: bool = False) -> Iterator[groups.Group]:
     """A group of its own."""
-    group = groups.Group(*shape)
+    # Without Flax where it is to have 64 bits.
+    group = groups.Group(*shape, modules=["distjax"] if is_wide else ())
     try:
         if is_wide:
             group.call(compute_in_64_bits)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import distjax as dj
-from tests.processes.jobs import ROOT
+from tests.processes.warm import ROOT
 
 #: Over all devices of a job, or of one process.
 STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
@@ -60,7 +60,7 @@ def _in_place_of(path: pathlib.Path, strategy: str, said: dict[str, Any]) -> Ite
     arguments = sys.argv
     with modules_of(path):
         options = importlib.import_module("options")
-        options.make_strategy = lambda name, replicas: STRATEGIES[strategy]()
+        options.make_strategy = lambda *_: STRATEGIES[strategy]()
         if path.parent.name == "digits":
             report = importlib.import_module("report")
             write = report.write

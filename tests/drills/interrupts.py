@@ -33,7 +33,7 @@ class Alarm(BaseException):
 
 
 class StateOfJaxLost(Exception):
-    """JAX has lost the state of the thread, as an interrupted trace may: see Limits of the README.
+    """JAX has lost the state of the thread, as an interrupted trace may: see docs/limits.md.
 
     Args:
       interrupts: how many there were before.

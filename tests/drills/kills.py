@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.drills import training
 from tests.drills.training import NUM_EXAMPLES, NUM_STEPS
-from tests.drills.warm import Forked, starter
 from tests.processes.jobs import free_address, kill_all
+from tests.processes.warm import Forked, outside_of_jobs, starter
 
 #: Processes and devices of each: of the runs that are killed, and where they may go on.
 KILLED = ((2, 2), (4, 1))
@@ -96,9 +97,14 @@ class Run:
             for i, errors in enumerate(self._errors):
                 files = [(nowhere if i else stdout).fileno(), errors.fileno()]
                 own = environment | {"DISTJAX_PROCESS_ID": str(i)} if environment else {}
-                argument = str(place.checkpoints)
                 self.processes.append(
-                    starter().start([argument], environment=own, settings=settings, files=files)
+                    starter().start(
+                        training.__file__,
+                        [str(place.checkpoints)],
+                        environment=outside_of_jobs() | own,
+                        settings=settings,
+                        files=files,
+                    )
                 )
         self._deadline = time.monotonic() + RUN_SECONDS
         self._rest = b""

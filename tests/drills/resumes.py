@@ -18,7 +18,7 @@ import numpy as np
 
 import distjax as dj
 from tests.drills.example_runs import LANGUAGE_MODEL, STRATEGIES, modules_of
-from tests.processes.jobs import ROOT
+from tests.processes.warm import ROOT
 
 #: Before the save, and after it.
 STEPS_BEFORE, STEPS_AFTER = 5, 10

@@ -11,6 +11,7 @@ import itertools
 import os
 import pathlib
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -22,11 +23,13 @@ import jax
 import numpy as np
 
 import distjax as dj
+from tests.drills.dead_workers import rates_beside_a_hanging_thread
 from tests.servers.faults import run_with_faults
 from tests.servers.replay import run_recorded
 from tests.servers.staleness import run_random_schedule
 
-SCHEDULES, REPLAYS, FAULTS, EPOCHS = 10_000, 1_000, 1_000, 10
+SCHEDULES, REPLAYS, FAULTS, HANGS, EPOCHS = 10_000, 1_000, 1_000, 30, 20
+LEAST_RATE = 0.9  # of the workers beside one that hangs
 CLOSURES_OF_A_RUN = 300
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "digits"
 
@@ -64,6 +67,12 @@ def apply_each_once(seed: int, count: int) -> tuple[str, bool]:
         num_faults, num_runs = num_faults + found["faults"], num_runs + 1
     closures = num_runs * CLOSURES_OF_A_RUN
     return f"{closures} closures, {num_faults} faults, {num_wrong} wrong runs", not num_wrong
+
+
+def wait_for_nobody(seed: int, count: int) -> tuple[str, bool]:
+    """One of four workers hangs: the others are as fast as before."""
+    rate = statistics.median(rates_beside_a_hanging_thread(count))
+    return f"{count} times: the others' rate {rate:.2f} of what it was before", rate >= LEAST_RATE
 
 
 def train_digits(strategy, seed, num_epochs, halfway=lambda coordinator: None):
@@ -121,6 +130,7 @@ LAWS: dict[Law, int] = {
     keep_the_bound: SCHEDULES,
     equal_their_replay: REPLAYS,
     apply_each_once: FAULTS,
+    wait_for_nobody: HANGS,
     learn_digits: EPOCHS,
 }
 

@@ -11,7 +11,11 @@ import numpy as np
 import optax
 import pytest
 
-from tests.examples.scripts import last_line
+from tests.examples.scripts import last_line, what_it_said
+from tests.processes.warm import outside_of_jobs
+
+#: In one worker, which makes the curve of plain JAX once.
+pytestmark = pytest.mark.xdist_group("examples digits")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 NUM_STEPS = 44  # two of the ten epochs
@@ -71,17 +75,15 @@ def expected_losses() -> list[float]:
 @pytest.mark.parametrize(("script", "chosen"), RUNS)
 def test_loss_curve_equals_plain_jax(script, chosen, expected_losses, tmp_path):
     losses = tmp_path / "losses.json"
-    command = [sys.executable, str(EXAMPLE / script)]
-    command += ["--strategy", chosen, "--steps", str(NUM_STEPS), "--seed", str(SEED)]
-    command += ["--replicas", "1"] if chosen == "parameter_server" else []
-    command += ["--global-batch", str(GLOBAL_BATCH), "--epochs", str(EPOCHS)]
-    command += ["--out", str(tmp_path), "--dump-losses", str(losses)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    flags = ["--strategy", chosen, "--steps", str(NUM_STEPS), "--seed", str(SEED)]
+    flags += ["--replicas", "1"] if chosen == "parameter_server" else []
+    flags += ["--global-batch", str(GLOBAL_BATCH), "--epochs", str(EPOCHS)]
+    flags += ["--out", str(tmp_path), "--dump-losses", str(losses)]
+    said, complaints = what_it_said(f"digits/{script}", *flags)
     np.testing.assert_allclose(json.loads(losses.read_text()), expected_losses, rtol=0, atol=1e-4)
     assert (tmp_path / f"{Path(script).stem}_{chosen}.png").stat().st_size > 0
-    assert "step/s" not in run.stderr, "a progress bar where there is no terminal"
-    *_, heads, _, row = run.stdout.splitlines()
+    assert "step/s" not in complaints, "a progress bar where there is no terminal"
+    *_, heads, _, row = said.splitlines()
     assert heads.split()[:4] == ["strategy", "replicas", "devices", "steps"]
     name, num_replicas, num_devices, _, num_steps, _, accuracy, _ = row.split()
     assert (name, int(num_steps)) == (chosen, NUM_STEPS)
@@ -93,7 +95,7 @@ def test_loss_curve_equals_plain_jax(script, chosen, expected_losses, tmp_path):
 def test_modules_train_the_same_on_eight_replicas_and_on_one(tmp_path):
     """NNX has other initial parameters than linen, so it is compared with itself."""
     curves = []
-    for strategy in ("mirrored", "default"):
+    for strategy in ("mirrored", "one_device"):
         losses = tmp_path / f"{strategy}.json"
         flags = ["--strategy", strategy, "--steps", "44", "--dump-losses", str(losses)]
         line = last_line("digits/modules.py", *flags, "--out", str(tmp_path))
@@ -106,7 +108,7 @@ def test_modules_train_the_same_on_eight_replicas_and_on_one(tmp_path):
 def test_equinox_trains_the_same_on_eight_replicas_and_on_one(tmp_path):
     pytest.importorskip("equinox")
     curves = []
-    for strategy in ("mirrored", "default"):
+    for strategy in ("mirrored", "one_device"):
         losses = tmp_path / f"{strategy}.json"
         flags = ["--strategy", strategy, "--steps", "12", "--dump-losses", str(losses)]
         last_line("digits/equinox_form.py", *flags, "--out", str(tmp_path))
@@ -116,14 +118,21 @@ def test_equinox_trains_the_same_on_eight_replicas_and_on_one(tmp_path):
 
 
 def test_a_file_takes_the_place_of_the_digits(tmp_path):
-    """Its images may have another size; eight of them are two steps of batch four."""
+    """Its images may have another size; eight of them are two steps of batch four.
+
+    Started as a user does, while the other scripts are forks.
+    """
     images = np.random.default_rng(0).integers(0, 256, (8, 6, 6), np.uint8)
     labels = np.arange(8) % 10
     np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     flags = ["--strategy", "one_device", "--global-batch", "4", "--epochs", "1"]
     paths = ["--data", str(tmp_path / "own.npz"), "--out", str(tmp_path)]
-    line = last_line("digits/train.py", *flags, *paths)
-    name, _, _, _, num_steps, _, _, _ = line.split()
+    command = [sys.executable, str(EXAMPLE / "train.py"), *flags, *paths]
+    run = subprocess.run(
+        command, env=outside_of_jobs(), capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    name, _, _, _, num_steps, _, _, _ = run.stdout.splitlines()[-1].split()
     assert (name, int(num_steps)) == ("one_device", 2)
 
 

@@ -2,12 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.examples.scripts import EXAMPLES, last_line, lines_of
+from tests.examples.scripts import last_line, lines_of, start
+from tests.processes.jobs import kill_all
+
+#: In one worker, which makes the run that nobody kills once.
+pytestmark = pytest.mark.xdist_group("examples language model")
 
 SCRIPT = "language_model/train.py"
 SMALL = [
@@ -31,15 +33,17 @@ def uninterrupted() -> float:
 def test_killed_and_resumed_under_another_strategy(tmp_path, uninterrupted):
     """Two replicas with a copy each are killed; four with a quarter each go on."""
     saving = ["--checkpoints", str(tmp_path), "--save-every", "4"]
-    command = [sys.executable, EXAMPLES / SCRIPT, *SMALL, *saving]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    for line in run.stdout:
-        if line.startswith("step 10:"):  # step 4 is on disk: the save of step 8 waited for it
-            run.send_signal(signal.SIGKILL)
-            break
-    assert run.wait() == -signal.SIGKILL
+    read, write = os.pipe()
+    with open(read) as said, open(write, "wb") as output:
+        run = start(SCRIPT, *SMALL, *saving, output=output, errors=output)
+        output.close()
+        try:
+            for line in said:
+                if line.startswith("step 10:"):  # step 4 is on disk: the save of 8 waited for it
+                    break
+        finally:
+            kill_all([run])
+    assert run.returncode == -signal.SIGKILL
     lines = lines_of(SCRIPT, *SMALL, *saving, "--strategy", "sharded", "--replicas", "4")
     assert lines[0] in ("resumed after step 4", "resumed after step 8")
     assert lines[-1].startswith("sharded: ")

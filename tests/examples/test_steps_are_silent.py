@@ -77,6 +77,19 @@ def test_digits_in_modules(load, mirrored):
     assert dj.check(modules.test_step, network, accuracy, *batch, strategy=mirrored) is None
 
 
+def test_digits_in_equinox(load, mirrored):
+    eqx = pytest.importorskip("equinox")
+    form = load("digits", "equinox_form")
+    key, optimizer = jax.random.key(0), optax.adam(0.1)
+    network, state = eqx.nn.make_with_state(form.ConvNet)(mirrored.axis_name, key)
+    optimizer_state = optimizer.init(eqx.filter(network, eqx.is_array))
+    batch = batch_of(mirrored, IMAGES, LABELS)
+    args = (network, state, optimizer_state, optimizer, *batch, key)
+    assert dj.check(form.train_step, *args, strategy=mirrored) is None
+    assert dj.check(mirrored.jit(form.train_step), *args) is None
+    assert dj.check(form.test_step, network, state, *batch, strategy=mirrored) is None
+
+
 def test_cartpole(load, mirrored):
     with mirrored.scope():
         trainer = load("cartpole", "train").Trainer(mirrored, seed=0)

@@ -161,6 +161,7 @@ def test_an_array_as_an_attribute_is_read_at_each_call():
     assert float(STRATEGY.run(read, args=(model,))) == 2.0
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_objects_die_with_the_user():
     model = Model()
     value(model)

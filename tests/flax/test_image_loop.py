@@ -16,6 +16,9 @@ from tests.flax.image_loop import (
     train_step_on_view,
 )
 
+#: In one worker, which makes the curve of plain NNX once.
+pytestmark = pytest.mark.xdist_group("flax image loop")
+
 STRATEGIES = {
     "one_device": lambda: dj.OneDeviceStrategy(),
     "mirrored2": lambda: dj.MirroredStrategy(jax.devices()[:2]),

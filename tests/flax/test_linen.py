@@ -12,6 +12,9 @@ from distjax.errors import LocalityError, LocalityWarning
 from tests.flax.image_loop import make_batches
 from tests.flax.linen_step import make_state, train_step
 
+#: In one worker, which makes the curve of pmap once.
+pytestmark = pytest.mark.xdist_group("flax linen")
+
 NUM_REPLICAS = 4
 BATCHES = make_batches(3)
 

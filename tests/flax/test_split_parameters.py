@@ -11,6 +11,9 @@ import distjax as dj
 from distjax.testing import hlo
 from tests.flax.image_loop import values
 
+#: In one worker, which makes two steps of plain NNX once.
+pytestmark = pytest.mark.xdist_group("flax split parameters")
+
 STRATEGIES = {
     "one_device": lambda: dj.OneDeviceStrategy(),
     "virtual2": lambda: dj.VirtualStrategy(2),

@@ -14,6 +14,7 @@ from tests.golden.records import check, difference, load
 RECORDS = load("training")
 WITH_SLOTS = ("momentum_merge_call", "adam_merge_call")
 LIBRARY = [r for r in RECORDS if r.case["method"] in WITH_SLOTS and "3/" not in r.id]
+ON_TWO = [r for r in RECORDS if r.id.startswith("mirrored2/")]
 ON_ONE_DEVICE = ("mirrored8/adam_merge_call", "mirrored8/batch_norm_on_read")
 
 
@@ -41,6 +42,13 @@ def test_library_optimizers_give_the_same_training(record):
     got = training.outcome()
     for part in ("losses", "weights"):
         assert difference(record.outcome[part], got[part], rtol=1e-5) is None
+
+
+@pytest.mark.parametrize("record", ON_TWO, ids=lambda r: r.id)
+def test_there_is_nothing_to_say_about_its_step(record):
+    training = Training(**record.case)
+    args = training.arguments(0)
+    assert dj.check(training.replica_step, *args, strategy=training.strategy) is None
 
 
 def make_momentum():
@@ -96,9 +104,12 @@ class Training:
         return outcome
 
     def step(self, step):
+        return self.strategy.run(self.replica_step, self.arguments(step))
+
+    def arguments(self, step):
         count = self.strategy.num_replicas_in_sync
         data = [per_replica(self.strategy, np.split(x, count)) for x in mlp.batch(step)]
-        return self.strategy.run(self.replica_step, (*data, np.float32(step + 1)))
+        return *data, np.float32(step + 1)
 
     def replica_step(self, x, target, count):
         context = dj.get_replica_context()

@@ -1,5 +1,6 @@
 """Six whole training files do under `dj.pmap` what they do under `jax.pmap`."""
 
+import functools
 import warnings
 
 import jax
@@ -28,3 +29,68 @@ def test_a_published_file_computes_the_same(name):
 def test_a_port_changes_three_lines_at_most(name):
     assert 2 <= ports.changed_lines(name) <= 3
     assert "dj.pmap" in ports.port_of(name) and "distjax" not in ports.source_of(name)
+
+
+@pytest.mark.parametrize("name", ports.CHANGES)
+def test_there_is_nothing_to_say_about_its_steps_under_run(name, monkeypatch):
+    checked = []
+    monkeypatch.setattr(jax, "pmap", functools.partial(checking_pmap, jax.pmap, checked))
+    ports.run(ports.source_of(name), 1)
+    assert set(checked) >= STEPS[name]
+
+
+STEPS = {
+    "imagenet_linen": {"train_step", "eval_step", "<lambda>"},
+    "mnist_mlp": {"update", "evaluate"},
+    "ppo": {"update_step"},
+    "mcmc": {"sample"},
+    "self_supervised": {"update_fn"},
+    "evolution": {"generation"},
+}
+
+
+def checking_pmap(
+    pmap, checked, fn, axis_name=None, *, in_axes=0, static_broadcasted_argnums=(), **options
+):
+    """Maps a function, and checks it at its first call as it would be run."""
+    strategy = dj.MirroredStrategy(axis_name=axis_name)
+    static = {static_broadcasted_argnums} - {()}
+    mapped = pmap(
+        fn,
+        axis_name,
+        in_axes=in_axes,
+        static_broadcasted_argnums=static_broadcasted_argnums,
+        **options,
+    )
+
+    def call(*args):
+        if fn.__name__ not in checked:
+            axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+            axes += (None,) * (len(args) - len(axes))
+            given = [
+                dj.static(arg) if i in static else arg if axis is None else without_axis(arg)
+                for i, (arg, axis) in enumerate(zip(args, axes, strict=True))
+            ]
+            assert dj.check(fn, *map(expecting, given), strategy=strategy) is None
+            checked.append(fn.__name__)
+        return mapped(*args)
+
+    def without_axis(tree):
+        return jax.tree.map(lambda x: x[0] if is_equal(x) else strategy.per_replica(x), tree)
+
+    return call
+
+
+def is_equal(rows):
+    """Returns whether all rows are the same: they become one value under `run`."""
+    is_key = jax.dtypes.issubdtype(rows.dtype, jax.dtypes.prng_key)
+    rows = np.asarray(jax.random.key_data(rows) if is_key else rows)
+    return bool((rows == rows[:1]).all())
+
+
+def expecting(arg):
+    """Returns the argument, with what differs by design marked."""
+    if not hasattr(arg, "batch_stats"):
+        return arg
+    reason = "each replica has statistics of its own"
+    return arg.replace(batch_stats=dj.expect(reason, differs=arg.batch_stats))

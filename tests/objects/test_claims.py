@@ -188,6 +188,7 @@ def test_the_text_of_the_refusal(pair):
     )
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_a_claim_keeps_no_object_alive_and_goes_with_it(pair):
     gc.collect()
     before = set(claims._claims)

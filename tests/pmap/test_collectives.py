@@ -10,6 +10,9 @@ from jax import lax
 
 from tests.pmap.kinds import Replicas, assert_equal
 
+#: In one worker, which makes what jax.pmap gives once.
+pytestmark = pytest.mark.xdist_group("pmap collectives")
+
 
 def ring(count):
     return [(i, (i + 1) % count) for i in range(count)]

@@ -11,12 +11,15 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.processes import worker
-from tests.processes.jobs import free_address
+from tests.processes.jobs import free_address, kill_all
+from tests.processes.warm import starter
+
+_SERVE = "tests.processes.worker:serve"
 
 
 class GroupFailure(AssertionError):
@@ -29,21 +32,18 @@ class Group:
     Args:
       num_processes: P.
       devices: D, of each process.
+      modules: what they have imported when they start; none: everything.
     """
 
-    def __init__(self, num_processes: int, devices: int):
+    def __init__(self, num_processes: int, devices: int, modules: Sequence[str] = ()):
         address = free_address()
-        spawn = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
         for process_id in range(num_processes):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=worker.serve,
-                args=(theirs, address, num_processes, process_id, devices),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                arguments = address, num_processes, process_id, devices
+                files = 1, 2, theirs.fileno()
+                process = starter(*modules).call(_SERVE, arguments, files)
             self._connections.append(ours)
             self._processes.append(process)
         self._receive(120.0)
@@ -85,22 +85,20 @@ class Group:
         raise GroupFailure(said)
 
     def _exit_code(self, process_id: int) -> int | None:
-        self._processes[process_id].join(5)
-        return self._processes[process_id].exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._processes[process_id].wait(5)
+        return None
 
     def end(self) -> None:
         """Kills every process, and waits until it is gone."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        kill_all(self._processes)
         for connection in self._connections:
             connection.close()
 
     @property
     def is_alive(self) -> bool:
         """Whether every process runs."""
-        return all(process.is_alive() for process in self._processes)
+        return all(process.poll() is None for process in self._processes)
 
 
 _alive: dict[tuple[int, int], Group] = {}
@@ -124,5 +122,4 @@ def end_groups() -> None:
     _alive.clear()
 
 
-# Before multiprocessing asks them to end, which JAX's handler of SIGTERM would not hear.
 atexit.register(end_groups)

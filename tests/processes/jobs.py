@@ -2,16 +2,14 @@
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.processes.warm import outside_of_jobs, starter
 
 #: What each script begins with: where the job meets, and which process it is.
 PREAMBLE = """\
@@ -37,12 +35,7 @@ def free_address():
 
 def job_environment(devices):
     """Returns our variables without those of a job, for processes of so many CPU devices."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("DISTJAX_", "TF_CONFIG"))}
-    return ours | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-    }
+    return outside_of_jobs() | {"JAX_NUM_CPU_DEVICES": str(devices)}
 
 
 def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=None, seconds=60):
@@ -59,6 +52,7 @@ def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=No
     ours = job_environment(devices)
     ours |= {"TEST_ADDRESS": free_address(), "TEST_P": str(num_processes or len(ids))}
     ours |= environment or {}
+    settings = {"jax_num_cpu_devices": devices}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distjax-tests-"))
         path = pathlib.Path(folder, "script.py")
@@ -67,9 +61,9 @@ def run_job(script, ids=(0, 1), *, num_processes=None, devices=1, environment=No
         started = []
         stack.callback(kill_all, started)
         for i, output in zip(ids, outputs, strict=True):
-            command = [sys.executable, str(path)]
+            files = [output.fileno()] * 2
             own = {**ours, "TEST_I": str(i)}
-            started.append(subprocess.Popen(command, stdout=output, stderr=output, env=own))
+            started.append(starter().start(path, environment=own, settings=settings, files=files))
         deadline = time.monotonic() + seconds
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):  # killed, its code is -9

@@ -304,8 +304,10 @@ def test_arrays_of_one_process_are_no_part_of_a_job(group, tmp_path):
 
 def open_apart(directory):
     own = pathlib.Path(directory, str(job().process_id))
-    with pytest.raises(dj.errors.CheckpointError) as caught:
-        dj.checkpoint.Checkpointer(own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distjax.checkpoint.directory._LOOK_SECONDS", 0.5)
+        with pytest.raises(dj.errors.CheckpointError) as caught:
+            dj.checkpoint.Checkpointer(own)
     return str(caught.value).splitlines()[0], sorted(os.listdir(own)) if own.is_dir() else []
 
 

@@ -1,12 +1,13 @@
 """How the processes of a job end: each with a code that says why, none long after the others."""
 
+import concurrent.futures
 import os
 
 import pytest
 
 from tests.processes.jobs import run_job
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("ends of processes")]
 
 JOINED = """
 import signal, threading
@@ -20,11 +21,8 @@ def meet():
 """
 
 
-def test_an_exception_in_process_0_reaches_all():
-    """Process 0 holds the coordinator, without which JAX aborts; one of the others computes."""
-    script = (
-        JOINED
-        + """
+#: Process 0 holds the coordinator, without which JAX aborts; one of the others computes.
+RAISED = """
 dj.initialize(ADDRESS, P, I)
 assert meet() == P
 if I == 0:
@@ -33,43 +31,66 @@ if I == 1:
     meet().block_until_ready()
 threading.Event().wait()
 """
-    )
-    ended = run_job(script, ids=range(3))
+
+#: The other is in a collective.
+ONE_ENDS = """
+dj.initialize(ADDRESS, P, I, shutdown_timeout=4)
+assert meet() == P
+if I == 1:
+    {how}
+else:
+    print(meet())
+"""
+
+#: Process 1 dies before the end; process 0, which has nothing more to do, does not end with 0.
+DIES = """
+dj.initialize(ADDRESS, P, I, shutdown_timeout=2)
+if I == 1:
+    os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service does not catch it
+    signal.pause()
+"""
+
+#: What one process does, how the two end, and what it says.
+EARLY_ENDS = {
+    "thread": (
+        "threading.Thread(target=int, args=('a',)).start(); meet()",
+        (71, 70),
+        "invalid literal",
+    ),
+    "exit": ("sys.exit(3)", (71, 3), "no end of process 0 on "),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", (71, -9), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """All of them side by side: what they mostly do is wait."""
+    scripts = {name: ONE_ENDS.format(how=how) for name, (how, *_) in EARLY_ENDS.items()}
+    scripts |= {"raised": RAISED, "dies": DIES}
+    with concurrent.futures.ThreadPoolExecutor(len(scripts)) as pool:
+        ids = lambda name: range(3 if name == "raised" else 2)
+        start = lambda name: pool.submit(run_job, JOINED + scripts[name], ids(name))
+        yield {name: start(name) for name in scripts}
+
+
+def test_an_exception_in_process_0_reaches_all(jobs):
+    ended = jobs["raised"].result()
     assert [process.code for process in ended] == [70, 71, 71], "\n".join(p.said for p in ended)
     assert "ValueError: mine" in ended[0].said
     for other in ended[1:]:
         assert "Got: the end of process 0 on " in other.said and "ValueError: mine." in other.said
 
 
-@pytest.mark.parametrize(
-    "how, codes, said",
-    [
-        ("threading.Thread(target=int, args=('a',)).start(); meet()", (71, 70), "invalid literal"),
-        ("sys.exit(3)", (71, 3), "no end of process 0 on "),
-        ("os.kill(os.getpid(), signal.SIGKILL)", (71, -9), ""),
-    ],
-    ids=["thread", "exit", "kill"],
-)
-def test_one_process_ends_early(how, codes, said):
-    """The other is in a collective."""
-    script = JOINED + "dj.initialize(ADDRESS, P, I, shutdown_timeout=4)\nassert meet() == P\n"
-    first, second = run_job(script + f"if I == 1:\n    {how}\nelse:\n    print(meet())\n")
+@pytest.mark.parametrize("how", EARLY_ENDS)
+def test_one_process_ends_early(how, jobs):
+    first, second = jobs[how].result()
+    _, codes, said = EARLY_ENDS[how]
     assert (first.code, second.code) == codes, first.said + second.said
     assert said in second.said
 
 
-def test_the_end_of_the_program_is_a_meeting():
-    """Process 1 dies before; process 0, which has nothing more to do, does not end with 0."""
-    script = (
-        JOINED
-        + """
-dj.initialize(ADDRESS, P, I, shutdown_timeout=2)
-if I == 1:
-    os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service does not catch it
-    signal.pause()
-"""
-    )
-    first, second = run_job(script)
+def test_the_end_of_the_program_is_a_meeting(jobs):
+    first, second = jobs["dies"].result()
     assert (first.code, second.code) == (71, -15)
     assert "the end of process 0 on " in first.said
     assert "Got: no end of process 1 on " in first.said

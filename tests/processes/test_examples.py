@@ -8,15 +8,16 @@ import pytest
 
 from tests.drills.example_runs import LANGUAGE_MODEL, run_example
 from tests.processes import groups
-from tests.processes.jobs import ROOT, run_job
+from tests.processes.jobs import run_job
+from tests.processes.warm import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
 FOLDER = ROOT / "examples" / "digits"
 
-SCRIPTS = ("train.py", "modules.py", "functional.py")
+SCRIPTS = ("modules.py", "functional.py")
 
-#: All of them in one process: what starts a process costs more than eight steps.
+#: One after the other in one process.
 RUN = """
 import pathlib, runpy
 sys.path.insert(0, {folder!r})
@@ -48,14 +49,23 @@ def test_the_curves_are_those_of_one_process(tmp_path):
         np.testing.assert_allclose(several, one, atol=1e-6)
 
 
-def test_curves_of_the_language_model():
-    """In one group of processes, and in one process: a part of `tests/drills/curves.py`."""
-    options = ("--steps", "4", "--width", "16", "--context", "16", "--layers", "1")
-    strategies, curves = ("mirrored", "zero3"), []
-    for shape in ((1, 4), (2, 2)):
-        group = groups.group(*shape)
-        told = [group.call(run_example, LANGUAGE_MODEL, s, *options)[0] for s in strategies]
-        curves.append([curve.losses for curve in told])
-    one, several = curves
-    assert np.shape(one) == (2, 4)
-    np.testing.assert_allclose(several, one, rtol=1e-6)
+#: Of those of `tests/drills/curves.py`; what makes them short, and how near curves have to be.
+#: Modules under a mirrored strategy are among the scripts above.
+FORMS = {
+    ("digits/train.py", "mirrored"): ("--steps 8", dict(atol=1e-6)),
+    (LANGUAGE_MODEL, "zero3"): (
+        "--steps 4 --width 16 --context 16 --layers 1",
+        dict(rtol=1e-6),
+    ),
+}
+
+
+def test_the_curves_of_a_group_are_those_of_one_process():
+    def curves(*shape):
+        run = groups.group(*shape).call
+        return [run(run_example, *form, *FORMS[form][0].split())[0].losses for form in FORMS]
+
+    one, several = curves(1, 4), curves(2, 2)
+    assert [len(curve) for curve in one] == [8, 4]
+    for i, (_, tolerance) in enumerate(FORMS.values()):
+        np.testing.assert_allclose(several[i], one[i], **tolerance)

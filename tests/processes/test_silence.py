@@ -4,12 +4,14 @@ Where the processes compare before they act it is an `AgreementError` on all, wh
 (`test_agreement` asks for its text); between two such meetings it ends all with 77.
 """
 
+import concurrent.futures
+
 import pytest
 
 from tests.processes import test_agreement as at_meetings
 from tests.processes.jobs import run_job
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("silence")]
 
 START = """
 import threading
@@ -63,11 +65,19 @@ def test_the_rows_that_are_found_at_meetings_are_asked_there():
     assert asked >= {TABLE[row] for row in TABLE.keys() - BETWEEN_MEETINGS.keys()}
 
 
+@pytest.fixture(scope="module")
+def jobs():
+    """All of them side by side: what they mostly do is wait."""
+    start = START.replace("STEP_DEADLINE", "600.0")
+    with concurrent.futures.ThreadPoolExecutor(len(BETWEEN_MEETINGS)) as pool:
+        run = lambda program: pool.submit(run_job, start + program, devices=2)
+        yield {row: run(program) for row, (program, _) in BETWEEN_MEETINGS.items()}
+
+
 @pytest.mark.parametrize("row", BETWEEN_MEETINGS)
-def test_what_differs_between_meetings_ends_all_with_77(row):
-    program, said = BETWEEN_MEETINGS[row]
-    script = (START + program).replace("STEP_DEADLINE", "600.0")
-    for ended in run_job(script, devices=2):
+def test_what_differs_between_meetings_ends_all_with_77(row, jobs):
+    _, said = BETWEEN_MEETINGS[row]
+    for ended in jobs[row].result():
         assert ended.code == 77, ended.said
         assert "differs from process 0 in what they have launched" in ended.said
         assert said in ended.said

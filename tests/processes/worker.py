@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.connection
 import os
 import traceback
 from typing import Any
 
 
-def serve(connection: Any, address: str, num_processes: int, process_id: int, devices: int) -> None:
+def serve(file: int, address: str, num_processes: int, process_id: int, devices: int) -> None:
     """Joins the job at `address`; then answers each (function, arguments) that comes.
 
     An answer is ("result", value), or ("raised", text of the exception with its traceback).
+
+    Args:
+      file: the number of the pipe on which they come.
+      address, num_processes, process_id: of the job.
+      devices: of this process.
     """
+    connection = multiprocessing.connection.Connection(file)
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 

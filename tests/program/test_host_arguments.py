@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from distjax.program.host_arguments import checksum, find_places
+from distjax.program.host_arguments import checksum, find_host_leaves
 
 
 class Pair:
@@ -47,7 +47,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def checksum_of(*args, **kwargs):
-    return checksum(find_places(args, kwargs), args, kwargs)
+    return checksum(find_host_leaves(args, kwargs), args, kwargs)
 
 
 #: Pairs of calls that have to differ.
@@ -86,7 +86,7 @@ def test_what_is_not_looked_at(args):
     assert checksum_of(*args) == 0
 
 
-def test_the_places_are_those_of_the_first_call():
-    places = find_places((1.0, jnp.ones(2)), {})
-    assert len(places) == 1
-    assert checksum(places, (jnp.float32(1.0), 5.0), {}) == 0  # now an array of a device
+def test_the_paths_are_those_of_the_first_call():
+    paths = find_host_leaves((1.0, jnp.ones(2)), {})
+    assert len(paths) == 1
+    assert checksum(paths, (jnp.float32(1.0), 5.0), {}) == 0  # now an array of a device

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from distjax.collectives import throttle
-from distjax.program.build import _tells_the_end
+from distjax.program import calls
+from distjax.program.build import _find_end
 
 LARGE, KEY = jnp.ones(257), jax.random.key(0)
 
@@ -13,15 +14,16 @@ LARGE, KEY = jnp.ones(257), jax.random.key(0)
 @pytest.mark.parametrize(
     "results, told",
     [
-        (lambda x: [x.sum()], True),
-        (lambda x: [x.sum(), jnp.ones(1000)], True),
-        (lambda x: [], False),
-        (lambda x: [x], False),
-        (lambda x: [LARGE + x[0]], False),
-        (lambda x: [jax.random.fold_in(KEY, 1)], False),
-        (lambda x: [x.astype(jnp.int32)], False),
+        (lambda x: [x.sum()], 0),
+        (lambda x: [x.sum(), jnp.ones(1000)], 0),
+        (lambda x: [x, x.astype(jnp.int32), x.sum()], 2),
+        (lambda x: [], None),
+        (lambda x: [x], None),
+        (lambda x: [LARGE + x[0]], None),
+        (lambda x: [jax.random.fold_in(KEY, 1)], None),
+        (lambda x: [x.astype(jnp.int32)], None),
     ],
-    ids=["loss", "more after it", "none", "an input", "large", "key", "donated next"],
+    ids=["loss", "more", "after others", "none", "an input", "large", "key", "donated next"],
 )
 def test_which_result_tells_the_end(results, told):
     """JAX hands an input on at once; what is large would be held, what is donated is gone."""
@@ -30,13 +32,23 @@ def test_which_result_tells_the_end(results, told):
     @jax.jit
     def program(x):
         made = results(x)
-        found.append(_tells_the_end(made, {"x": x}, donated=[jnp.zeros(3, jnp.int32)]))
+        found.append(_find_end(made, {"x": x}, donated=[jnp.zeros(3, jnp.int32)]))
         return made
 
     program(jnp.ones(3))
     assert found == [told]
 
 
-def test_a_token_where_no_result_does():
-    assert throttle.make_token(True).is_ready() in (True, False)
-    assert (throttle.make_token() is None) == (not throttle.is_throttled())
+@pytest.mark.parametrize("results", [lambda x: x + 1, lambda x: jnp.tile(x, 300)])
+def test_a_token_where_no_result_does(mirrored, monkeypatch, results):
+    """Where programs are throttled; else a program has no token, and nobody asks for its end."""
+    seen = []
+    monkeypatch.setattr(calls, "throttle", seen.append)
+    out = mirrored.run(results, args=(mirrored.per_replica(jnp.ones(2)),)).stacked
+    if not throttle.is_throttled():
+        assert seen == []
+    elif out.size < 256:
+        assert seen == [out]
+    else:
+        [token] = seen
+        assert (token.shape, token.dtype) == ((), jnp.int8)

@@ -91,6 +91,10 @@ def test_r155_scalars_and_negative_axes(pair):
         pair.run(lambda x: context().all_gather(x, 0), args=(ids(pair),))
     with pytest.raises(ValueError, match="^all_gather needs an axis between 0 and 0"):
         pair.run(lambda: context().all_gather(jnp.ones(2), -1))
+    with pytest.raises(ValueError, match="^all_gather needs an axis between 0 and 1"):
+        pair.run(lambda: context().all_gather(jnp.ones((2, 2)), True))
+    found = pair.run(lambda: context().all_gather(jnp.ones((2, 2)), np.int64(1)))
+    assert found.shape == (2, 4)
 
 
 def test_gather_of_keys(pair):

@@ -159,6 +159,20 @@ def weighted_by_the_local_count(s):
     return step
 
 
+def variances_within_and_between(s):
+    """As for R-hat of Markov chains: what the means differ by is told of by itself."""
+
+    def step(w, x):
+        within, means = mean(x.var(0)), jax.lax.all_gather(x.mean(0), s.axis_name)
+        return within + means.var(0)
+
+    return step
+
+
+def law_of_total_variance(s):
+    return lambda w, x: mean(x.var(0)) + mean(x.mean(0) ** 2) - mean(x.mean(0)) ** 2
+
+
 TRAPS = [
     optimizer_of_shares,
     sum_of_shares,
@@ -178,6 +192,8 @@ TRAPS = [
     layer_norm,
     synchronised_batch_norm,
     weighted_by_the_local_count,
+    variances_within_and_between,
+    law_of_total_variance,
 ]
 
 

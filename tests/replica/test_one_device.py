@@ -10,6 +10,9 @@ from jax import lax
 
 import distjax as dj
 
+#: In one worker, which compiles all bodies once.
+pytestmark = pytest.mark.xdist_group("replica one device")
+
 R = 4
 GROUPS = [[0, 3], [2, 1]]
 STRATEGIES = {

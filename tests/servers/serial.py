@@ -41,8 +41,8 @@ class SerialServer:
 class SerialStrategy(ParameterServerStrategy):
     """Runs what is given to `run` at once."""
 
-    def __init__(self, servers=1, *, cut="arguments", **options):
-        super().__init__(2, servers, engine=SerialEngine(), cut=cut, **options)
+    def __init__(self, servers=1, *, workers=2, cut="arguments", **options):
+        super().__init__(workers, servers, engine=SerialEngine(), cut=cut, **options)
         self.extended.run_closure = self.run_closure
 
     def run_closure(self, fn, args, kwargs):
@@ -55,15 +55,16 @@ class SerialEngine(Engine):
 
     max_failures, servers = 1, ()
 
-    def start(self, worker_devices, server_devices, max_staleness):
-        self.workers = list(worker_devices)
+    def start(self, workers, server_devices, max_staleness):
+        self.workers = list(workers)
         self.servers = [SerialServer(device) for device in reversed(jax.devices())]
         self.servers = self.servers[: len(server_devices)]
         self.pulled = self.pushed = self.answered = self.trips = self.closures = 0
         self.jitted = {}
 
     def run(self, plan, flat):
-        device = self.workers[self.closures % len(self.workers)]
+        home = self.workers[self.closures % len(self.workers)]
+        where = lambda slot: home.per_replica if slot in plan.varying else home.mirrored
         self.closures += 1
         slots = dict(zip(plan.arguments, flat, strict=True))
         for slot, key in plan.pulls:
@@ -71,8 +72,9 @@ class SerialEngine(Engine):
             slots[slot] = value
             self.pulled += value.nbytes
         for stage in plan.stages:
-            arrays = [jax.device_put(slots[i], device) for i in stage.operands]
-            outs = jitted(self.jitted, stage.program)(*arrays)
+            arrays = [jax.device_put(slots[i], where(i)) for i in stage.operands]
+            outs = tuple(map(where, stage.results))
+            outs = jitted(self.jitted, stage.program, outs)(*arrays)
             slots.update(zip(stage.results, outs, strict=True))
             for push in stage.pushes:
                 arrays = [slots[i] for i in push.operands]
@@ -84,8 +86,8 @@ class SerialEngine(Engine):
         return [slots[i] for i in plan.results]
 
 
-def jitted(cache, program):
-    """Returns a program, compiled once."""
-    if program not in cache:
-        cache[program] = jax.jit(program.fn)
-    return cache[program]
+def jitted(cache, program, outs=None):
+    """Returns a program, compiled once for each place."""
+    if (program, outs) not in cache:
+        cache[program, outs] = jax.jit(program.fn, out_shardings=outs)
+    return cache[program, outs]

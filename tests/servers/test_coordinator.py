@@ -286,8 +286,9 @@ def test_a_lost_server_ends_all_and_restore_goes_on_from_the_snapshot():
         coordinator.join()
     is_fatal.clear()
     assert coordinator.restore() == 10
-    with pytest.raises(ServerLostError, match="snapshot of the first 10 closures"):
-        before.fetch()
+    for ask in (before.fetch, lambda: before.version):
+        with pytest.raises(ServerLostError, match="snapshot of the first 10 closures"):
+            ask()
     coordinator.join()
     coordinator.schedule(two_counters(), one(5)).get()
     assert (float(strategy.value("a")), float(strategy.value("b", 1))) == (50, 100)
@@ -404,6 +405,66 @@ def test_a_snapshot_knows_where_iterators_are():
             coordinator.restore()
 
 
+def test_data_that_had_ended_is_there_again_after_a_restore():
+    strategy = make(workers=2)
+    elements = lambda context: [np.float32(2**i) for i in range(4 * context.input_pipeline_id, 4)]
+    with Coordinator(strategy, queue_size=50) as coordinator:
+        iterator = iter(coordinator.create_per_worker_dataset(elements))
+        coordinator.snapshot()
+        for _ in range(2):
+            values = [coordinator.schedule(counter(), (iterator,)) for _ in range(6)]
+            coordinator.join()
+            assert sum(isinstance(error_of(value), EndOfDataError) for value in values) == 2
+            assert strategy.value("total") == 15
+            coordinator.restore()
+        assert strategy.value("total") == 0
+
+
+def error_of(value):
+    try:
+        value.fetch()
+    except EndOfDataError as error:
+        return error
+
+
+def test_a_restore_waits_for_who_draws_meanwhile(monkeypatch):
+    """An element that was drawn after it, for a closure that is undone, would be lost."""
+    is_drawing, go_on = threading.Event(), threading.Event()  # that: restored, or waiting
+    strategy = make(workers=1)
+    with Coordinator(strategy) as coordinator:
+        iterator = iter(coordinator.create_per_worker_dataset([np.float32(2**i) for i in range(3)]))
+        draw = iterator.draw
+
+        def draw_late(worker):
+            is_drawing.set()
+            assert go_on.wait(60)
+            return draw(worker)
+
+        coordinator.schedule(counter(), (iterator,)).get()
+        coordinator.snapshot()
+        waiters = coordinator._board.waiters
+        wait_until, put_back = waiters.wait_until, iterator.restore
+
+        def wait_as_seen(is_so, timeout=None):
+            if threading.current_thread().name == "restoring" and not is_so():
+                go_on.set()
+            return wait_until(is_so, timeout)
+
+        monkeypatch.setattr(waiters, "wait_until", wait_as_seen)
+        monkeypatch.setattr(iterator, "restore", lambda p: (put_back(p), go_on.set()))
+        monkeypatch.setattr(iterator, "draw", draw_late)
+        lost = coordinator.schedule(counter(), (iterator,))
+        assert is_drawing.wait(60)
+        restoring = threading.Thread(target=coordinator.restore, name="restoring")
+        restoring.start()
+        restoring.join()
+        assert lost.done()
+        with pytest.raises(ServerLostError):
+            coordinator.join()
+        coordinator.schedule(counter(), (iterator,)).get()
+        assert strategy.value("total") == 3
+
+
 def test_a_restore_needs_data_as_long_as_before():
     lengths = [1, 3]
     with Coordinator(make(workers=1)) as coordinator:
@@ -435,6 +496,7 @@ def test_workers_come_and_go():
                 call(0)
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_a_dropped_coordinator_ends_its_threads():
     strategy = make()
     coordinator = Coordinator(strategy)
@@ -451,6 +513,7 @@ def test_a_dropped_coordinator_ends_its_threads():
         assert another.schedule(counter(), one(1)).fetch() == 2
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_what_waits_when_a_coordinator_is_dropped_is_cancelled():
     held = Held()
     coordinator = Coordinator(make(workers=1, fault=held))
@@ -476,6 +539,7 @@ def test_what_would_wait_for_ever_in_a_pause_is_refused():
     assert value.fetch() == 1
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_results_live_no_longer_than_somebody_asks_for_them():
     strategy = make(workers=1)
     with Coordinator(strategy) as coordinator:

@@ -4,9 +4,13 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
+from jax import lax
 
 import distjax as dj
+from tests.diagnostics.lines import line_of
 
 
 def explained(cut):
@@ -57,3 +61,62 @@ def test_it_says_where_each_variable_lives_and_how_it_is_used():
     assert json.loads(found.to_json())["cut"]["num_round_trips"] == 1
     other = dj.explain(lambda x: x, jnp.ones(3), strategy=dj.OneDeviceStrategy())
     assert other.cut is None and "cut, per step" not in str(other)
+
+
+def explained_in_a_group(strategy):
+    """Returns what is said of a step with collectives before and after a round trip."""
+    with strategy.scope():
+        w = dj.Variable(jnp.ones((3, 4)), name="w")
+        total = dj.Variable(0.0, name="total", aggregation=dj.VariableAggregation.SUM)
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1), "mean")
+        optimizer.init([w])
+
+    def add(strategy, x):
+        total.assign_add(strategy.reduce("sum", x))  # in the merge function
+        return total.value
+
+    def step(x):
+        context = dj.get_replica_context()
+        loss, grad = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(w.value)
+        optimizer.apply_gradients([(grad, w)])
+        total = context.merge_call(add, args=(loss,))
+        neighbour = lax.ppermute(x, "replica", [(0, 1), (1, 0)])  # before
+        return neighbour, context.all_reduce("sum", total * x[0, :2])  # after
+
+    (x,) = strategy.distribute_dataset([np.ones((4, 3), np.float32)])
+    return dj.explain(step, x, strategy=strategy)
+
+
+def listed(collectives):
+    return sorted((c.kind, c.result_bytes, c.source.split(" (")[0]) for c in collectives)
+
+
+@pytest.mark.parametrize("cut", ["least_bytes", "arguments"])
+def test_it_lists_what_each_worker_reduces_over_its_devices(cut):
+    d = jax.devices()
+    found = explained_in_a_group(dj.ParameterServerStrategy([d[:2], d[2:4]], 2, cut=cut))
+    expected = explained_in_a_group(dj.MirroredStrategy(d[:2]))
+    assert found.cut.num_round_trips == 1
+    of_steps = [
+        ("all-reduce", 2 * 4, line_of(__file__, "after")),
+        ("collective-permute", 2 * 3 * 4, line_of(__file__, "before")),
+    ]
+    assert listed(found.written) == of_steps
+    assert set(of_steps) < set(listed(expected.written))
+    compiled, by_one = found.compiled_counts, expected.compiled_counts
+    assert compiled["collective-permute"] == by_one["collective-permute"] == (1, 24)
+    moved = 3 * 4 * 4 + 4 if cut == "least_bytes" else 0  # the gradient and the loss
+    assert compiled["all-reduce"].result_bytes == 2 * 4 + moved
+    assert by_one["all-reduce"].result_bytes == 2 * 4 + 3 * 4 * 4 + 4
+    sources = {c.source.split(" (")[0] for c in found.compiled}
+    assert sources <= {*(line for *_, line in of_steps), "a merge function", IN_MERGE}
+    assert (len(sources) > 2) == (cut == "least_bytes")
+    assert "as written, over the devices of each worker:" in str(found)
+
+
+IN_MERGE = line_of(__file__, "in the merge function")
+
+
+def test_a_worker_of_one_device_has_nothing_to_reduce_over():
+    found, _ = explained("least_bytes")
+    assert found.written == found.compiled == ()

@@ -1,4 +1,4 @@
-"""The law of the cut: closures one at a time are the steps of one device.
+"""The law of the cut: closures one at a time are the steps of one device, or of replicas.
 
 Steps are drawn: reads, writes, merges with and without results, in any order, over variables at
 one to three servers, whole or in shards. Their numbers are whole and small, so that every way to
@@ -45,11 +45,12 @@ def make_step(program, variables, optimizer):
             v, a, b = variables[i % NUM_VARIABLES], values[j % len(values)], values[-1]
 
             def ask(strategy, a, v=v):
-                return mixed(v.value, a), a + 1
+                return mixed(v.value, strategy.reduce("sum", a)), each(lambda a: a + 1, a)
 
             def update(strategy, a, then, v=v):
-                v.assign(mixed(v.value - then, a))
-                return jnp.sum(a)
+                total = strategy.reduce("sum", a)
+                v.assign(mixed(v.value - then, total))
+                return jnp.sum(total)
 
             if action == "compute":
                 values.append(mixed(a, b))
@@ -65,13 +66,19 @@ def make_step(program, variables, optimizer):
                 values.append(_asked_in_jit(context, v, a))
         if optimizer is not None:
             optimizer.apply_gradients([(jnp.mod(values[-1], 5), v) for v in variables])
+        values.append(context.all_reduce("sum", values[-1]))
         return {"values": values[-4:], "variables": [v.value for v in variables]}
 
     return step
 
 
+def each(fn, value):
+    """Returns what a function makes of a value, or of those of the replicas."""
+    return value.map(fn) if dj.is_per_replica(value) else fn(value)
+
+
 def _asked_in_jit(context, v, a):
-    ask = lambda s, a: mixed(a, v.value)
+    ask = lambda s, a: mixed(s.reduce("sum", a), v.value)
     return jax.jit(lambda a: context.merge_call(ask, args=(a + 1,)) * 2)(a)
 
 
@@ -86,22 +93,31 @@ def run(strategy, program, optimizes):
         if optimizer is not None:
             optimizer.init(variables)
     step = make_step(program, variables, optimizer)
-    outs = [strategy.run(step, args=(jnp.arange(4.0) * k,)) for k in range(3)]
-    return outs, [np.asarray(v) for v in variables]
+    rows = np.arange(strategy.num_replicas_in_sync, dtype=np.float32)[:, None] + np.arange(4)
+    outs = [strategy.run(step, args=(strategy.per_replica(rows * k),)) for k in range(3)]
+    is_varying = jax.tree.map(dj.is_per_replica, outs, is_leaf=dj.is_per_replica)
+    return (
+        is_varying,
+        jax.tree.map(np.asarray, jax.tree.leaves(outs)),
+        [np.asarray(v) for v in variables],
+    )
 
 
 @settings(max_examples=int(os.environ.get("DISTJAX_RANDOM_STEPS", "8")), deadline=None)
 @given(
     program=st.lists(actions, min_size=1, max_size=6),
+    replicas=st.integers(1, 3),
     servers=st.integers(1, 3),
     shards=st.integers(1, 3),
     cut=st.sampled_from(["arguments", "least_bytes"]),
     optimizes=st.booleans(),
 )
-def test_one_closure_at_a_time_is_one_device(program, servers, shards, cut, optimizes):
+def test_one_closure_at_a_time_is_one_step(program, replicas, servers, shards, cut, optimizes):
     partitioner = dj.parts.FixedShards(shards)
-    strategy = dj.ParameterServerStrategy(2, servers, partitioner=partitioner, cut=cut)
+    workers = [jax.devices()[i : i + replicas] for i in (0, replicas)]
+    strategy = dj.ParameterServerStrategy(workers, servers, partitioner=partitioner, cut=cut)
     found = run(strategy, program, optimizes)
-    expected = run(dj.OneDeviceStrategy(), program, optimizes)
+    together = dj.MirroredStrategy(workers[0]) if replicas > 1 else dj.OneDeviceStrategy()
+    expected = run(together, program, optimizes)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import distjax as dj
 from distjax.servers import ParameterServerStrategy
@@ -98,7 +99,17 @@ def test_an_update_that_reads_a_variable_of_another_server(ps, v):
         return v.value
 
     merge = lambda: dj.get_replica_context().merge_call(printed)
-    assert_refused(dj.errors.MergeError, "a result of its merge", ps.run, merge)
+    assert_refused(
+        dj.errors.MergeError, "a callback of its merge, computed at server 0", ps.run, merge
+    )
+
+    def used_twice(s):
+        value = io_callback(np.sqrt, jax.ShapeDtypeStruct((), np.float32), np.float32(4))
+        v.assign_add(value * jnp.ones(3))
+        other.assign_add(value * jnp.ones(3))
+
+    merge = lambda: dj.get_replica_context().merge_call(used_twice)
+    assert_refused(dj.errors.MergeError, "one whose value servers 0 and 1 use", ps.run, merge)
 
 
 def test_a_count_at_every_server_needs_what_every_server_has(ps, v):
@@ -173,8 +184,10 @@ def test_variables_are_made_before_the_step(ps):
     [
         ({"servers": 0}, "servers needs a positive int"),
         ({"workers": 0}, "workers needs a positive int"),
-        ({"workers": [[1]]}, "workers needs a number, or a sequence of one device for each"),
-        ({"workers": []}, "workers needs a number, or a sequence of one device for each"),
+        ({"workers": [[1]]}, "workers needs a number, or devices for each"),
+        ({"workers": []}, "workers needs a number, or devices for each"),
+        ({"workers": [jax.devices()[:2], jax.devices()[2:3]]}, "workers needs as many devices"),
+        ({"workers": [jax.devices()[:1] * 2]}, "devices needs at least one device. No duplicates"),
         ({"max_staleness": -1}, "max_staleness needs None or an int of 0 or more"),
         ({"cut": "bytes"}, "cut needs one of 'least_bytes', 'arguments'"),
     ],

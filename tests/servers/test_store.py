@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import distjax as dj
 from distjax.errors import ServerLostError
+from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.servers.applied import RefusedPush
 from distjax.servers.plan import Program
 from distjax.servers.store import Server, ServerDied
 
-ADD = Program("add", lambda total, x: (total + x, total + x))
+ADD = Program("add", lambda total, x: (total + x, total + x), ())
 
 
 def make_server(value=0.0):
@@ -87,7 +89,7 @@ def test_staleness_counts_the_pushes_of_others():
 def test_what_was_given_to_a_worker_stays_as_it_was():
     """Pushes reuse the memory of values, but of none that somebody holds."""
     server = make_server()
-    own, other = jax.devices()[:2]
+    own, other = (one_device_topology(d, 1, REPLICA_AXIS) for d in jax.devices()[:2])
     held = {}
     for i in range(6):
         version, (value,) = server.read(["total"], (own, other, None)[i % 3])
@@ -100,12 +102,13 @@ def test_what_was_given_to_a_worker_stays_as_it_was():
 def test_a_value_that_nobody_holds_is_replaced_in_its_memory():
     server = Server(0, jax.devices()[0])
     server.create("total", np.zeros(1000, np.float32))
-    add = Program("add", lambda total, x: (total + x,))
+    add = Program("add", lambda total, x: (total + x,), ())
     push_it = lambda i: server.push(i, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
     before = server._values["total"]
     push_it(0)
     assert before.is_deleted()
-    server.read(["total"], jax.devices()[1])  # a copy of it leaves
+    elsewhere = one_device_topology(jax.devices()[1], 1, REPLICA_AXIS)
+    server.read(["total"], elsewhere)  # a copy of it leaves
     before = server._values["total"]
     push_it(1)
     assert before.is_deleted()
@@ -116,7 +119,7 @@ def test_what_a_user_gives_or_gets_is_a_copy():
     server.create("total", given_value)
     _, (read,) = server.read(["total"])
     assert server.write("total", read) == 1
-    add = Program("add", lambda total, x: (total + x,))
+    add = Program("add", lambda total, x: (total + x,), ())
     server.push(0, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
     np.testing.assert_array_equal(given_value, read)
     np.testing.assert_array_equal(server.read(["total"])[1][0], np.arange(3.0) + 1)
@@ -127,7 +130,7 @@ def test_an_update_whose_callback_raises_changes_nothing():
         raise ZeroDivisionError
 
     shape = jax.ShapeDtypeStruct((), jnp.float32)
-    bad = Program("bad", lambda total, x: (total + jax.pure_callback(fail, shape, x),))
+    bad = Program("bad", lambda total, x: (total + jax.pure_callback(fail, shape, x),), ())
     server = make_server(3.0)
     with pytest.raises(Exception, match="ZeroDivisionError"):
         server.push(0, 0, 1, bad, ("total",), ("total",), [jnp.float32(1)])
@@ -172,3 +175,61 @@ def test_values_that_are_removed_do_not_come_back():
     new = Server(0, jax.devices()[0])  # which knows of none
     new.restore(snapshot, 0)
     assert new.nbytes == nbytes and new.view(["gone"], is_pull=True)[1][0].sum() == 256
+
+
+def lend(server, attempt, pulled_once=("total",)):
+    """Returns what a worker on the server's device gets."""
+    home = one_device_topology(server.device, 1, REPLICA_AXIS)
+    [value] = server.read(["total"], home, attempt, pulled_once)[1]
+    return value
+
+
+def push_of(server, closure, attempt=1):
+    operands = [jnp.float32(1)]
+    return server.push(closure, 0, attempt, ADD, ("total",), ("total",), operands)
+
+
+def test_a_push_takes_what_its_own_attempt_was_lent():
+    server = make_server()
+    lent = lend(server, (0, 1))
+    assert push_of(server, 0).version == 1
+    assert lent.is_deleted()
+
+
+@pytest.mark.parametrize("other", [(0, 1), (7, 1)])
+def test_a_push_leaves_what_another_attempt_was_lent(other):
+    """Of another closure, or of this one at a worker that was given up."""
+    server = make_server()
+    lent, own = lend(server, other), lend(server, (0, 2))
+    push_of(server, 0, attempt=2)
+    assert lent == 0 and own == 0  # the same array
+    for attempt in (other, (0, 2)):
+        server.end_attempt(attempt)
+    again = lend(server, (1, 1))
+    push_of(server, 1)
+    assert again.is_deleted() and lent == 0
+
+
+def test_what_a_worker_needs_longer_is_never_taken():
+    server = make_server()
+    kept = lend(server, (0, 1), pulled_once=())
+    for closure in range(3):
+        push_of(server, closure)
+        server.end_attempt((closure, 1))
+    assert kept == 0 and server.read(["total"])[1][0] == 3
+
+
+def test_a_step_may_return_what_it_pulled():
+    strategy = dj.ParameterServerStrategy(workers=1)
+    with strategy.scope():
+        v = dj.Variable(jnp.arange(3.0))
+
+    def step(x):
+        before = v.value
+        v.assign_add(before * x)
+        return before
+
+    with dj.Coordinator(strategy) as coordinator:
+        values = [coordinator.schedule(step, args=(np.float32(1),)) for _ in range(3)]
+        for power, value in enumerate(values):
+            np.testing.assert_array_equal(value.fetch(), np.arange(3.0) * 2**power)

@@ -30,6 +30,7 @@ def use(strategy):
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.usefixtures("collect_garbage")
 def test_a_strategy_that_was_used_is_collected(make):
     strategy = make()
     use(strategy)

@@ -107,5 +107,24 @@ def test_text_and_page():
     assert page.count("<table>") == 2 and len(variables) == 2
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_strategy_with_servers_names_the_devices_of_each_worker(size):
+    names = list(map(str, jax.devices()))
+    workers = [jax.devices()[i * size : (i + 1) * size] for i in range(3)]
+    strategy = dj.ParameterServerStrategy(workers, servers=2)
+    with strategy.scope():
+        w = dj.Variable(jnp.ones((16, 4)), name="w")
+    found = strategy.describe()
+    assert found.workers == tuple(tuple(names[i * size : (i + 1) * size]) for i in range(3))
+    assert found.devices == tuple(names[: 3 * size])
+    assert (found.num_replicas, found.devices_per_replica) == (size, 1)
+    assert [(v.name, v.placement) for v in found.variables] == [(w.name, "at server 0")]
+    rows = [" ".join(line.split()) for line in str(found).splitlines()]
+    assert rows[1] == f"replicas of each worker {size}"
+    for i in range(3):
+        own = ", ".join(found.workers[i])
+        assert rows[2 + i] == f"devices of worker {i} {size}, one for each replica: {own}"
+
+
 def test_virtual_replicas_share_a_device():
     assert "1, shared by all replicas" in str(dj.VirtualStrategy(3).describe())

@@ -15,6 +15,9 @@ from distjax.parts import one_device_topology
 from tests.replicas import ids
 from tests.strategies.own_layouts import LAYOUTS, OwnStrategy, four_devices
 
+#: In one worker, which makes the values of mirrored strategies once.
+pytestmark = pytest.mark.xdist_group("strategies own layouts")
+
 W = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
 B = np.arange(3, dtype=np.float32)
 X = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)

@@ -1,6 +1,7 @@
 """Variables of the reference interpreter, and updates of them."""
 
 import copy
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -188,3 +189,29 @@ def test_non_slot_updates(strategy):
     ]
     with strategy.scope(), extended.colocate_vars_with(devices):
         assert dj.Variable(1.0).strategy is strategy
+
+
+def test_it_is_described_as_the_virtual_strategy_is(collect_garbage):
+    def described(strategy):
+        kept = [variable(strategy, jnp.ones((4, 2)), f"v{i}") for i in range(8)]
+        kept.append(variable(strategy, 0.0, "sum", synchronization=ON_READ, aggregation=SUM))
+        kept.append(copy.deepcopy(kept[5]))
+        add = lambda: kept[8].assign_add(context().replica_id_in_sync_group * 1.0)
+        strategy.run(add)
+        del kept[2:7:2]
+        collect_garbage()
+        return strategy.describe()
+
+    found = described(dj.testing.ReferenceStrategy(2))
+    expected = described(dj.VirtualStrategy(2))
+    assert [v.name for v in found.variables] == "v0 v1 v3 v5 v7 sum v5".split()
+    assert dataclasses.replace(found, strategy=expected.strategy) == expected
+    assert str(found).startswith("ReferenceStrategy(2)\n  replicas          2\n")
+    assert "1, shared by all replicas" in str(found)
+
+
+def test_components_that_were_written_apart_count_each():
+    strategy = dj.testing.ReferenceStrategy(2)
+    v = variable(strategy, aggregation=MEAN)
+    strategy.run(lambda: v.assign_add(jnp.float32(1)))
+    assert strategy.describe().bytes_per_device == sum(x.nbytes for x in v.components) == 8

@@ -77,6 +77,16 @@ def test_looks(pair):
     assert repr(pair) in repr(v) and str(v) == repr(v) == f"{v}"
 
 
+def test_numpy_of_a_variable(pair):
+    with pair.scope():
+        v = dj.Variable(jnp.arange(3.0))
+    mine = np.array(v)
+    mine[0] = 7
+    assert v.value[0] == 0 and np.array(v, copy=True).flags.writeable
+    assert np.asarray(v, np.int32).dtype == np.int32
+    assert np.shares_memory(np.asarray(v), np.asarray(v.value))
+
+
 def test_a_variable_is_one_object(pair):
     """It is a key by identity, no array and no pytree node."""
     v, w = make(pair, 1.0), make(pair, 1.0)

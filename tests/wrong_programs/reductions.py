@@ -116,7 +116,12 @@ def norm_of_local_gradients(s, right):
     return Case(step, (weights(), inputs(s)), lambda out, args: (out[0], args[1]))
 
 
-@program(SILENT, "", "it trains as it should; it only reduces more often than it needs to")
+@program(
+    SILENT,
+    "",
+    "it trains as one device would, and a reduction may be meant to overlap with what is next; "
+    "dj.explain lists the reduction in the loop",
+)
 def accumulator_reduced_at_every_microbatch(s, right):
     def step(w, x):
         halves = x.reshape(2, BATCH // 2, -1)

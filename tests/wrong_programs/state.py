@@ -320,7 +320,12 @@ def a_closed_over_value_of_all_replicas(s, right):
     return Case(step, (x,))
 
 
-@program(SILENT, "", "state that comes back as it was may be a step that was tried and not taken")
+@program(
+    SILENT,
+    "",
+    "state that comes back as it was may be a step that was tried and not taken: line searches, "
+    "unrolled steps of bilevel programs, statistics of a network that another one learns by",
+)
 def moments_dropped(s, right):
     tx = optax.adam(0.1)
 

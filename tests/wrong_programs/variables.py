@@ -82,7 +82,12 @@ def gradients_of_other_replicas_dropped(s, right):
     return _written(s, variable(s, MEAN if right else FIRST), gradient)
 
 
-@program(SILENT, "", "an average of moving variances is what tf.distribute computes")
+@program(
+    SILENT,
+    "",
+    "an average of moving variances is what tf.distribute computes: batch norm without "
+    "synchronisation has it in every published network",
+)
 def moments_left_in_a_mean(s, right):
     variance = variable(s, MEAN)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +15,16 @@ from distjax import jax_compat
 from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, message
 from distjax.jax_compat import Jaxpr, Literal
-from distjax.placement.topology import Topology
+from distjax.placement.per_replica import PerReplica
+from distjax.placement.topology import Topology, abstract_topology
+from distjax.placement.transfer import transfer
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.replica.run import ReplicaTrace
 from distjax.servers.cutting.answers import join_answers
 from distjax.servers.cutting.code import (
     NOTHING_RUN,
     Code,
     NamedCode,
-    aval_of_atom,
     off_devices,
     trace_code,
 )
@@ -33,6 +34,7 @@ from distjax.servers.cutting.least_bytes import (
     opened,
     slices_of_operands,
 )
+from distjax.servers.cutting.localities import Localities, find_localities
 from distjax.servers.cutting.owners import ServerShare, cut_by_owner
 from distjax.servers.cutting.shipping import require_small
 from distjax.servers.cutting.staging import (
@@ -75,18 +77,26 @@ class CutStage:
     later: set[Any]
 
 
-def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExtended) -> Plan:
+def assemble_plan(
+    name: str,
+    traced: ReplicaTrace,
+    args_varying: Sequence[bool],
+    extended: ParameterServerExtended,
+) -> Plan:
     """Returns the plan of a traced replica function.
 
     Args:
       name: the user's name of it.
       traced: its trace.
+      args_varying: per flat argument, whether it has a row for each replica.
       extended: of the strategy.
 
     Raises:
       MergeError, StrategyMismatchError: it cannot be cut.
     """
-    jaxpr, consts = open_calls(traced.jaxpr, traced.consts, extended.topology)
+    topology = extended.topology
+    jaxpr, consts = open_calls(traced.jaxpr, traced.consts, topology)
+    localities = find_localities(jaxpr, consts, args_varying, topology)
     constants: dict[Any, Any] = dict(zip(jaxpr.constvars, map(off_devices, consts), strict=True))
     results = _normalise(jaxpr.outvars[: len(traced.result.leaves)], constants)
     stages = split_stages(jaxpr, results)
@@ -102,8 +112,8 @@ def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExte
     slots: dict[Any, int] = collections.defaultdict(itertools.count().__next__)
     arguments = tuple(slots[v] for v in jaxpr.invars)
     pulls = tuple((slots[v], part.key) for v, part in pulled.items())
-    cut = _cut_stages(name, stages, results, constants, extended)
-    programs = _Programs(name, jaxpr, constants, extended.topology)
+    cut = _cut_stages(name, stages, results, constants, localities, extended)
+    programs = _Programs(name, jaxpr, constants, localities)
     made = tuple(programs.stage(number, stage, slots) for number, stage in enumerate(cut))
     require_small(name, programs.codes)
     return Plan(
@@ -112,11 +122,34 @@ def assemble_plan(name: str, traced: ReplicaTrace, extended: ParameterServerExte
         pulls=pulls,
         stages=made,
         results=tuple(slots[v] for v in results),
-        rebuild=traced.result.combine,
+        rebuild=_rebuilder(traced.result.combine, results, localities),
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         is_read_only=not any(push.writes for stage in made for push in stage.pushes),
         kept=tuple(v.stored for v in variables),
+        varying=frozenset(slots[v] for v in localities.varying if v in slots),
     )
+
+
+def _rebuilder(
+    combine: Callable[[Sequence[Any]], Any], results: Sequence[Any], localities: Localities
+) -> Callable[[Sequence[jax.Array]], Any]:
+    """Returns what makes the user's results of arrays that a worker has."""
+    if localities.topology.num_replicas == 1:
+        return combine
+    is_varying = [v in localities.varying for v in results]
+    return functools.partial(_rebuild, combine, is_varying, localities.topology)
+
+
+def _rebuild(
+    combine: Callable[[Sequence[Any]], Any],
+    is_varying: Sequence[bool],
+    topology: Topology,
+    arrays: Sequence[jax.Array],
+) -> Any:
+    """Returns results as values of the strategy, where its values are."""
+    arrays = [transfer(x, topology.mirrored) for x in arrays]
+    pairs = zip(arrays, is_varying, strict=True)
+    return combine([PerReplica(x, topology) if varying else x for x, varying in pairs])
 
 
 def _normalise(atoms: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
@@ -146,6 +179,7 @@ def _cut_stages(
     stages: Sequence[TracedStage],
     results: Sequence[Any],
     constants: dict[Any, Any],
+    localities: Localities,
     extended: ParameterServerExtended,
 ) -> list[CutStage]:
     """Returns the stages with their merges cut by server."""
@@ -154,7 +188,7 @@ def _cut_stages(
     for stage in reversed(stages):
         joined, moved, shares = NOTHING_RUN, NOTHING_RUN, []
         if stage.merges:
-            update = trace_update(stage.merges, constants, later, extended.topology)
+            update = trace_update(stage.merges, constants, later, localities)
             update, joined = join_answers(update)
             moved, update = _move(update, extended.cut, num_servers)
             shares = cut_by_owner(update, name, num_servers)
@@ -181,8 +215,11 @@ class _Programs:
       codes: those that it has made.
     """
 
-    def __init__(self, name: str, jaxpr: Jaxpr, constants: dict[Any, Any], topology: Topology):
+    def __init__(self, name: str, jaxpr: Jaxpr, constants: dict[Any, Any], localities: Localities):
         self._name, self._jaxpr, self._constants = name, jaxpr, constants
+        self._localities, topology = localities, localities.topology
+        if topology.num_replicas > 1:  # on the devices of whichever worker
+            topology = abstract_topology(topology.num_replicas, topology.axis_name)
         self._emitter = JaxprEmitter(topology)
         self.codes: list[Code] = []
 
@@ -218,14 +255,13 @@ class _Programs:
         def run(*arrays: jax.Array) -> list[Any]:
             env = {**self._constants, **dict(zip(given, arrays, strict=True))}
             _run(joined, env)
-            inputs = [GlobalValue(env[v], False) for v in (*fixed, *ins)]
+            inputs = [self._localities.value(v, env[v]) for v in (*fixed, *ins)]
             values = self._emitter.emit(part, (), inputs)
-            topology = self._emitter.topology
-            env.update((v, as_user_value(x, topology)) for v, x in zip(outs, values, strict=True))
+            env.update(zip(outs, map(self._localities.array, values), strict=True))
             _run(moved, env)
             return [env[v] for v in wanted]
 
-        code = trace_code(run, [aval_of_atom(v) for v in given])
+        code = trace_code(run, [*map(self._localities.aval, given)])
         code = code.cut_to(range(len(wanted)))
         needed = [i for i, is_used in enumerate(code.used) if is_used]
         return code.taking(needed), [given[i] for i in needed]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,29 @@ class Code:
         atoms = [v for e in self.jaxpr.eqns for v in e.invars] + list(self.jaxpr.outvars)
         return {v for v in atoms if not isinstance(v, Literal)}
 
-    def cut_to(self, results: Sequence[int]) -> Code:
-        """Returns the code of some of its results alone; it takes the same arrays."""
+    def needed(self, results: Iterable[int], effects: Collection[int]) -> set[int]:
+        """Returns the numbers of the equations that some of its results and effects need."""
+        wanted = {v for i in results if not isinstance(v := self.jaxpr.outvars[i], Literal)}
+        numbers: set[int] = set()
+        for number, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
+            if number in effects or not wanted.isdisjoint(eqn.outvars):
+                numbers.add(number)
+                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+        return numbers
+
+    def cut_to(self, results: Sequence[int], effects: Collection[int] | None = None) -> Code:
+        """Returns the code of some of its results alone; it takes the same arrays.
+
+        Args:
+          results: their numbers.
+          effects: the numbers of the equations that it runs for their effects; None: all.
+        """
         like, ends = self.jaxpr, [self.jaxpr.outvars[i] for i in results]
-        whole = jax_compat.new_jaxpr(like, (), like.invars, ends, like.eqns)
+        eqns = like.eqns
+        if effects is not None:
+            numbers = self.needed(results, effects)
+            eqns = [e for i, e in enumerate(eqns) if i in numbers]
+        whole = jax_compat.new_jaxpr(like, (), like.invars, ends, eqns)
         # Loops, branches and calls in it are cut down too.
         needed, _ = jax_compat.dce_jaxpr(whole, [True] * len(ends), instantiate=True)
         return Code(needed, self.consts)

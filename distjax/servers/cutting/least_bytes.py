@@ -37,7 +37,8 @@ def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, U
     code, num_written = update.code, len(update.written)
     current, operands = _split_at(code.inputs, len(update.parts))
     written, answers = _split_at(code.jaxpr.outvars, num_written)
-    late = [e for i, e in enumerate(code.jaxpr.eqns) if i not in early]
+    eqns = list(enumerate(code.jaxpr.eqns))
+    late = [e for i, e in eqns if i not in early]
     names: dict[Any, Any] = dict(zip(operands, update.operands, strict=True))
     at_worker = {v for i in early for v in code.jaxpr.eqns[i].outvars}.union(names)
 
@@ -48,7 +49,8 @@ def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, U
     read = _values(v for e in late for v in e.invars) + _values(ends)
     crossing = [v for v in dict.fromkeys(read) if v in at_worker]
     computed = [v for v in crossing if v not in names]
-    moved = code.between(operands, [*computed, *(v for _, v in own)], code.jaxpr.eqns)
+    first = [e for i, e in eqns if i in early or not e.effects]  # effects of the rest are not its
+    moved = code.between(operands, [*computed, *(v for _, v in own)], first)
     rest = code.between([*current, *crossing], ends, late)
     sent = tuple(names.get(v, v) for v in crossing)
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,43 @@ def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
 def _answers_at(update: Update, number: int, num_servers: int) -> int:
     if num_servers == 1:
         return 0
-    read = _parts_used(update, [number])
-    return min((p.server for p in read or update.parts if p.server is not None), default=0)
+    return _first_server(_parts_used(update, [number]) or update.parts, 0)
 
 
-def _parts_used(update: Update, numbers: Sequence[int]) -> list[Part]:
-    used = update.code.cut_to(numbers).used
+def _first_server(parts: Iterable[Part], default: int) -> int:
+    return min((part.server for part in parts if part.server is not None), default=default)
+
+
+def _effects_by_server(
+    update: Update, name: str, results: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Returns the numbers of the equations with effects, as callbacks, that each server runs.
+
+    Each runs once: where its value is used, else where a variable is that it reads.
+
+    Args:
+      update: the update.
+      name: the user's name of the step.
+      results: the numbers of the results that each server computes.
+    """
+    found: dict[int, list[int]] = {}
+    needed = {server: update.code.needed(numbers, ()) for server, numbers in results.items()}
+    for number, eqn in enumerate(update.code.jaxpr.eqns):
+        if not eqn.effects:
+            continue
+        servers = [server for server in needed if number in needed[server]]
+        if len(servers) > 1:
+            raise MergeError(_shared_effect_text(name, servers))
+        read = _parts_used(update, (), [number])
+        servers = servers or [_first_server(read, min(results, default=0))]
+        found.setdefault(servers[0], []).append(number)
+    return found
+
+
+def _parts_used(
+    update: Update, results: Sequence[int], effects: Collection[int] = ()
+) -> list[Part]:
+    used = update.code.cut_to(results, effects).used
     return [part for part, is_used in zip(update.parts, used, strict=False) if is_used]
 
 
@@ -73,13 +104,16 @@ def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShar
       num_servers: how many servers there are.
 
     Raises:
-      MergeError: one server would need a variable of another one.
+      MergeError: one server would need a variable of another one, or several a callback's value.
     """
-    numbers = results_by_server(update, num_servers)
-    shares = [_share(update, server, numbers[server]) for server in numbers]
-    for share in shares:
-        if _foreign(share.takes, share.server):
-            raise MergeError(_foreign_text(update, name, share.server, numbers[share.server]))
+    results = results_by_server(update, num_servers)
+    effects = _effects_by_server(update, name, results)
+    shares: list[ServerShare] = []
+    for server in sorted({*results, *effects}):
+        own = results.get(server, []), effects.get(server, [])
+        shares.append(_share(update, server, *own))
+        if _foreign(shares[-1].takes, server):
+            raise MergeError(_foreign_text(update, name, server, *own))
     return shares
 
 
@@ -88,8 +122,10 @@ def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
     return [part for part in parts if part.server not in (None, server)]
 
 
-def _share(update: Update, server: int, numbers: Sequence[int]) -> ServerShare:
-    code = update.code.cut_to(numbers)
+def _share(
+    update: Update, server: int, numbers: Sequence[int], effects: Sequence[int]
+) -> ServerShare:
+    code = update.code.cut_to(numbers, effects)
     results: list[Any] = [*update.written, *update.answers]
     writes = tuple(results[i] for i in numbers if i < len(update.written))
     names: list[Any] = [*update.parts, *update.operands]
@@ -104,11 +140,23 @@ def _share(update: Update, server: int, numbers: Sequence[int]) -> ServerShare:
     )
 
 
-def _foreign_text(update: Update, name: str, server: int, numbers: Sequence[int]) -> str:
-    first = next(i for i in numbers if _foreign(_parts_used(update, [i]), server))
-    foreign = _foreign(_parts_used(update, [first]), server)
-    is_write = first < len(update.written)
-    what = f"variable {update.written[first].name!r}" if is_write else "a result of its merge"
+def _shared_effect_text(name: str, servers: Sequence[int]) -> str:
+    return message(
+        f"{name} needs callbacks in merges whose value one server uses",
+        got=f"one whose value servers {' and '.join(map(str, servers))} use",
+        why="each of them would call it, and servers do not talk to each other",
+        fix="call it in the step, and pass what it returns: ctx.merge_call(fn, args=(value,))",
+    )
+
+
+def _foreign_text(
+    update: Update, name: str, server: int, results: Sequence[int], effects: Sequence[int]
+) -> str:
+    written = [i for i in results if i < len(update.written)]
+    wrong = [i for i in written if _foreign(_parts_used(update, [i]), server)]
+    what = f"variable {update.written[wrong[0]].name!r}" if wrong else "a callback of its merge"
+    used = _parts_used(update, wrong[:1]) if wrong else _parts_used(update, results, effects)
+    foreign = _foreign(used, server)
     lives = ", ".join(f"{part.name!r} {part.lives}" for part in foreign[:3])
     lives += f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
     other, whole = foreign[0].variable, ""

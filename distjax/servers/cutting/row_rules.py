@@ -29,8 +29,8 @@ REDUCTIONS = frozenset(
 SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split())
 
 
-class Place(NamedTuple):
-    """Where a shard stands: its first row, and how many it has."""
+class RowRange(NamedTuple):
+    """The rows of a shard: the first, and how many they are."""
 
     start: int
     num_rows: int
@@ -110,16 +110,16 @@ _TAKEN: dict[str, Callable[[JaxprEqn, tuple[int, ...]], list[bool] | None]] = {
 }
 
 
-def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, place: Place, operands: Operands) -> Any:
-    """Returns the rows at `place` of the result of an equation of `jaxpr`.
+def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, here: RowRange, operands: Operands) -> Any:
+    """Returns the rows `here` of the result of an equation of `jaxpr`.
 
     Args:
       jaxpr: what holds it.
       eqn: one of which `rows_taken` says something.
-      place: of the rows.
+      here: where they are.
       operands: these rows of those that it takes in rows; the others are whole.
     """
-    name, shape = eqn.primitive.name, (place.num_rows, *shape_of(eqn.outvars[0])[1:])
+    name, shape = eqn.primitive.name, (here.num_rows, *shape_of(eqn.outvars[0])[1:])
     if name == "broadcast_in_dim":
         return jax.lax.broadcast_in_dim(operands[0], shape, eqn.params["broadcast_dimensions"])
     if name == "reshape":
@@ -127,7 +127,7 @@ def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, place: Place, operands: Operands) -
     if name in SCATTERS:  # rows that are elsewhere are dropped
         array, indices, updates = operands
         column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(0)
-        local = _in_shard(indices, column, place.start)
+        local = _in_shard(indices, column, here.start)
         dropping = {**eqn.params, "mode": GatherScatterMode.FILL_OR_DROP}
         operands, eqn = (array, local, updates), eqn.replace(params=dropping)
     return eval_equation(jaxpr, eqn, operands)[0]

@@ -18,7 +18,7 @@ from distjax import jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.servers.cutting.code import Code, aval_of_atom, eval_equation, open_code, trace_code
 from distjax.servers.cutting.row_rules import (
-    Place,
+    RowRange,
     keeps_elements,
     look_up,
     rows_taken,
@@ -82,8 +82,8 @@ def _avals(atom: Var, sizes: Sizes) -> list[Any]:
     return [jax_compat.ShapedArray(shape, whole.dtype) for shape in shapes]
 
 
-def _places(sizes: Sizes) -> list[Place]:
-    return [Place(sum(sizes[:i]), n) for i, n in enumerate(sizes)]
+def _row_ranges(sizes: Sizes) -> list[RowRange]:
+    return [RowRange(sum(sizes[:i]), n) for i, n in enumerate(sizes)]
 
 
 class _Values:
@@ -207,8 +207,8 @@ class _Values:
         pairs = zip(eqn.invars, forms, strict=True)
         operands = [env.get(v, form) if form else [env.whole(v)] * len(sizes) for v, form in pairs]
         return tuple(
-            run_on_rows(self._jaxpr, eqn, place, rows)
-            for place, *rows in zip(_places(sizes), *operands, strict=True)
+            run_on_rows(self._jaxpr, eqn, here, rows)
+            for here, *rows in zip(_row_ranges(sizes), *operands, strict=True)
         )
 
     def _branch(self, env: _Environment, number: int, eqn: JaxprEqn) -> None:
@@ -274,5 +274,5 @@ class _Environment:
 
 
 def _cut(value: jax.Array, sizes: Sizes) -> Sequence[Any]:
-    cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _places(sizes)]
+    cut = [jax.lax.slice_in_dim(value, p.start, p.start + p.num_rows) for p in _row_ranges(sizes)]
     return tuple(cut) if sizes else (value,)

@@ -14,7 +14,7 @@ from distjax.context import frames
 from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.objects.stateful_args import has_objects
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.program.discovery import signature_of
 from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import (
@@ -24,9 +24,11 @@ from distjax.replica.arguments import (
     is_array,
     mark_static,
     require_call,
+    user_path,
 )
+from distjax.replica.examine import Given, examine
 from distjax.replica.global_value import GlobalValue
-from distjax.replica.run import ReplicaTrace, trace_replica
+from distjax.replica.run import trace_replica
 from distjax.replica.static import mark_modules
 from distjax.servers.cutting.assembly import assemble_plan
 from distjax.servers.extended import ServedStrategy
@@ -139,19 +141,33 @@ def _cut(
 ) -> Plan:
     """Traces a step and cuts it."""
     _require_outside_traces(fn)
-    _require_no_per_replica(fn, args, kwargs)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
-    traced = _trace(strategy, fn, partitioned)
-    return assemble_plan(function_name(fn), traced, strategy.extended)
-
-
-def _trace(
-    strategy: ServedStrategy, fn: Callable[..., Any], partitioned: PartitionedTree
-) -> ReplicaTrace:
-    topology = strategy.extended.topology
-    values = [GlobalValue(leaf, False) for leaf in partitioned.leaves]
+    names = argument_names(fn, len(args))
+    values = _values_of(strategy, fn, partitioned, names)
     outer = TraceState(local_view=False)  # no log of creations: variables are made outside of steps
-    return trace_replica(strategy, fn, partitioned, values, outer, topology)
+    topology = strategy.extended.topology
+    traced = trace_replica(strategy, fn, partitioned, values, outer, topology)
+    if topology.num_replicas > 1:
+        given = Given(function_name(fn), partitioned, names, values)
+        examine(traced.jaxpr, len(traced.result.leaves), traced.written, given, topology)
+    varying = [value.varying for value in values]
+    return assemble_plan(function_name(fn), traced, varying, strategy.extended)
+
+
+def _values_of(
+    strategy: ServedStrategy,
+    fn: Callable[..., Any],
+    partitioned: PartitionedTree,
+    names: Sequence[str],
+) -> list[GlobalValue]:
+    """Returns the arguments as replicas of a worker see them."""
+    values: list[GlobalValue] = []
+    for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
+        is_varying = isinstance(leaf, PerReplica)
+        if is_varying:
+            _require_own_replicas(strategy, fn, leaf, user_path(path, names))
+        values.append(GlobalValue(leaf.stacked if is_varying else leaf, is_varying))
+    return values
 
 
 def _require_outside_traces(fn: Callable[..., Any]) -> None:
@@ -185,13 +201,12 @@ def _require_no_objects(
     )
 
 
-def _require_no_per_replica(
-    fn: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+def _require_own_replicas(
+    strategy: ServedStrategy, fn: Callable[..., Any], value: PerReplica, path: str
 ) -> None:
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
-    if not any(isinstance(leaf, PerReplica) for leaf in leaves):
+    topology = strategy.extended.topology
+    if topology.num_replicas > 1:
+        require_same_topology(value, topology, f"argument {path} of {function_name(fn)}")
         return
     raise StrategyMismatchError(
         message(

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from distjax.jax_compat import Literal, ShapedArray, Var
-from distjax.placement.topology import Topology
-from distjax.replica.global_value import GlobalValue, as_user_value
-from distjax.servers.cutting.code import Code, aval_of_atom, trace_code
+from distjax.replica.global_value import GlobalValue
+from distjax.servers.cutting.code import Code, trace_code
+from distjax.servers.cutting.localities import Localities
 from distjax.servers.cutting.rows import in_shards
 from distjax.servers.cutting.staging import ServerMerge
 from distjax.servers.server_storage import Part, parts_of, sizes_of
@@ -41,7 +41,7 @@ def trace_update(
     merges: Sequence[ServerMerge],
     constants: dict[Var, Any],
     needed: set[Var],
-    topology: Topology,
+    localities: Localities,
 ) -> Update:
     """Returns the merges of one stage as one function.
 
@@ -49,7 +49,7 @@ def trace_update(
       merges: in the order of the program: each sees what the one before has written.
       constants: values of the names that stand for one in the replica trace; they do not travel.
       needed: names that the worker needs afterwards.
-      topology: of one worker.
+      localities: of what the replica trace names.
     """
     read = (v for m in merges for v in (*m.read, *m.written) if v is not None)
     variables = tuple(dict.fromkeys(read))
@@ -62,11 +62,11 @@ def trace_update(
         now = dict(zip(variables, arrays, strict=False))
         env = {**constants, **dict(zip(operands, arrays[len(variables) :], strict=True))}
         for merge in merges:
-            _run_merge(merge, now, env, topology)
+            _run_merge(merge, now, env, localities)
         return [*(now[v] for v in written), *(env[v] for v in answers)]
 
     avals = [ShapedArray(v.shape, v.dtype) for v in variables]
-    avals += [aval_of_atom(v) for v in operands]
+    avals += map(localities.aval, operands)
     code, parts = trace_code(update, avals), _parts_of_all(variables)
     if len(parts) > len(variables):
         taken = [*map(sizes_of, variables), *(() for _ in operands)]
@@ -80,17 +80,18 @@ def _parts_of_all(variables: Sequence[Variable]) -> tuple[Part, ...]:
 
 
 def _run_merge(
-    merge: ServerMerge, now: dict[Variable, Any], env: dict[Any, Any], topology: Topology
+    merge: ServerMerge, now: dict[Variable, Any], env: dict[Any, Any], localities: Localities
 ) -> None:
     """Runs a merge on the values that its variables have now."""
     values = []
     for atom, variable in zip(merge.eqn.invars, merge.read, strict=True):
         if variable is not None:
-            values.append(now[variable])
+            values.append(GlobalValue(now[variable], False))
         else:
-            values.append(atom.val if isinstance(atom, Literal) else env[atom])
-    outs = merge.eqn.params["merge"].emit([GlobalValue(x, False) for x in values], topology)
-    results = [as_user_value(out, topology) for out in outs]
+            value = atom.val if isinstance(atom, Literal) else env[atom]
+            values.append(localities.value(atom, value))
+    outs = merge.eqn.params["merge"].emit(values, localities.topology)
+    results = list(map(localities.array, outs))
     env.update(zip(merge.eqn.outvars, results, strict=True))
     num_results = len(results) - len(merge.written)
     now.update(zip(merge.written, results[num_results:], strict=True))

@@ -1,1 +1,1 @@
-"""An engine whose workers and servers are processes of Ray."""
+"""An engine whose workers and servers are Ray processes."""

@@ -1,9 +1,9 @@
-"""Ray, started or connected to: what it listens at, who may talk to it, what it leaves behind."""
+"""Starts Ray or connects to it: its address, authentication and cleanup."""
 
-# A cluster of our own listens at 127.0.0.1 only, asks for a token, and reports to nobody. Ray reads
-# that from the environment, when it is imported and when it starts: what it read before is read
-# again, and the environment is as it was afterwards. The token and Ray's logs are in a folder that
-# goes with the process.
+# Our own cluster listens only at 127.0.0.1, requires a token, and reports to no one. Ray reads
+# these settings from the environment, on import and on start: what it read before is read again,
+# and the environment is restored afterwards. The token and Ray's logs are in a directory that is
+# deleted with the process.
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from typing import Any
 from distjax.errors import message
 from distjax.servers.crew import end_all
 
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # its other meaning: several machines, or not
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # its other meaning: whether on several machines
 _starting = threading.Lock()
+
+#: Settings of our own cluster, unless the environment overrides them. The way through Ray's store
+#: costs more than a message of a few hundred kilobytes, a common size of gradients; and its
+#: processes, by default at nice 15, are the main program here, not a background job.
+_SETTINGS = {"RAY_max_direct_call_object_size": str(1 << 20), "RAY_worker_niceness": "0"}
 
 
 def require_ray() -> None:
     """Imports Ray.
 
     Raises:
-      ImportError: it is not installed.
+      ImportError: Ray is not installed.
     """
     if sys.modules.get("ray") is not None:
         return
@@ -48,16 +53,16 @@ def require_ray() -> None:
                 fix="pip install 'distjax[ray]'; engine=\"threads\" needs nothing",
             )
         ) from error
-    # Ray ends itself at exit: before it does, nobody may wait for it any more.
+    # Ray shuts down at exit; before it does, all waiting for it must end.
     atexit.register(end_all, os.getpid())
 
 
 def connect(address: str | None) -> bool:
-    """Connects to a cluster; returns whether this process has started it.
+    """Connects to a cluster; returns whether this process started it.
 
     Args:
-      address: of one that exists; None: the one that Ray is connected to, or RAY_ADDRESS
-        names, or a new one on this machine.
+      address: of an existing cluster; None: the one that Ray is connected to, or named by
+        RAY_ADDRESS, or a new one on this machine.
     """
     import ray
 
@@ -85,6 +90,7 @@ def _start_here() -> None:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     settings = {
+        **{name: os.environ.get(name, value) for name, value in _SETTINGS.items()},
         _LOOPBACK: "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
@@ -92,7 +98,7 @@ def _start_here() -> None:
     }
     atexit.register(_end, folder, os.getpid())
     with _environment(settings):
-        # Three things that were read in the environment in which ray was imported.
+        # Three settings that Ray read from the environment on import.
         ray_constants.ENABLE_RAY_CLUSTER = False
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")
@@ -109,13 +115,13 @@ def _start_here() -> None:
 
 
 def _end(folder: str, pid: int) -> None:
-    """Ends the cluster of a process; one forked of it has none."""
+    """Shuts down the cluster of a process; a forked child has none."""
     global _started
     import ray
 
     if os.getpid() != pid:
         return
-    end_all(pid)  # first: a call of Ray's after its end would start another cluster
+    end_all(pid)  # first: a Ray call after shutdown would start another cluster
     ray.shutdown()
     _started = False
     shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +129,7 @@ def _end(folder: str, pid: int) -> None:
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Generator[None]:
-    """A context in which variables of the environment are set; after it all are as they were."""
+    """A context in which environment variables are set; all are restored after it."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:
@@ -136,7 +142,7 @@ def _environment(settings: dict[str, str]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _signals() -> Generator[None]:
-    """A context after which SIGTERM does what it did before."""
+    """A context that restores the handler of SIGTERM."""
     handler: Any = signal.getsignal(signal.SIGTERM)
     try:
         yield

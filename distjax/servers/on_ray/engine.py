@@ -1,7 +1,7 @@
-"""RayEngine: workers and servers are processes of Ray's, on this machine or on several."""
+"""RayEngine: workers and servers are Ray processes, on this machine or on several."""
 
-# The coordinator's process traces, cuts and exports steps, and keeps the order of pushes where
-# there is a bound on their staleness. Values go between workers and servers directly.
+# The coordinator's process traces, cuts and exports steps, and orders the pushes if their
+# staleness is bounded. Values go directly between workers and servers.
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from distjax.errors import message
+from distjax.placement.topology import REPLICA_AXIS, Topology
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.on_ray import cluster
 from distjax.servers.on_ray.exported import ShippedPlan, export_plan
-from distjax.servers.on_ray.hello import greet
-from distjax.servers.on_ray.options import actor_options, require_options
+from distjax.servers.on_ray.options import actor_options, require_options, with_devices
 from distjax.servers.on_ray.sent import Sent
 from distjax.servers.on_ray.server import RayServer
+from distjax.servers.on_ray.startup import wait_for_start
+from distjax.servers.on_ray.streams import RayStreams
 from distjax.servers.on_ray.workers import RayProcess, RayWorkers
 from distjax.servers.plan import Plan, count_writes
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.actors import ServerActor, WorkerActor
+    from distjax.servers.on_ray.server_actor import ServerActor
+    from distjax.servers.on_ray.worker_actor import WorkerActor
 
 
 class RayEngine(Engine):
-    """Runs workers and servers as processes of Ray's.
+    """Runs workers and servers as Ray processes.
 
-    Programs travel as StableHLO: these processes import distjax and JAX, and nothing of the
-    user's. A worker that dies is replaced at once; a server that dies is a `ServerLostError`,
-    and `Coordinator.restore` makes a new one.
+    Programs are sent as StableHLO: the processes import distjax and JAX, but none of the
+    user's code. A worker that dies is replaced at once; a server that dies raises a
+    `ServerLostError`, and `Coordinator.restore` creates a new one.
 
     Args:
-      address: of a cluster; None: the one that Ray is connected to, or RAY_ADDRESS names, or
+      address: of a cluster; None: the one that Ray is connected to, or named by RAY_ADDRESS, or
         else a new one on this machine, which ends with this process.
-      worker_resources: what Ray is to reserve for each worker, as ``{"num_gpus": 1}``; None: a
-        core, or nothing in a cluster of our own.
+      worker_resources: what Ray reserves for each worker, as ``{"num_gpus": 1}``; None: a
+        core, or nothing in our own cluster.
       server_resources: the same for each server.
-      runtime_env: as Ray has it: environment variables and packages of all these processes.
-      max_failures: so many workers may be lost in one closure before it is given up.
+      runtime_env: Ray's `runtime_env`: environment variables and packages of all processes.
+      max_failures: how many workers may be lost in one closure before it is given up.
 
     Raises:
       ImportError: Ray is not installed.
-      TypeError, ValueError: other arguments.
+      TypeError, ValueError: invalid arguments.
 
     Example:
       ``strategy = dj.ParameterServerStrategy(workers=8, engine=dj.servers.RayEngine("auto"))``
@@ -72,16 +74,16 @@ class RayEngine(Engine):
         options = functools.partial(actor_options, runtime_env=runtime_env, is_ours=is_ours)
         self._server_options = options(server_resources)
         self._servers: list[RayServer] = []
-        self._epoch = 0  # one more each time that a server is made
-        self.workers = RayWorkers(
-            functools.partial(_make_worker, options(worker_resources)), max_failures
-        )
+        self._worker_options = options(worker_resources)
+        self._replicas = 1, REPLICA_AXIS  # of a worker, and the name of their axis
+        self.workers = self._make_workers()
+        self._streams = RayStreams(self.workers, max_failures)
         self._gate: Gate | None = None
         self._plans: weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]
         self._plans = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of plans
         self._dropped: list[int] = []  # plans that only the processes still have
-        self._learning = threading.RLock()  # held while a plan or a server is made known
+        self._announcing = threading.RLock()  # held while a plan or a server is announced
 
     @property
     def servers(self) -> Sequence[RayServer]:
@@ -92,46 +94,40 @@ class RayEngine(Engine):
 
     def start(
         self,
-        worker_devices: Sequence[jax.Device],
+        workers: Sequence[Topology],
         server_devices: Sequence[jax.Device],
         max_staleness: int | None,
     ) -> None:
         self._gate = None if max_staleness is None else Gate(max_staleness)
-        # No circles: processes end when the last one lets go of the engine, not some time later.
+        self._replicas = workers[0].num_replicas, workers[0].axis_name
+        self.workers = self._make_workers()
+        self._streams = RayStreams(self.workers, self.max_failures)
+        # No cycles: processes end when the engine's last reference goes, not some time later.
         make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))
         servers = [RayServer(i, make_server) for i in range(len(server_devices))]
-        for worker in range(len(worker_devices)):
+        for worker in range(len(workers)):
             self.workers.begin(worker)
         for server in servers:
-            server.greet()
-        greet("worker 0", self.workers.begin(0).actor)
+            server.wait_for_start()
+        wait_for_start("worker 0", self.workers.begin(0).actor)
         self.workers.find(0)
         self._servers = servers
 
     def admit(self, plan: Plan) -> None:
-        with self._learning:
-            self._forget_dropped()
+        with self._announcing:
+            self._send_dropped()
             if plan in self._plans:
                 return
             number = next(self._numbers)
             platforms = self.workers.platforms, {s.platform for s in self._servers}
-            shipped = export_plan(plan, len(self._servers), *platforms)
+            shipped = export_plan(plan, len(self._servers), self._replicas, *platforms)
             for server, programs in zip(self._servers, shipped.for_servers, strict=True):
-                server.call("learn", number, programs)
+                server.call("add_plan", number, programs)
             self._plans[plan] = number, shipped
             weakref.finalize(plan, self._dropped.append, number)
 
-    def require_data(self, at: str) -> None:
-        if at == "coordinator":
-            return
-        raise ValueError(
-            message(
-                'create_per_worker_dataset needs at="coordinator", on RayEngine',
-                got=f"at={at!r}",
-                why="workers are sent programs and elements, and no Python of yours",
-                fix='coordinator.create_per_worker_dataset(fn, at="coordinator")',
-            )
-        )
+    def open_data(self, worker: int, make: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+        return self._streams.open(worker, make)
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
         return self.workers.prepare(worker, is_wanted)
@@ -149,28 +145,34 @@ class RayEngine(Engine):
     def end_worker(self, worker: int) -> None:
         self.workers.end(worker)
 
+    def name_devices(self, home: Topology) -> tuple[str, ...]:
+        return tuple(f"device {i} of its process" for i in range(home.num_replicas))
+
     def pid_of(self, worker: int) -> int | None:
         return self.workers.pid_of(worker)
 
-    # -- what attempts ask ----------------------------------------------------
+    # -- for attempts -----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """A number that changes when a server is made anew."""
-        return self._epoch
+        """A number that changes when a server is replaced."""
+        return sum(server.num_processes for server in self._servers)
 
     def number_of(self, plan: Plan) -> int:
-        """Returns the number of a plan that was admitted."""
+        """Returns the number of an admitted plan."""
         return self._plans[plan][0]
 
-    def teach(self, process: RayProcess, plan: Plan) -> None:
-        """Sends a worker a plan, and the servers that there are now."""
+    def send_plan(self, process: RayProcess, task: Task) -> None:
+        """Sends a worker a plan, its data sources, and the current servers."""
         import ray
 
-        with self._learning:
-            number, shipped = self._plans[plan]
+        told = self._streams.send_sources(process.actor, task.arrays)
+        with self._announcing:
+            number, shipped = self._plans[task.plan]
+            epoch = self.epoch  # first: a server that is replaced now is sent by the next order
             servers = [server.actor for server in self._servers]
-            told = process.actor.learn.remote(number, shipped.for_workers, self._epoch, servers)
+            add_plan = process.actor.add_plan
+            told.append(add_plan.remote(number, shipped.for_workers, epoch, servers))
         ray.get(told)
 
     # -- inside ---------------------------------------------------------------
@@ -184,30 +186,36 @@ class RayEngine(Engine):
                 outcome = sent.ask("push", number)
         return sent.conclude(outcome)
 
+    def _make_workers(self) -> RayWorkers:
+        options = with_devices(self._worker_options, self._replicas[0])
+        make = functools.partial(_make_worker, options, *self._replicas)
+        return RayWorkers(make, self.max_failures, self._replicas[0])
+
     def _make_server(self, number: int) -> ActorHandle[ServerActor]:
         import ray
 
-        from distjax.servers.on_ray.actors import ServerActor
+        from distjax.servers.on_ray.server_actor import ServerActor
 
-        with self._learning:
-            self._epoch += 1
+        with self._announcing:
             plans = {n: shipped.for_servers[number] for n, shipped in self._plans.values()}
-            options: Any = self._server_options
+            options: Any = {**self._server_options, "concurrency_groups": {"compiling": 1}}
             remote: Any = ray.remote(**options)
             return remote(ServerActor).remote(number, plans)
 
-    def _forget_dropped(self) -> None:
-        """Tells everybody which plans there are no more of."""
+    def _send_dropped(self) -> None:
+        """Tells all processes which plans to drop."""
         dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
         for actor in (*(s.actor for s in self._servers), *self.workers.actors()) if dropped else ():
-            actor.forget.remote(dropped)
+            actor.drop_plans.remote(dropped)
 
 
-def _make_worker(options: Mapping[str, Any]) -> ActorHandle[WorkerActor]:
+def _make_worker(
+    options: Mapping[str, Any], num_replicas: int, axis_name: str
+) -> ActorHandle[WorkerActor]:
     import ray
 
-    from distjax.servers.on_ray.actors import WorkerActor
+    from distjax.servers.on_ray.worker_actor import WorkerActor
 
-    given: Any = {**options, "concurrency_groups": {"control": 1}}
+    given: Any = {**options, "concurrency_groups": {"control": 1, "data": 1}}
     remote: Any = ray.remote(**given)
-    return remote(WorkerActor).remote()
+    return remote(WorkerActor).remote(num_replicas, axis_name)

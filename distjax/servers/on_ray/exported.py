@@ -1,24 +1,26 @@
-"""Plans as they are shipped: programs as StableHLO, and nothing of the user's Python."""
+"""The wire form of plans: programs as StableHLO, and none of the user's code."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import Sharding
 
 from distjax.errors import UnsupportedError, message
+from distjax.placement.topology import abstract_topology
 from distjax.servers.plan import Plan, Program, Push, Stage
 
 
 class StableFunction:
-    """A function of flat arrays as StableHLO: it is sent as bytes, and read where it first runs.
+    """A function of flat arrays as StableHLO: sent as bytes, read at its first run.
 
     Args:
-      blob: what `jax.export` made of it.
+      blob: the serialized result of `jax.export`.
     """
 
     def __init__(self, blob: bytes):
@@ -36,7 +38,7 @@ class StableFunction:
 
 
 def _require_no_callback(exported: export.Exported) -> None:
-    """Raises where a program that came by the wire would call Python: it is looked at here too."""
+    """Raises if a received program would call Python: checked on this side, too."""
     found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
     if found is None:
         return
@@ -51,17 +53,17 @@ def _require_no_callback(exported: export.Exported) -> None:
 
 
 def _run_elsewhere(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Stands for a program that is not where the plan is: servers have theirs, workers theirs."""
+    """Stands in for a program absent here: servers have theirs, workers theirs."""
     raise AssertionError("a program of a server, called at a worker")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShippedPlan:
-    """What workers and servers are sent of a plan.
+    """What is sent of a plan to workers and servers.
 
     Attributes:
-      for_workers: with the programs of workers.
-      for_servers: by server: its programs, by stage.
+      for_workers: the plan with the programs of workers.
+      for_servers: for each server, its programs by stage.
     """
 
     for_workers: Plan
@@ -69,15 +71,20 @@ class ShippedPlan:
 
 
 def export_plan(
-    plan: Plan, num_servers: int, worker_platforms: Iterable[str], server_platforms: Iterable[str]
+    plan: Plan,
+    num_servers: int,
+    replicas: tuple[int, str],
+    worker_platforms: Iterable[str],
+    server_platforms: Iterable[str],
 ) -> ShippedPlan:
-    """Returns a plan to be shipped.
+    """Returns a plan in the form to be sent.
 
     Args:
-      plan: a strategy has made.
+      plan: made by a strategy.
       num_servers: how many servers there are.
-      worker_platforms: those that its workers run on.
-      server_platforms: those that its servers run on.
+      replicas: how many replicas each worker has, and the name of their axis.
+      worker_platforms: the platforms of its workers.
+      server_platforms: the platforms of its servers.
 
     Raises:
       UnsupportedError: a program calls back to Python, or has no stable form.
@@ -91,11 +98,17 @@ def export_plan(
         stages.append(
             dataclasses.replace(
                 stage,
-                program=_export(plan.name, stage.program, worker_platforms),
+                program=_export(
+                    plan.name,
+                    stage.program,
+                    worker_platforms,
+                    _shardings(stage.operands, plan, replicas),
+                    _shardings(stage.results, plan, replicas),
+                ),
                 pushes=tuple(map(_without_program, stage.pushes)),
             )
         )
-    for_workers = Plan(  # no more than that: the rest is the user's, or the strategy's
+    for_workers = Plan(  # only this: the rest is the user's, or the strategy's
         plan.name,
         plan.arguments,
         plan.pulls,
@@ -104,17 +117,41 @@ def export_plan(
         tuple,
         plan.owners,
         plan.is_read_only,
+        varying=plan.varying,
     )
     return ShippedPlan(for_workers, tuple(for_servers))
 
 
 def _without_program(push: Push) -> Push:
-    return dataclasses.replace(push, program=Program(push.program.name, _run_elsewhere))
+    return dataclasses.replace(
+        push, program=Program(push.program.name, _run_elsewhere, push.program.avals)
+    )
 
 
-def _export(name: str, program: Program, platforms: Iterable[str]) -> Program:
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in program.avals]
-    make: Any = export.export(jax.jit(program.fn), platforms=sorted(set(platforms)))
+def _shardings(
+    slots: Sequence[int], plan: Plan, replicas: tuple[int, str]
+) -> tuple[Sharding, ...] | None:
+    """Returns how slots of a worker lie on several devices, whichever these are."""
+    if replicas[0] == 1:
+        return None
+    anywhere = abstract_topology(*replicas)
+    each = (slot in plan.varying for slot in slots)
+    return tuple(anywhere.per_replica if varying else anywhere.mirrored for varying in each)
+
+
+def _export(
+    name: str,
+    program: Program,
+    platforms: Iterable[str],
+    ins: Sequence[Sharding] | None = None,
+    outs: Sequence[Sharding] | None = None,
+) -> Program:
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding)
+        for x, sharding in zip(program.avals, ins or (None,) * len(program.avals), strict=True)
+    ]
+    jitted = jax.jit(program.fn, out_shardings=outs)
+    make: Any = export.export(jitted, platforms=sorted(set(platforms)))
     try:
         blob = bytes(make(*shapes).serialize())
     except (NotImplementedError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Options of a RayEngine, and what Ray is told of each process."""
+"""Options of a RayEngine, and of each of its Ray processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_options(
     runtime_env: object,
     max_failures: object,
 ) -> None:
-    """Raises a TypeError or ValueError if these are no options of a RayEngine."""
+    """Raises a TypeError or ValueError unless these are options of a RayEngine."""
     if not isinstance(address, str | None):
         raise TypeError(
             message(
@@ -71,18 +71,18 @@ def _require_resources(name: str, resources: object) -> None:
 def actor_options(
     resources: Mapping[str, Any] | None, *, runtime_env: Mapping[str, Any] | None, is_ours: bool
 ) -> dict[str, Any]:
-    """Returns what Ray is told of a process.
+    """Returns the Ray options of a process.
 
     Args:
-      resources: that Ray is to reserve.
-      runtime_env: the user's; what it says wins.
-      is_ours: whether the cluster is one that this process has started: its processes take part
-        in the same installation, and nothing is reserved unless it is asked for.
+      resources: for Ray to reserve.
+      runtime_env: the user's; it takes precedence.
+      is_ours: whether this process started the cluster: its processes then share the
+        installation, and nothing is reserved unless asked for.
     """
     options: dict[str, Any] = {"num_cpus": 0 if is_ours else 1, **(resources or {})}
     has_accelerator = bool({"num_gpus", "resources", "accelerator_type"}.intersection(options))
     variables = {
-        # JAX_PLATFORMS of this process is inherited otherwise, whatever the machine there has.
+        # Otherwise this process's JAX_PLATFORMS is inherited, whatever the other machine has.
         "JAX_PLATFORMS": "" if has_accelerator else "cpu",
         "OMP_NUM_THREADS": str(max(1, int(options["num_cpus"]))),
     }
@@ -92,5 +92,14 @@ def actor_options(
         variables["PYTHONPATH"] = os.pathsep.join([here, path] if path else [here])
     environment = dict(runtime_env or {})
     environment["env_vars"] = variables | dict(environment.get("env_vars", {}))
-    # Ray never restarts or repeats anything: who died is made anew by who knows what it had.
+    # Ray must not restart or repeat anything: the engine knows what each process had in hand.
     return options | {"runtime_env": environment, "max_restarts": 0, "max_task_retries": 0}
+
+
+def with_devices(options: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Returns what Ray is told of a process that needs several devices, where it has only CPUs."""
+    if count == 1:
+        return dict(options)
+    environment = dict(options["runtime_env"])
+    variables = {"JAX_NUM_CPU_DEVICES": str(count)} | environment["env_vars"]
+    return {**options, "runtime_env": {**environment, "env_vars": variables}}

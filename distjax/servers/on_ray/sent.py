@@ -1,23 +1,34 @@
-"""Sent: an attempt at a closure that a worker of Ray's has been sent."""
+"""Sent: an attempt at a closure that was sent to a Ray worker."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from distjax.context.thread_settings import ProgramModes
 from distjax.servers.engine import Ran, Task
+from distjax.servers.on_ray.orders import (
+    Done,
+    Failed,
+    Order,
+    Outcome,
+    ServerGone,
+    Stopped,
+    Unknown,
+)
 from distjax.servers.on_ray.server import RayServer
-from distjax.servers.on_ray.wire import from_wire, to_wire
+from distjax.servers.on_ray.wire import OnWire, from_wire, to_wire
 from distjax.servers.on_ray.workers import RayProcess, RayWorkers
 from distjax.servers.plan import Plan
+from distjax.servers.remote_array import Argument, Place, RemoteArray
 from distjax.servers.server_contract import lost_error
 
-if TYPE_CHECKING:
-    from distjax.servers.on_ray.actors import Outcome
+_LOOK_SECONDS = 0.1  # how often to check whether a running attempt is still wanted
 
-_LOOK_SECONDS = 0.1  # how often an attempt under way is looked at: is it wanted still?
+
+def _as_sent(array: Argument) -> OnWire | Place:
+    return array.place if isinstance(array, RemoteArray) else to_wire([array])[0]
 
 
 class Host(Protocol):
@@ -35,67 +46,64 @@ class Host(Protocol):
 
     @property
     def epoch(self) -> int:
-        """A number that changes when a server is made anew."""
+        """A number that changes when a server is replaced."""
         ...
 
     def number_of(self, plan: Plan) -> int:
-        """Returns the number of a plan that was admitted."""
+        """Returns the number of an admitted plan."""
         ...
 
-    def teach(self, process: RayProcess, plan: Plan) -> None:
-        """Sends a worker a plan, and the servers that there are now."""
+    def send_plan(self, process: RayProcess, task: Task) -> None:
+        """Sends a worker a plan, its data sources, and the current servers."""
         ...
 
 
 class Sent:
-    """An attempt that a worker has been sent, in one call or in several.
+    """An attempt that was sent to a worker, in one call or in several.
 
     Args:
       host: the engine.
-      worker: who runs it.
-      process: of the worker.
-      task: what is run.
+      worker: the worker's number.
+      process: the worker's process.
+      task: the task to run.
     """
 
     def __init__(self, host: Host, worker: int, process: RayProcess, task: Task):
-        from distjax.servers.on_ray.actors import Order
-
         self._host, self._worker, self._process, self._task = host, worker, process, task
         self._order = Order(
             host.number_of(task.plan),
             host.epoch,
             task.closure,
             task.attempt,
-            to_wire(task.arrays),
+            list(map(_as_sent, task.arrays)),
             ProgramModes.of_this_thread(),
         )
         self._call: tuple[str, tuple[int, ...]] = ("run", ())
         self._answer: Any = None
         self._is_stopped = False
-        process.in_hand.append(self)
 
     def send(self, method: str, *args: int) -> None:
         """Calls a method of the worker with the order."""
         self._call = method, args
+        if self not in self._process.in_hand:
+            self._process.in_hand.append(self)
         self._answer = getattr(self._process.actor, method).remote(self._order, *args)
 
     def ask(self, method: str, *args: int) -> Outcome:
-        """Calls a method of the worker, and returns what comes of it.
+        """Calls a method of the worker, and returns its outcome.
 
         Raises:
-          WorkerDied: the worker has.
+          WorkerDied: the worker died.
         """
         self.send(method, *args)
         return self._outcome()
 
     def wait(self) -> Ran:
-        """Waits until the attempt has come to something; raises as `Engine.run`."""
+        """Waits for the attempt's outcome; raises as `Engine.run` does."""
         return self.conclude(self._outcome())
 
     def conclude(self, outcome: Outcome) -> Ran:
-        """Returns, or raises, what an attempt has come to."""
-        from distjax.servers.on_ray.actors import Done, Failed, ServerGone, Stopped
-
+        """Returns, or raises, the outcome of an attempt."""
         self.let_go()
         servers = self._host.servers
         if isinstance(outcome, ServerGone):
@@ -114,29 +122,30 @@ class Sent:
         )
 
     def let_go(self) -> None:
-        """Takes the attempt out of the worker's hand."""
+        """Removes the attempt from those the worker has in hand."""
         if self in self._process.in_hand:
             self._process.in_hand.remove(self)
 
     def _outcome(self) -> Outcome:
         from ray.exceptions import RayError, RayTaskError
 
-        from distjax.servers.on_ray.actors import Unknown
-
         try:
             while isinstance(outcome := self._get(), Unknown):
-                self._host.teach(self._process, self._task.plan)
+                self._host.send_plan(self._process, self._task)
                 self._order = dataclasses.replace(self._order, epoch=self._host.epoch)
                 method, args = self._call
                 self.send(method, *args)
             return outcome
         except RayTaskError as error:
+            self.let_go()
             raise error.cause from None
         except RayError as error:
-            raise self._host.workers.bury(self._worker, self._process, self, error) from error
+            raise self._host.workers.replace_dead(
+                self._worker, self._process, self, error
+            ) from error
 
     def _get(self) -> Outcome:
-        """Returns what the worker answers; has it stop where that is not wanted any more."""
+        """Returns the worker's answer; tells it to stop if that is no longer wanted."""
         import ray
         from ray.exceptions import GetTimeoutError
 

@@ -1,4 +1,4 @@
-"""RayServer: a server in a process of Ray's, as the coordinator sees it."""
+"""RayServer: a server in a Ray process, as the coordinator sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from distjax.servers.on_ray.hello import greet
+from distjax.servers.on_ray.startup import wait_for_start
 from distjax.servers.on_ray.wire import from_wire, to_wire
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
 from distjax.typing import ArrayLike
@@ -18,55 +18,57 @@ from distjax.typing import ArrayLike
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.actors import Report, ServerActor
+    from distjax.servers.on_ray.server_actor import Report, ServerActor
 
 _T = TypeVar("_T")
 
-#: So many closures that are over are told to a server at once.
+#: How many finished closures are reported to a server at once.
 _TOLD_AT_ONCE = 8
 
 
 class RayServer:
-    """A server in a process of Ray's.
+    """A server in a Ray process.
 
     Args:
-      number: which of the strategy's.
-      make: makes a process for the server of a number.
+      number: its number in the strategy.
+      make: creates a process for the server with a number.
 
     Attributes:
       actor: its process.
-      platform: that it runs on.
+      num_processes: how many it has had.
+      platform: its JAX platform.
     """
 
     def __init__(self, number: int, make: Callable[[int], ActorHandle[ServerActor]]):
         self.number = number
         self._make = make
         self.actor = make(number)
+        self.num_processes = 1
         self.is_lost = False
         self.platform = "cpu"
         self._pid = 0
         self._over: collections.deque[int] = collections.deque()
         self._report: Report | None = None  # the latest
-        self._keys: set[str] = set()  # of variables that there are
-        self._removed: collections.deque[str] = collections.deque()  # keys, not yet forgotten
+        self._keys: set[str] = set()  # of current variables
+        self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
 
-    def greet(self) -> None:
+    def wait_for_start(self) -> None:
         """Waits until its process has started.
 
         Raises:
-          ClusterError: it has not, or is of no use here.
+          ClusterError: it has not started, or is not usable.
         """
-        hello = greet(f"server {self.number}", self.actor)
-        self._pid, self.platform = hello.pid, hello.platform
+        info = wait_for_start(f"server {self.number}", self.actor)
+        self._pid, self.platform = info.pid, info.platform
 
     @property
     def pid(self) -> int:
-        """The process that it is in."""
+        """The pid of its process."""
         return self._pid
 
     @property
     def version(self) -> int:
-        """How many writes it has seen; the latest that is known of one that is lost."""
+        """How many writes it has applied; the last known number if it is lost."""
         return self._look().version
 
     @property
@@ -76,11 +78,11 @@ class RayServer:
 
     @property
     def num_kept(self) -> int:
-        """The number of closures of which something is remembered."""
+        """The number of closures with records."""
         return self._look().num_kept
 
     def read_totals(self) -> Totals:
-        """Returns what has been asked of it."""
+        """Returns the totals of its requests."""
         return self._look().totals
 
     def create(self, key: str, value: ArrayLike) -> None:
@@ -89,48 +91,49 @@ class RayServer:
         self._keys.add(key)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forgets values whose variables are gone, when the server is next asked for anything.
+        """Drops values of dead variables, at the next request.
 
-        Takes no lock, and does not call Ray: a finalizer calls it.
+        Takes no lock, and does not call Ray, since a finalizer calls it.
         """
         self._removed.extend(keys)
 
     def read(self, keys: Sequence[str]) -> tuple[int, list[jax.Array]]:
-        """Returns the version, and the values that are there then."""
+        """Returns the version, and the values at that version."""
         version, sent = self.call("read", keys, is_pull=False)
         return version, from_wire(sent)
 
     def write(self, key: str, value: ArrayLike) -> int:
-        """Replaces a value, outside of closures; returns the version that this makes."""
+        """Replaces a value, outside closures; returns the resulting version."""
         return self.call("write", key, *to_wire([jnp.asarray(value)]))
 
     def mark_done(self, closure: int) -> None:
-        """Forgets a closure that is over, soon: several are told at once."""
+        """Drops a closure that is over, later: several are reported at once."""
         self._over.append(closure)
         if len(self._over) >= _TOLD_AT_ONCE:
             self._tell()
 
     def snapshot(self) -> ServerSnapshot:
-        """Returns a copy of all there is."""
+        """Returns a copy of all values."""
         version, values = self.call("snapshot")
-        # What has come lies in Ray's store, where there may be little room for long.
+        # Received values lie in Ray's store, which may have little room for long-lived ones.
         with jax.enable_x64(True):
             arrays = [jnp.array(x, copy=True) for x in from_wire(list(values.values()))]
         return ServerSnapshot(version, dict(zip(values, arrays, strict=True)))
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
-        """Goes back to a snapshot, in a new process where the old one is lost."""
+        """Goes back to a snapshot, in a new process if the old one is lost."""
         if self._is_gone():
             self._over.clear()
             self.actor = self._make(self.number)
-            self.greet()
+            self.num_processes += 1  # after it: who sees the number sees the process
+            self.wait_for_start()
             self.is_lost = False
         held = {key: value for key, value in snapshot.values.items() if key in self._keys}
         values = dict(zip(held, to_wire(held.values()), strict=True))
         self.call("restore", snapshot.version, values, num_closures)
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:
-        """Returns what a method of the process returns, and raises what it raises there.
+        """Returns the result of the process's method, or raises its exception.
 
         Raises:
           ServerLostError: the process has died.
@@ -159,7 +162,7 @@ class RayServer:
             self.actor.remove.remote(removed)
 
     def _look(self) -> Report:
-        from distjax.servers.on_ray.actors import Report
+        from distjax.servers.on_ray.server_actor import Report
 
         try:
             self._report = self.call("report")
@@ -174,7 +177,7 @@ class RayServer:
 
 
 def _drain(items: collections.deque[_T]) -> list[_T]:
-    """Takes all that is there; other threads may take and add at the same time."""
+    """Takes all items; other threads may take and add at the same time."""
     taken: list[_T] = []
     with contextlib.suppress(IndexError):
         while True:

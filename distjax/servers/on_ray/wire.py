@@ -1,7 +1,7 @@
-"""Arrays as they travel between processes: numpy arrays, which need no copy to be sent."""
+"""The wire form of arrays between processes: numpy arrays, sent without a copy."""
 
-# JAX's own pickle is slower, keys are no numpy arrays, and numpy pickles what it does not know
-# (bfloat16) through a copy.
+# JAX's own pickle is slower, PRNG keys are not numpy arrays, and numpy pickles dtypes that it
+# does not know (bfloat16) through a copy.
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.jax_compat import ShapedArray
 from distjax.placement.transfer import transfer_each
 
 
 class Disguised(NamedTuple):
-    """An array of a dtype that numpy does not know, as one of a dtype that it does.
+    """An array of a dtype unknown to numpy, as one of a known dtype.
 
     Attributes:
-      data: the same bytes as unsigned numbers.
-      dtype: the name of the dtype; of a key: of its implementation.
-      is_key: whether it is one.
+      data: the same bytes as unsigned integers.
+      dtype: the name of the dtype; for a key, of its implementation.
+      is_key: whether it is a PRNG key.
     """
 
     data: np.ndarray
@@ -30,14 +31,14 @@ class Disguised(NamedTuple):
     is_key: bool
 
 
-_SMALL = 1 << 20  # bytes that a call copies faster than they are put on a device before it
+_SMALL = 1 << 20  # bytes: below this a call's own transfer is faster than placing the array first
 
-#: What is sent of one array.
+#: The wire form of one array.
 OnWire = np.ndarray | Disguised
 
 
 def to_wire(arrays: Iterable[jax.Array | np.ndarray]) -> list[OnWire]:
-    """Returns what is to be sent; waits until it is computed."""
+    """Returns arrays in wire form; waits until they are computed."""
     return [_to_wire(x) for x in arrays]
 
 
@@ -52,18 +53,32 @@ def _to_wire(array: jax.Array | np.ndarray) -> OnWire:
 
 
 def from_wire(sent: Sequence[OnWire], device: jax.Device | None = None) -> list[jax.Array]:
-    """Returns arrays on a device; on a CPU in the memory in which they came, where that is so."""
-    with jax.enable_x64(True):  # or 64 bits would be cut, whoever may have sent them
+    """Returns arrays on a device; on a CPU, in the memory they arrived in if possible."""
+    with jax.enable_x64(True):  # else 64-bit values would be truncated, whoever sent them
         sharding = None if device is None else SingleDeviceSharding(device)
         arrays: list[jax.Array] = transfer_each([_as_host(x) for x in sent], sharding)
         return list(map(_as_key, sent, arrays))
 
 
 def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:
-    """Returns arrays that a program on a device can take: small ones are left to its call."""
-    if all(isinstance(x, np.ndarray) and x.itemsize < 8 and x.nbytes <= _SMALL for x in sent):
-        return list(sent)  # type: ignore[arg-type]
-    return from_wire(sent, device)
+    """Returns arrays for a program on a device; its call moves small ones itself."""
+    placed = iter(from_wire([x for x in sent if not _stays_on_host(x)], device))
+    return [x if _stays_on_host(x) else next(placed) for x in sent]  # type: ignore[misc]
+
+
+def arrives_as(aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """Returns what an array from `for_programs` is, before it is there."""
+    is_plain = not jax_compat.is_key_dtype(aval.dtype) and aval.dtype.kind != "V"
+    is_on_host = is_plain and _is_small(aval.dtype.itemsize, aval.size)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if is_on_host else sharding)
+
+
+def _stays_on_host(sent: OnWire) -> bool:
+    return isinstance(sent, np.ndarray) and _is_small(sent.itemsize, sent.size)
+
+
+def _is_small(itemsize: int, size: int) -> bool:
+    return itemsize < 8 and itemsize * size <= _SMALL
 
 
 def _as_host(sent: OnWire) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""RayWorkers: the processes of workers; one that dies is made anew at once."""
+"""RayWorkers: the processes of workers; one that dies is replaced at once."""
 
 # Closures are sent to a worker while it has another one in hand. Of those that a process had when
-# it died, the first may have killed it; the others had not begun, and are nobody's failure.
+# it died, the first may have killed it; the others had not begun, and it does not count for them.
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from distjax.errors import ClusterError
 from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.hello import Hello, cannot_start, ends_of, require_same_versions
+from distjax.servers.on_ray.startup import (
+    ProcessInfo,
+    cannot_start,
+    ends_of,
+    require_devices,
+    require_same_versions,
+)
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from distjax.servers.on_ray.actors import WorkerActor
+    from distjax.servers.on_ray.worker_actor import WorkerActor
 
-_LOOK_SECONDS = 0.1  # how often somebody who waits for a process looks whether that is wanted
+_LOOK_SECONDS = 0.1  # how often a wait for a process checks whether it is still wanted
 
 
 class RayProcess:
@@ -26,11 +32,11 @@ class RayProcess:
 
     Args:
       actor: the process.
-      num_failures: how many processes of the worker have ended in a row before they had begun.
+      num_failures: how many of the worker's processes in a row ended during startup.
 
     Attributes:
-      in_hand: the attempts that it was sent and has not ended, in order.
-      hello: what it has said of itself; None: it is starting.
+      in_hand: the attempts sent to it that have not ended, in order.
+      info: its description of itself; None while it starts.
       error: why it cannot be used.
       is_dead: whether it is known to have died.
     """
@@ -39,45 +45,50 @@ class RayProcess:
         self.actor = actor
         self.num_failures = num_failures
         self.in_hand: list[object] = []
-        self.hello: Hello | None = None
+        self.info: ProcessInfo | None = None
         self.error: Exception | None = None
         self.is_dead = False
-        self.greeting: Any = actor.hello.remote()
+        self.answer: Any = actor.describe_process.remote()
 
 
 class RayWorkers:
-    """The processes of the workers, each with at most one.
+    """The processes of the workers, at most one for each.
 
     Args:
-      make: makes a process.
-      max_failures: so many may end in a row while they start.
+      make: creates a process.
+      max_failures: how many may end in a row during startup.
+      num_devices: how many devices each needs.
     """
 
-    def __init__(self, make: Callable[[], ActorHandle[WorkerActor]], max_failures: int):
+    def __init__(
+        self, make: Callable[[], ActorHandle[WorkerActor]], max_failures: int, num_devices: int = 1
+    ):
         self._make, self._max_failures = make, max_failures
+        self._num_devices = num_devices
         self._processes: dict[int, RayProcess] = {}
         self._lock = threading.Lock()
 
     def begin(self, worker: int) -> RayProcess:
-        """Returns the process of a worker, which may be starting."""
+        """Returns the process of a worker, which may still be starting."""
         with self._lock:
             if worker not in self._processes:
                 self._processes[worker] = RayProcess(self._make(), 0)
             return self._processes[worker]
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        """Returns whether a worker has a process; waits for it while that is wanted."""
+        """Returns whether a worker has a process; waits for it while wanted."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         while True:
             process = self.begin(worker)
-            if process.hello is not None or process.error is not None:
+            if process.info is not None or process.error is not None:
                 return True
             try:
-                hello: Hello = ray.get(process.greeting, timeout=_LOOK_SECONDS)
-                require_same_versions(f"worker {worker}", hello)
-                process.hello = hello
+                info: ProcessInfo = ray.get(process.answer, timeout=_LOOK_SECONDS)
+                require_same_versions(f"worker {worker}", info)
+                require_devices(f"worker {worker}", info, self._num_devices)
+                process.info = info
             except GetTimeoutError:
                 if not is_wanted():
                     return False
@@ -90,19 +101,19 @@ class RayWorkers:
         """Returns the process of a worker, ready to be used.
 
         Raises:
-          RuntimeError: it is of no use, or several have died as they started.
+          RuntimeError: it is unusable, or several died during startup.
         """
         self.prepare(worker, lambda: True)
         process = self.begin(worker)
         if process.error is not None:
-            self.end(worker)  # the next closure is another try
+            self.end(worker)  # the next closure makes another attempt
             raise process.error
         return process
 
     def pid_of(self, worker: int) -> int | None:
-        """Returns the process that a worker is in; None: in none yet."""
+        """Returns the pid of a worker's process, or None if it has none yet."""
         process = self._processes.get(worker)
-        return None if process is None or process.hello is None else process.hello.pid
+        return None if process is None or process.info is None else process.info.pid
 
     def end(self, worker: int) -> None:
         """Ends the process of a worker."""
@@ -113,17 +124,17 @@ class RayWorkers:
         if process is not None and ray.is_initialized():
             ray.kill(process.actor)
 
-    def bury(
+    def replace_dead(
         self, worker: int, process: RayProcess, attempt: object, error: Exception
     ) -> WorkerDied:
-        """Returns what to raise for an attempt whose process has died; makes a new process."""
+        """Replaces a process that died; returns the error for an attempt it had in hand."""
         import ray
 
         with self._lock:
             if not process.is_dead:
                 process.is_dead = True
                 if self._processes.get(worker) is process:
-                    ray.kill(process.actor)  # where it is only out of reach
+                    ray.kill(process.actor)  # in case it is only unreachable
                     self._processes[worker] = RayProcess(self._make(), 0)
         return WorkerDied(ends_of(error), has_begun=process.in_hand[:1] == [attempt])
 
@@ -136,11 +147,11 @@ class RayWorkers:
         process.error = ClusterError(cannot_start(f"worker {worker}", error))
 
     def actors(self) -> list[ActorHandle[WorkerActor]]:
-        """Returns the processes that there are."""
+        """Returns the current processes."""
         return [process.actor for process in tuple(self._processes.values())]
 
     @property
     def platforms(self) -> set[str]:
-        """What JAX runs on in them, as far as that is known."""
-        hellos = [process.hello for process in tuple(self._processes.values())]
-        return {hello.platform for hello in hellos if hello is not None}
+        """The JAX platforms of the processes, as far as known."""
+        infos = [process.info for process in tuple(self._processes.values())]
+        return {info.platform for info in infos if info is not None}

@@ -1,1 +1,1 @@
-"""Layouts: how the value of a variable is stored, and what each replica holds of it."""
+"""Layouts: how a variable's value is stored, and what each replica holds of it."""

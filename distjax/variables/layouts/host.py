@@ -25,7 +25,7 @@ from distjax.variables.layouts.mirrored import MirroredLayout
 class HostLayout:
     """One value in host memory, flattened, padded and split over the host's devices.
 
-    A replicated host array would hold a copy per device; so the host holds one.
+    A replicated host array would hold one copy per device; split, the host holds only one.
     """
 
     topology: Topology
@@ -61,16 +61,16 @@ class HostLayout:
         flat = transfer(stored, NamedSharding(self._mesh, PartitionSpec("part")))
         flat = lax.with_sharding_constraint(flat, NamedSharding(self._mesh, PartitionSpec()))
         size = int(np.prod(shape, dtype=int))
-        # Constraints, not device_puts: in a trace those only name a memory, and a result that is
-        # this value would come out split, as would what is stored come out whole.
+        # Constraints rather than device_puts: in a trace, device_put only names a memory space,
+        # so a result equal to this value would come out split, and a stored one whole.
         return lax.with_sharding_constraint(flat[:size].reshape(shape), self.topology.mirrored)
 
     def constrain(self, stored: jax.Array) -> Any:
-        """Returns `stored`: `to_stored` has put it there."""
+        """Returns `stored`, which `to_stored` has already placed."""
         return stored
 
     def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout | MirroredLayout:
-        """Returns a host layout that keeps the shape; on the devices if R divides no size."""
+        """Returns a shape-preserving host layout; on device if no size is divisible by R."""
         count = self.topology.num_replicas
         axis = next((i for i, size in enumerate(shape) if size and size % count == 0), None)
         if axis is None:

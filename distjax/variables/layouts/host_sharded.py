@@ -1,4 +1,4 @@
-"""The layout of one value in host memory that keeps its shape there."""
+"""The layout of one value in host memory that keeps its shape."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from distjax.variables.layouts.shards import AxisShards
 class HostShardedLayout:
     """One value [...] in host memory, split along `axis` over the host's devices.
 
-    For arrays that keep their shape wherever they live, as those of Flax variables do;
-    `HostLayout` stores flat, and so needs no axis that R divides.
+    For arrays that keep their shape wherever they live, such as those of Flax variables;
+    `HostLayout` stores values flat, so it needs no axis divisible by R.
     """
 
     topology: Topology
@@ -52,7 +52,7 @@ class HostShardedLayout:
         return transfer(transfer(stored, self._on_devices), self.topology.mirrored)
 
     def constrain(self, stored: jax.Array) -> Any:
-        """Returns `stored`: `to_stored` has put it there."""
+        """Returns `stored`, which `to_stored` has already placed."""
         return stored
 
     def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout:

@@ -13,10 +13,10 @@ from distjax.placement.topology import Topology
 
 
 class LocalForm(Protocol):
-    """How the local form of a value and its global form come from each other.
+    """How the local form of a value and its global form convert to each other.
 
-    `UnsplitForm`, `AxisShards` and `Shards` are all there is need of; a class of one's own
-    works as well.
+    `UnsplitForm`, `AxisShards` and `Shards` cover all built-in layouts; custom classes
+    work as well.
     """
 
     @property
@@ -26,7 +26,7 @@ class LocalForm(Protocol):
 
     @property
     def is_split(self) -> bool:
-        """Whether a replica holds a shard, and gathers the value where it reads it."""
+        """Whether a replica holds a shard and gathers the value when reading it."""
         ...
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -40,15 +40,15 @@ class LocalForm(Protocol):
     # In the global view.
 
     def to_replicas(self, value: jax.Array) -> Any:
-        """Returns what the replicas hold of a global value: [R, ...] if `varying`."""
+        """Returns what the replicas hold of a global value; [R, ...] if `varying`."""
         ...
 
     def from_replicas(self, array: jax.Array) -> Any:
-        """Returns the global value of what the replicas hold: [R, ...] if `varying`."""
+        """Inverts `to_replicas`: returns the global value from what the replicas hold."""
         ...
 
     def spread(self, value: jax.Array) -> Any:
-        """Returns a global value [...], in a trace, to be computed shard by shard."""
+        """Constrains a traced global value [...] to be computed shard by shard."""
         ...
 
     # In the replica view.
@@ -58,17 +58,17 @@ class LocalForm(Protocol):
         ...
 
     def own_part(self, value: jax.Array) -> Any:
-        """Returns what this replica holds of a value [...] that is equal on every one."""
+        """Returns this replica's part of a value [...] that is equal on all replicas."""
         ...
 
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> Any:
-        """Returns what this replica holds of the sum or mean of the replicas' values [...]."""
+        """Returns this replica's part of the sum or mean of the replicas' values [...]."""
         ...
 
     def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
-        """Returns what this replica holds of all slices ``value[i]``, and in which form.
+        """Returns this replica's parts of all slices ``value[i]``, and their form.
 
-        Stacked over i, for a loop that gathers one slice at a time. None: it cannot; the
+        Stacked over i, for a loop that gathers one slice at a time. None if impossible; the
         loop then gathers the whole value before it starts.
         """
         ...
@@ -76,10 +76,10 @@ class LocalForm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class UnsplitForm:
-    """Each replica holds all that it reads: the value, or a component of its own.
+    """Each replica holds everything it reads: the value, or its own component.
 
     Args:
-      num_components: R, where the global form is [R, ...]; None: the value is one.
+      num_components: R if the global form is [R, ...]; None for a single value.
     """
 
     num_components: int | None
@@ -87,7 +87,7 @@ class UnsplitForm:
 
     @property
     def varying(self) -> bool:
-        """Whether each replica has a component of its own."""
+        """Whether each replica has its own component."""
         return self.num_components is not None
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,9 +123,9 @@ class UnsplitForm:
         return all_reduce(op, value, topology.axis_name, topology.num_replicas)
 
     def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: the slices are there."""
+        """Returns None: nothing needs gathering."""
         return None
 
 
-#: The form of a value that each replica holds.
+#: The form of a value that every replica holds whole.
 WHOLE = UnsplitForm(None)

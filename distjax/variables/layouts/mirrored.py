@@ -28,12 +28,12 @@ class MirroredLayout:
 
     @property
     def num_copies(self) -> int:
-        """R."""
+        """R, the number of replicas."""
         return self.topology.num_replicas
 
     @property
     def sharding(self) -> Sharding:
-        """`P()`."""
+        """`P()`: replicated."""
         return self.topology.mirrored
 
     def to_stored(self, value: jax.Array) -> Any:

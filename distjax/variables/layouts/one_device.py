@@ -28,7 +28,7 @@ class OneDeviceLayout:
 
     @property
     def sharding(self) -> Sharding | None:
-        """The device."""
+        """The device; None: JAX's default device, uncommitted."""
         return None if self.device is None else SingleDeviceSharding(self.device)
 
     def to_stored(self, value: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""The layout of one value that is split over the replicas along an axis."""
+"""The layout of one value split over the replicas along an axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distjax.variables.layouts.shards import AxisShards
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedLayout:
-    """One value [...], split over the replicas along `axis`; a replica holds a shard."""
+    """One value [...] split over the replicas along `axis`; each holds a shard."""
 
     topology: Topology
     axis: int
@@ -45,7 +45,7 @@ class PartitionedLayout:
         return stored
 
     def constrain(self, stored: jax.Array) -> Any:
-        """Returns `stored`, a shard on each replica."""
+        """Returns `stored` with one shard on each replica."""
         return self.local_form.spread(stored)
 
     def unencoded(self, shape: tuple[int, ...]) -> PartitionedLayout:

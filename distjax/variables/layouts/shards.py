@@ -1,4 +1,4 @@
-"""What one replica holds of a value that is split: a shard."""
+"""What one replica holds of a split value: a shard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AxisShards:
 
     Attributes:
       topology: the R replicas.
-      axis: an axis whose size R divides.
+      axis: an axis whose size is divisible by R.
     """
 
     topology: Topology
@@ -49,27 +49,27 @@ class AxisShards:
         return (*shape[: self.axis], size, *shape[self.axis + 1 :])
 
     def to_replicas(self, value: jax.Array) -> jax.Array:
-        """Returns the shards of a value as [R, ...]: nothing is moved."""
+        """Returns the shards of a value as [R, ...]; no data moves."""
         count = self.topology.num_replicas
         shape = value.shape
         split = (*shape[: self.axis], count, shape[self.axis] // count, *shape[self.axis + 1 :])
         return jnp.moveaxis(value.reshape(split), self.axis, 0)
 
     def from_replicas(self, array: jax.Array) -> jax.Array:
-        """Returns the value of shards [R, ...]: nothing is moved."""
+        """Returns the value from its shards [R, ...]; no data moves."""
         split = jnp.moveaxis(array, 0, self.axis)
         shape = split.shape
         whole = shape[self.axis] * shape[self.axis + 1]
         return self.spread(split.reshape(*shape[: self.axis], whole, *shape[self.axis + 2 :]))
 
     def spread(self, value: jax.Array) -> jax.Array:
-        """Returns `value`, of which each device computes its shard."""
+        """Returns `value` constrained so that each device computes its shard."""
         if self.topology.mesh is None:
             return value
         return lax.with_sharding_constraint(value, self.sharding)
 
     def gather(self, local: jax.Array) -> jax.Array:
-        """Returns the value, by an all-gather."""
+        """Returns the whole value, by an all-gather."""
         return lax.all_gather(local, self.topology.axis_name, axis=self.axis, tiled=True)
 
     def own_part(self, value: jax.Array) -> jax.Array:
@@ -88,14 +88,14 @@ class AxisShards:
     def unstack(
         self, local: jax.Array, shape: tuple[int, ...]
     ) -> tuple[jax.Array, AxisShards] | None:
-        """Returns the shards of the slices, split along one of their own axes."""
+        """Returns the slices' shards, split along one of the slices' own axes."""
         if self.axis > 0:
             return local, AxisShards(self.topology, self.axis - 1)
         count = self.topology.num_replicas
         axis = next((i for i, n in enumerate(shape) if i and n and n % count == 0), None)
         if axis is None:
             return None
-        # Each replica has some slices whole: it gets its part of every slice in their place.
+        # Each replica holds whole slices; exchange them for its part of every slice.
         parts = lax.all_to_all(
             local, self.topology.axis_name, split_axis=axis, concat_axis=0, tiled=True
         )
@@ -104,21 +104,21 @@ class AxisShards:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The value is split into R shards of one shape by two functions.
+    """The value is split into R equally shaped shards by a pair of functions.
 
-    All that replicas do with shards follows from the two: one's own shard is an
-    element of ``split(value)``, gathering is `join` after an all-gather, reducing is a
+    Everything follows from the pair: a replica's own shard is an element of
+    ``split(value)``, gathering is `join` after an all-gather, and reducing is a
     reduce-scatter after `split`.
 
     Attributes:
       topology: the R replicas.
       split: takes a value [...] of any dtype, returns its shards [R, ...].
       join: the inverse of `split`.
-      sharding: of a value that is laid out by shards; None: the compiler's choice.
+      sharding: the sharding of the sharded value; None leaves it to the compiler.
 
-    Both functions only rearrange (reshape, transpose, slice, concatenate, pad), and
-    are functions of a module, or methods of a frozen dataclass: equal shards of two
-    variables are then equal, and compiled once.
+    Both functions only rearrange (reshape, transpose, slice, concatenate, pad), and are
+    module-level functions or methods of a frozen dataclass, so that equal shards of two
+    variables compare equal and are compiled once.
     """
 
     topology: Topology
@@ -146,13 +146,13 @@ class Shards:
         return self.spread(self.join(array))
 
     def spread(self, value: jax.Array) -> Any:
-        """Returns `value`, at `sharding` if there is one."""
+        """Returns `value`, constrained to `sharding` if there is one."""
         return (
             value if self.sharding is None else lax.with_sharding_constraint(value, self.sharding)
         )
 
     def gather(self, local: jax.Array) -> Any:
-        """Returns the value, by an all-gather."""
+        """Returns the whole value, by an all-gather."""
         return self.join(lax.all_gather(local, self.topology.axis_name))
 
     def own_part(self, value: jax.Array) -> Any:
@@ -166,12 +166,12 @@ class Shards:
         return total if op is ReduceOp.SUM else total / topology.num_replicas
 
     def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
-        """Returns None: of a slice nothing is known."""
+        """Returns None: how `split` acts on slices is unknown."""
         return None
 
 
 def _as_summand(value: ArrayLike) -> jax.Array:
     value = jnp.asarray(value)
     require_sums(value.dtype, "a reduction to shards")
-    # A psum counts truth values as int32, a reduce-scatter would refuse them.
+    # psum counts booleans as int32; reduce-scatter would reject them.
     return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value

@@ -1,4 +1,4 @@
-"""The layout of a component per replica."""
+"""The layout of one component per replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distjax.variables.layouts.mirrored import MirroredLayout
 
 @dataclasses.dataclass(frozen=True)
 class StackedLayout:
-    """A component per replica, [R, ...]: `P(replica)`."""
+    """One component per replica, [R, ...]: `P(replica)`."""
 
     topology: Topology
     kind = kinds.PER_REPLICA
@@ -28,17 +28,17 @@ class StackedLayout:
 
     @property
     def num_copies(self) -> int:
-        """R."""
+        """R, the number of replicas."""
         return self.topology.num_replicas
 
     @property
     def sharding(self) -> Sharding:
-        """`P(replica)`."""
+        """`P(replica)`: split along the leading axis."""
         return self.topology.per_replica
 
     @property
     def local_form(self) -> UnsplitForm:
-        """A component of one's own."""
+        """Each replica's own component."""
         return UnsplitForm(self.topology.num_replicas)
 
     def to_stored(self, value: jax.Array) -> Any:
@@ -50,9 +50,9 @@ class StackedLayout:
         return stored
 
     def constrain(self, stored: jax.Array) -> jax.Array:
-        """Returns `stored`, a slice on each replica."""
+        """Returns `stored` with one slice on each replica."""
         return constrain_to_replicas(stored, self.topology, varying=True)
 
     def unencoded(self, shape: tuple[int, ...]) -> MirroredLayout:
-        """Returns the mirrored layout: one value has no components."""
+        """Returns the mirrored layout, since a single value has no components."""
         return MirroredLayout(self.topology)

@@ -1,5 +1,6 @@
 """Processes of Ray's killed while closures run: what was applied, beside what should have been."""
 
+import gc
 import os
 import random
 import signal
@@ -15,9 +16,11 @@ class Counters:
 
     def __init__(self, strategy):
         self.strategy = strategy
-        loads = strategy.extended.at_servers.loads
+        gc.collect()  # the variables of other tests go now, and not between these
         with strategy.scope():
             # Both servers are to have something: one of which nothing is used may die unseen.
+            self.first = dj.Variable(jnp.int8(0))  # as it is made, those that are gone are counted
+            loads = strategy.extended.at_servers.loads
             self.filler = dj.Variable(jnp.zeros(max(loads) - min(loads), jnp.int8))
             self.near, self.far, self.chained = (
                 dj.Variable(jnp.int32(0), aggregation=dj.VariableAggregation.SUM) for _ in range(3)

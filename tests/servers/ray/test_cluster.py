@@ -13,9 +13,10 @@ from jax import export
 
 import distjax as dj
 from distjax.errors import ClusterError, UnsupportedError
-from distjax.servers.on_ray import hello
+from distjax.servers.on_ray import startup
 from distjax.servers.on_ray.exported import StableFunction
 from distjax.servers.on_ray.workers import RayWorkers
+from tests.faults.four_parts import is_explained
 from tests.servers.ray.conftest import make_engine
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -49,11 +50,17 @@ def test_a_token_is_asked_for(cluster):
     assert len(token.read_text()) == 64 and token.stat().st_mode & 0o077 == 0
 
 
+def test_processes_are_no_background(cluster):
+    """Ray's own default is 15 more than this process, which any other program would go before."""
+    for process in psutil.Process().children(recursive=True):
+        assert process.nice() == psutil.Process().nice(), process
+
+
 def test_other_versions_are_refused(served, monkeypatch):
-    monkeypatch.setattr(hello, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
+    monkeypatch.setattr(startup, "own_versions", lambda: {"jax": "0.0.1", "distjax": "0"})
     text = r"^server 0 needs the versions of the coordinator: jax 0.0.1, distjax 0"
     with pytest.raises(ClusterError, match=text):
-        served.servers[0].greet()
+        served.servers[0].wait_for_start()
     workers = RayWorkers(lambda: served.servers[0].actor, max_failures=3)
     for _ in range(2):  # a process that is of no use is tried anew
         with pytest.raises(ClusterError, match="^worker 7 needs the versions of the coordinator"):
@@ -65,6 +72,14 @@ def find_without_killing(workers, monkeypatch):
     workers.find(7)
 
 
+def test_a_process_without_the_devices_of_its_replicas_is_refused(served, monkeypatch):
+    workers = RayWorkers(lambda: served.servers[0].actor, max_failures=3, num_devices=99)
+    text = r"(?s)^worker 7 needs 99 devices, one for each of its replicas.*on cpu.*num_gpus"
+    with pytest.raises(ClusterError, match=text) as caught:
+        find_without_killing(workers, monkeypatch)
+    assert is_explained(caught.value)
+
+
 def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     import ray
 
@@ -72,7 +87,7 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
         def __init__(self):
             raise ModuleNotFoundError("No module named 'distjax'")
 
-        def hello(self):
+        def describe_process(self):
             pass
 
     make = ray.remote(num_cpus=0)(Broken).remote
@@ -80,8 +95,8 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     with pytest.raises(ClusterError, match=text):
         RayWorkers(make, max_failures=2).find(0)
     with pytest.raises(ClusterError, match="^a server needs a process that starts"):
-        hello.greet("a server", make())
-    monkeypatch.setattr(hello, "START_SECONDS", 0.5)
+        startup.wait_for_start("a server", make())
+    monkeypatch.setattr(startup, "START_SECONDS", 0.5)
     engine = make_engine(server_resources={"resources": {"nowhere": 1}})
     with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
         dj.ParameterServerStrategy(workers=1, engine=engine)

@@ -17,9 +17,24 @@ from distjax.servers.applied import RefusedPush
 from distjax.servers.on_ray.sent import Sent
 from tests.servers.ray.conftest import make_engine
 from tests.servers.ray.kills import Counters, run_with_dead_servers, run_with_dead_workers
+from tests.servers.test_groups import Training as GroupTraining
+from tests.servers.test_groups import groups
 from tests.servers.test_training import Training, batches, values_of
 
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all of them
+
+
+def test_a_process_runs_the_replicas_of_its_worker(cluster):
+    strategy = dj.ParameterServerStrategy(groups(1, 2), engine=make_engine())
+    assert strategy.describe().workers == (("device 0 of its process", "device 1 of its process"),)
+    training = GroupTraining(strategy)
+    found, expected = training.run(4), GroupTraining(dj.MirroredStrategy(groups(1, 2)[0])).run(4)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    with dj.Coordinator(strategy) as coordinator:
+        for batch in training.batches(10):
+            coordinator.schedule(training.step, strategy.per_replica(batch))
+    assert int(training.seen.value) == 14 * 2 * 4
 
 
 class Mixed:
@@ -111,7 +126,7 @@ def test_a_bound_holds_with_killed_workers(bounded):
 
 
 def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinator):
-    from distjax.servers.on_ray.actors import Failed
+    from distjax.servers.on_ray.orders import Failed
 
     counters = Counters(served)
     value = coordinator.schedule(counters.both, (jnp.int32(5),))
@@ -120,6 +135,7 @@ def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinato
     closure = value._closure
     tried_again = served.engine.workers.find(0)
     task = type("Late", (), dict(closure=closure.number, attempt=1, arrays=[jnp.int32(5)]))
+    task.require_wanted = lambda: None  # asked if the answer takes a while
     task.plan, _ = served.cut_step(counters.both, (jnp.int32(5),), None)
     outcome = Sent(served.engine, 0, tried_again, task).ask("run")
     assert isinstance(outcome, Failed) and isinstance(outcome.error, RefusedPush)
@@ -173,14 +189,12 @@ def test_workers_come_and_go_and_draw_elements(served, coordinator):
     def step(batch):
         return training.step(*batch)
 
-    with pytest.raises(ValueError, match='^create_per_worker_dataset needs at="coordinator"'):
-        coordinator.create_per_worker_dataset(lambda context: batches(4))
     by_worker = lambda context: batches(4, context.input_pipeline_id)
     iterator = iter(coordinator.create_per_worker_dataset(by_worker, at="coordinator"))
     values = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
     assert all(np.isfinite(value.fetch()) for value in values)
     (new,) = coordinator.add_workers()
-    coordinator._board.waiters.wait_until(lambda: served.engine.workers.find(new).hello)
+    coordinator._board.waiters.wait_until(lambda: served.engine.workers.find(new).info)
     processes = {w["id"]: w["pid"] for w in coordinator.stats()["workers"]}
     processes |= {f"server {s['id']}": s["pid"] for s in coordinator.stats()["servers"]}
     children = {p.pid for p in psutil.Process().children(recursive=True)}
@@ -225,6 +239,7 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
         collect_garbage()
         return sum(type(x).__name__ in ("Sent", "ObjectRef", "Closure") for x in gc.get_objects())
 
+    collect_garbage()  # plans of other tests go at the next admission
     coordinator.schedule(counters.both, (jnp.int32(1),)).get()
     coordinator.join()
     plans, alive = num_plans(), num_alive()

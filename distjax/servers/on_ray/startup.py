@@ -1,4 +1,4 @@
-"""What a process of Ray's says when it has started, and whether it is of use."""
+"""What a started Ray process says of itself, and checks that it is usable."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from distjax.errors import ClusterError, message
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-#: So long may the first processes take: until then a cluster may have made room.
+#: How long the first processes may take to start: by then a cluster may have made room.
 START_SECONDS = 300.0
 
 
-class Hello(NamedTuple):
-    """What a process says of itself.
+class ProcessInfo(NamedTuple):
+    """A process's description of itself.
 
     Attributes:
-      pid: its number there.
-      versions: of what both sides have to have the same.
-      platform: what JAX runs on there.
+      pid: its pid on its machine.
+      versions: of the packages that must be the same on both sides.
+      platform: its JAX platform.
+      num_devices: how many devices it has.
     """
 
     pid: int
     versions: dict[str, str]
     platform: str
+    num_devices: int
 
 
-def say_hello() -> Hello:
-    """Returns what this process is."""
-    return Hello(os.getpid(), own_versions(), jax.default_backend())
+def describe_this_process() -> ProcessInfo:
+    """Returns the description of this process."""
+    devices = jax.local_devices()
+    return ProcessInfo(os.getpid(), own_versions(), jax.default_backend(), len(devices))
 
 
 def own_versions() -> dict[str, str]:
@@ -41,23 +44,23 @@ def own_versions() -> dict[str, str]:
     return {"jax": jax.__version__, "distjax": distjax.__version__}
 
 
-def greet(name: str, actor: ActorHandle[Any], seconds: float | None = None) -> Hello:
-    """Returns what a process says, once it has started.
+def wait_for_start(name: str, actor: ActorHandle[Any], seconds: float | None = None) -> ProcessInfo:
+    """Returns the description of a process, once it has started.
 
     Args:
-      name: what it is.
+      name: its name in errors.
       actor: the process.
-      seconds: to wait at most; None: START_SECONDS.
+      seconds: maximum wait; None: START_SECONDS.
 
     Raises:
-      ClusterError: it has not started in time, or not at all; or its versions are others.
+      ClusterError: it did not start in time, or at all; or its versions differ.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
     seconds = START_SECONDS if seconds is None else seconds
     try:
-        said: Any = ray.get(actor.hello.remote(), timeout=seconds)
+        said: Any = ray.get(actor.describe_process.remote(), timeout=seconds)
     except GetTimeoutError:
         raise ClusterError(
             message(
@@ -70,13 +73,13 @@ def greet(name: str, actor: ActorHandle[Any], seconds: float | None = None) -> H
         ) from None
     except RayActorError as error:
         raise ClusterError(cannot_start(name, error)) from error
-    hello: Hello = said
-    require_same_versions(name, hello)
-    return hello
+    info: ProcessInfo = said
+    require_same_versions(name, info)
+    return info
 
 
 def cannot_start(name: str, error: Exception) -> str:
-    """Returns the text for a process that ends while it starts."""
+    """Returns the error text for a process that ends during startup."""
     return message(
         f"{name} needs a process that starts",
         got=ends_of(error),
@@ -86,14 +89,14 @@ def cannot_start(name: str, error: Exception) -> str:
     )
 
 
-def require_same_versions(name: str, hello: Hello) -> None:
-    """Raises a ClusterError if a process has other versions than this one."""
-    if hello.versions == own_versions():
+def require_same_versions(name: str, info: ProcessInfo) -> None:
+    """Raises a ClusterError if a process's versions differ from this one's."""
+    if info.versions == own_versions():
         return
     raise ClusterError(
         message(
             f"{name} needs the versions of the coordinator: {_listed(own_versions())}",
-            got=f"a process (pid {hello.pid}) with {_listed(hello.versions)}",
+            got=f"a process (pid {info.pid}) with {_listed(info.versions)}",
             why="programs and answers are sent in the form of one version",
             fix="install the same on every machine of the cluster, or name them in "
             "RayEngine(runtime_env=...)",
@@ -101,8 +104,22 @@ def require_same_versions(name: str, hello: Hello) -> None:
     )
 
 
+def require_devices(name: str, info: ProcessInfo, count: int) -> None:
+    """Raises a ClusterError if a process has not the devices for its replicas."""
+    if info.num_devices >= count:
+        return
+    raise ClusterError(
+        message(
+            f"{name} needs {count} devices, one for each of its replicas",
+            got=f"a process (pid {info.pid}) with {info.num_devices} on {info.platform}",
+            why="the replicas of a worker run at the same time",
+            fix=f'RayEngine(worker_resources={{"num_gpus": {count}}}); or fewer for each worker',
+        )
+    )
+
+
 def ends_of(error: Exception) -> str:
-    """Returns the ends of an error of Ray's, in one line: what died, and why."""
+    """Returns the first and last line of a Ray error, in one line: what died, and why."""
     lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or type(error).__name__
 

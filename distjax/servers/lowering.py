@@ -1,0 +1,28 @@
+"""The programs of a worker of several devices, lowered: what it exchanges over them is seen."""
+
+from __future__ import annotations
+
+import jax
+
+from distjax import user_mesh
+from distjax.placement.topology import Topology
+from distjax.servers.placing import outs_of, sharding_of
+from distjax.servers.plan import Plan
+from distjax.servers.programs import Programs
+
+
+@user_mesh.ignores_user_mesh
+def lower_parts(plan: Plan, home: Topology) -> list[jax.stages.Lowered]:
+    """Returns the programs of a worker of several devices, lowered for these; else nothing."""
+    programs, lowered = Programs(), []
+    for stage in plan.stages if home.mesh is not None else ():
+        pairs = zip(stage.operands, stage.program.avals, strict=True)
+        operands = [
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding_of(slot, plan, home)
+            )
+            for slot, x in pairs
+        ]
+        traced = programs.trace(stage.program, operands, outs=outs_of(stage, plan, home))
+        lowered.append(traced.lower())
+    return lowered

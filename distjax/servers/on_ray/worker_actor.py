@@ -1,0 +1,265 @@
+"""What runs in a worker's Ray process: of the user's code, only what makes its data."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import ray
+from jax.sharding import Sharding
+from ray.exceptions import RayActorError, RayTaskError
+
+from distjax.jax_compat import ShapedArray
+from distjax.placement.topology import mesh_topology, one_device_topology
+from distjax.servers.applied import Answer
+from distjax.servers.attempt import Attempt, Parcel
+from distjax.servers.compiling import CompiledPlans
+from distjax.servers.engine import Task
+from distjax.servers.on_ray.elements import Elements
+from distjax.servers.on_ray.orders import Done, Failed, Order, Outcome, ServerGone, Stopped, Unknown
+from distjax.servers.on_ray.startup import ProcessInfo, describe_this_process
+from distjax.servers.on_ray.wire import OnWire, arrives_as, for_programs, to_wire
+from distjax.servers.plan import Plan, Push
+from distjax.servers.programs import Given, Programs
+from distjax.servers.remote_array import Place
+from distjax.typing import PyTree
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from distjax.servers.on_ray.server_actor import ServerActor
+
+
+class WorkerActor:
+    """A worker in its own process, which talks to the servers directly.
+
+    Args:
+      num_replicas: how many it has, each on a device of its own.
+      axis_name: the name of their axis.
+    """
+
+    def __init__(self, num_replicas: int, axis_name: str) -> None:
+        self._device, *others = jax.local_devices()[:num_replicas]
+        self._home = one_device_topology(self._device, 1, axis_name)
+        if others:
+            self._home = mesh_topology((self._device, *others), axis_name)
+        self._programs = Programs()
+        self._compiled = CompiledPlans()
+        self._plans: dict[int, Plan] = {}
+        self._elements = Elements()
+        self._epoch = -1
+        self._servers: Sequence[ActorHandle[ServerActor]] = ()
+        self._attempt: Attempt | None = None  # in progress, from `begin` to its last `push`
+        self._stopped: set[int] = set()
+        self._ready = jax.numpy.zeros((), bool)  # the token of a push: an answered one has run
+
+    def describe_process(self) -> ProcessInfo:
+        return describe_this_process()
+
+    def add_plan(
+        self, plan: int, programs: Plan, epoch: int, servers: Sequence[ActorHandle[ServerActor]]
+    ) -> None:
+        """Stores a plan, and the current servers."""
+        self._plans[plan] = programs
+        self._epoch, self._servers = epoch, servers
+
+    def drop_plans(self, plans: Iterable[int]) -> None:
+        """Drops plans that the coordinator no longer has."""
+        for plan in plans:
+            self._plans.pop(plan, None)
+
+    @ray.method(concurrency_group="data")
+    def add_streams(self, streams: dict[int, bytes]) -> None:
+        """Takes functions that make per-worker data."""
+        self._elements.add(streams)
+
+    @ray.method(concurrency_group="data")
+    def drop_streams(self, streams: Iterable[int]) -> None:
+        """Drops those of which the coordinator has no more."""
+        self._elements.drop(streams)
+
+    @ray.method(concurrency_group="data")
+    def draw(self, stream: int, index: int) -> PyTree:
+        """Returns an element of per-worker data, a struct in place of each array."""
+        return self._elements.describe(stream, index)
+
+    @ray.method(concurrency_group="data")
+    def fetch(self, place: Place) -> np.ndarray:
+        """Returns an array of an element."""
+        return self._elements.array(place)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, closure: int) -> None:
+        """Makes a closure end before its next push."""
+        self._stopped.add(closure)
+
+    def run(self, order: Order) -> Outcome:
+        """Runs a whole attempt."""
+        return self._guarded(order, self._run)
+
+    def begin(self, order: Order) -> Outcome:
+        """Pulls, and computes the first stage."""
+        return self._guarded(order, self._begin)
+
+    def push(self, order: Order, stage: int) -> Outcome:
+        """Pushes a stage of the begun attempt, and computes the next one."""
+        return self._guarded(order, lambda order: self._push(order, stage))
+
+    def _guarded(self, order: Order, act: Callable[[Order], Outcome]) -> Outcome:
+        is_known = order.plan in self._plans and order.epoch == self._epoch
+        if not is_known or not self._elements.knows(order.arrays):
+            return Unknown()
+        try:
+            with order.modes():
+                return act(order)
+        except _Gone as gone:
+            return ServerGone(gone.server)
+        except Exception as error:
+            self._end_attempt(order)
+            return Failed(_portable(error))
+
+    def _run(self, order: Order) -> Outcome:
+        outcome = self._begin(order)
+        for number in range(len(self._plans[order.plan].stages)):
+            outcome = self._push(order, number)
+        return outcome
+
+    def _begin(self, order: Order) -> Outcome:
+        plan = self._plans[order.plan]
+        arrays = for_programs([self._own(x) for x in order.arrays], self._device)
+        task = Task(order.closure, order.attempt, plan, arrays, self._require_wanted(order))
+        servers = _RemoteServers(self._servers, order, self._device, self._ready)
+        self._attempt = Attempt(task, servers, self._programs, self._home)
+        self._attempt.compile(self._compiled)
+        self._attempt.pull()
+        return self._compute(order, 0)
+
+    def _own(self, array: OnWire | Place) -> OnWire:
+        return self._elements.array(array) if isinstance(array, Place) else array
+
+    def _push(self, order: Order, stage: int) -> Outcome:
+        assert self._attempt is not None, "it was begun"
+        if self._plans[order.plan].stages[stage].pushes:
+            self._attempt.push(stage)
+        return self._compute(order, stage + 1)
+
+    def _compute(self, order: Order, stage: int) -> Outcome:
+        attempt = self._attempt
+        assert attempt is not None, "it was begun"
+        if stage < len(self._plans[order.plan].stages):
+            attempt.compute(stage)
+            return None
+        self._end_attempt(order)
+        return Done(to_wire(attempt.results), attempt.versions)
+
+    def _end_attempt(self, order: Order) -> None:
+        self._attempt = None
+        self._stopped.discard(order.closure)
+
+    def _require_wanted(self, order: Order) -> Callable[[], None]:
+        def require_wanted() -> None:
+            if order.closure in self._stopped:
+                raise Stopped(order.closure)
+
+        return require_wanted
+
+
+class _Gone(Exception):
+    """A server does not answer."""
+
+    def __init__(self, server: int):
+        super().__init__(server)
+        self.server = server
+
+
+class _RemoteServers:
+    """The servers, as seen by a worker in its own process."""
+
+    def __init__(
+        self,
+        servers: Sequence[ActorHandle[ServerActor]],
+        order: Order,
+        device: jax.Device,
+        token: jax.Array,
+    ):
+        self._servers, self._order, self._device = servers, order, device
+        self._token = token
+
+    def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return arrives_as(aval, sharding)
+
+    def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
+        order, server = self._order, self._servers[push.server]
+        names = push.takes, push.writes
+        _get_all({push.server: server.compile.remote(order.plan, stage, names, order.modes)})
+
+    def pull(
+        self, wanted: Mapping[int, Sequence[str]]
+    ) -> Mapping[int, tuple[int, Sequence[jax.Array]]]:
+        calls = {k: self._servers[k].read.remote(keys, is_pull=True) for k, keys in wanted.items()}
+        pulled = _get_all(calls)
+        return {k: (version, for_programs(sent, self._device)) for k, (version, sent) in pulled}
+
+    def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
+        order = self._order
+        sent = [to_wire(parcel.arrays) for parcel in parcels]  # waits until all is computed
+        task.require_wanted()
+        calls = {
+            p.push.server: self._servers[p.push.server].push.remote(
+                order.plan,
+                stage,
+                order.closure,
+                order.attempt,
+                (p.push.takes, p.push.writes),
+                arrays,
+                p.pulled,
+                order.modes,
+            )
+            for p, arrays in zip(parcels, sent, strict=True)
+        }
+        return [
+            Answer(version, tuple(for_programs(answers, self._device)), self._token)
+            for _, (version, answers) in _get_all(calls)
+        ]
+
+
+def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """Returns each server's answer."""
+    try:
+        with _unwrapped():
+            return list(zip(calls, ray.get(list(calls.values())), strict=True))
+    except RayActorError:
+        raise _Gone(_first_gone(calls)) from None
+
+
+def _first_gone(calls: Mapping[int, Any]) -> int:
+    for server, call in calls.items():
+        try:
+            ray.get(call)
+        except RayActorError:
+            return server
+        except Exception:  # another server's own error: a lost server takes precedence
+            continue
+    return next(iter(calls))
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Generator[None]:
+    """Re-raises a remote exception as it was raised in the other process."""
+    try:
+        yield
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Returns an error that can be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,166 @@
+"""Per-worker data that the processes of workers draw themselves."""
+
+import contextlib
+import functools
+import pickle
+import random
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+import distjax as dj
+from distjax.errors import EndOfDataError
+from distjax.servers.on_ray.elements import Elements
+from distjax.servers.on_ray.streams import RayStreams
+from tests.servers.ray.kills import kill_a_worker
+
+pytestmark = pytest.mark.xdist_group("ray")
+NUM_ELEMENTS = 24
+
+
+def elements(context):
+    """Numbers of this worker's share, with leaves of other kinds; a buffer that is filled again."""
+    buffer = np.zeros(3, np.float64)
+    for i in range(context.input_pipeline_id, NUM_ELEMENTS, context.num_input_pipelines):
+        buffer[:] = i
+        yield {"x": buffer, "parity": i % 2, "key": jax.random.key(i), "half": jnp.bfloat16(i)}
+
+
+@pytest.fixture(scope="module")
+def total(served):
+    with served.scope():
+        return dj.Variable(jnp.zeros(()), aggregation=dj.VariableAggregation.SUM)
+
+
+@pytest.fixture
+def step(total):
+    def step(element):
+        total.assign_add(element["x"].mean())
+        return element
+
+    total.assign(jnp.zeros(()))
+    return step
+
+
+def was_there(value):
+    """Whether a closure got an element, which is as it was drawn."""
+    try:
+        element = value.fetch()
+    except EndOfDataError:
+        return False
+    number = int(element["x"][0])
+    assert element["x"].dtype == np.float32 and (element["x"] == number).all()
+    assert element["half"] == number and element["half"].dtype == jnp.bfloat16
+    assert element["parity"] == number % 2
+    assert (element["key"] == jax.random.key(number)).all()
+    return True
+
+
+def test_each_element_is_used_once_whatever_processes_are_killed(coordinator, step, total):
+    rng, killed = random.Random(0), []
+    iterator = iter(coordinator.create_per_worker_dataset(elements))
+    coordinator.snapshot()
+    for _ in range(2):
+        values = []
+        for i in range(NUM_ELEMENTS + 2):
+            values.append(coordinator.schedule(step, (iterator,)))
+            if i in (3, 12):
+                kill_a_worker(coordinator, rng, killed)
+        coordinator.join()
+        assert [was_there(value) for value in values].count(False) == 2
+        assert float(total.value) == sum(range(NUM_ELEMENTS))
+        coordinator.restore()
+        assert float(total.value) == 0
+    assert killed
+
+
+def test_an_element_taken_by_hand(coordinator, step, total):
+    values = next(iter(coordinator.create_per_worker_dataset(elements)))
+    assert [float(np.asarray(e["x"]).mean()) for e in values.values] == [0, 1]
+    assert "RemoteArray(shape=(3,), dtype=float64)" in repr(values)
+    for _ in range(2):  # the values of an element may be used again, and by any worker
+        coordinator.schedule(step, (values.values[1],)).get()
+    assert float(total.value) == 2
+
+
+def test_errors_of_the_function_come_out(coordinator):
+    def fails(context):
+        yield np.float32(1)
+        raise KeyError("mine")
+
+    iterator = iter(coordinator.create_per_worker_dataset(fails))
+    with pytest.raises(KeyError, match="mine"):
+        for _ in range(4):
+            coordinator.schedule(lambda x: x, (iterator,))
+        coordinator.join()
+    with contextlib.suppress(KeyError):  # the first may have come from the cut, at once
+        coordinator.join()
+
+
+def test_a_function_that_cannot_be_pickled_is_refused(coordinator, tmp_path):
+    with open(tmp_path / "log", "w") as file:
+        iterator = iter(coordinator.create_per_worker_dataset(lambda context: [file]))
+        with pytest.raises(TypeError, match="needs a function that can be pickled, on RayEngine"):
+            coordinator.schedule(lambda x: x, (iterator,))
+
+
+def test_a_function_that_gives_fewer_elements_the_second_time_is_refused(
+    coordinator, tmp_path, collect_garbage
+):
+    """More are drawn by hand than a worker keeps: the first is read again."""
+    marker = tmp_path / "called"
+
+    def shrinks(context):
+        is_first = not marker.exists()
+        marker.touch()
+        return iter([np.float32(i) for i in range(20 if is_first else 3)])
+
+    source = lambda context: shrinks(context) if context.input_pipeline_id == 0 else [1.0] * 20
+    drawn = list(coordinator.create_per_worker_dataset(source))
+    np.asarray(drawn[0].values[0])
+    with pytest.raises(ValueError, match="^RayEngine needs a per-worker dataset of at least 5"):
+        np.asarray(drawn[5].values[0])
+
+
+class FakeActor:
+    """A worker's actor that is an object of this process: what is remote raises on `ray.get`."""
+
+    def __init__(self):
+        self.elements, self.num_calls = Elements(), 0
+
+    def __getattr__(self, method):
+        act = {"draw": self.elements.describe, "add_streams": self.elements.add}[method]
+
+        def remote(*args):
+            self.num_calls += 1
+            return functools.partial(act, *args)
+
+        return types.SimpleNamespace(remote=remote)
+
+
+class FakeTaskError(RayTaskError):
+    def __init__(self, cause):
+        self.cause = cause
+
+
+def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
+    def get(call):
+        try:
+            return call()
+        except Exception as error:
+            raise FakeTaskError(error) from None
+
+    monkeypatch.setattr(ray, "get", get)
+    actor = FakeActor()
+    process = types.SimpleNamespace(actor=actor)
+    workers = types.SimpleNamespace(find=lambda worker: process, actors=lambda: [actor])
+    streams = RayStreams(workers, max_failures=3)
+    streams._pickled[0] = b"a function of a module that is not installed there"
+    with pytest.raises(pickle.UnpicklingError):
+        streams.ask(0, 0, "draw", 0, 0)
+    assert actor.num_calls == 2

@@ -1,0 +1,88 @@
+"""The law of callbacks in merges: each runs once, wherever the update is cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import distjax as dj
+
+NUMBER = jax.ShapeDtypeStruct((), np.float32)
+
+
+def debug_of_argument(look, x, v, u):
+    jax.debug.callback(look, x)
+    v.assign_add(x)
+    u.assign_add(x)
+
+
+def debug_of_variable(look, x, v, u):
+    jax.debug.callback(look, v.value)
+    v.assign_add(x)
+    u.assign_add(x)
+
+
+def value_of_one(look, x, v, u):
+    v.assign_add(io_callback(look, NUMBER, x))
+    u.assign_add(x)
+
+
+def value_in_order(look, x, v, u):
+    v.assign_add(io_callback(look, NUMBER, x, ordered=True))
+    u.assign_add(x)
+
+
+def value_returned(look, x, v, u):
+    v.assign_add(x)
+    u.assign_add(x)
+    return io_callback(look, NUMBER, x + 1)
+
+
+def in_a_loop(look, x, v, u):
+    def body(i, total):
+        jax.debug.callback(look, total)
+        return total + x
+
+    v.assign(jax.lax.fori_loop(0, 1, body, v.value))
+    u.assign_add(x)
+
+
+def in_jit(look, x, v, u):
+    v.assign_add(jax.jit(lambda x: io_callback(look, NUMBER, x))(x))
+    u.assign_add(jax.jit(lambda x: x * 1)(x))
+
+
+BODIES = [
+    debug_of_argument,
+    debug_of_variable,
+    value_of_one,
+    value_in_order,
+    value_returned,
+    in_a_loop,
+    in_jit,
+]
+
+
+@pytest.mark.parametrize("cut", ["least_bytes", "arguments"])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_callback_in_a_merge_runs_once(body, servers, cut):
+    strategy = dj.ParameterServerStrategy(workers=1, servers=servers, cut=cut)
+    with strategy.scope():
+        v, u = (dj.Variable(jnp.zeros(()), name=name) for name in "vu")
+    seen = []
+
+    def look(x):
+        seen.append(float(x))
+        return np.float32(1)
+
+    def step(x):
+        merge = lambda strategy, x: body(look, x, v, u)
+        return dj.get_replica_context().merge_call(merge, args=(x,))
+
+    for count in (1, 2):
+        strategy.run(step, args=(np.float32(1),))
+        jax.effects_barrier()
+        assert len(seen) == count
+        assert (v.value, u.value) == (count, count)

@@ -1,0 +1,217 @@
+"""The law of the fresh push: once a worker has pulled, neither it nor a server compiles for it.
+
+A worker that pulled first and compiled then would push gradients, and whole values, that are as
+many versions old as the others push in that time.
+"""
+
+import contextlib
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
+
+import distjax as dj
+from distjax import jax_compat
+from distjax.context.thread_settings import ProgramModes
+from distjax.servers.coordinator import Coordinator
+from distjax.servers.threads import ThreadEngine
+from tests.servers.hand_made import HandMade, sgd
+from tests.servers.test_random_steps import NUM_VARIABLES, actions, make_step
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Watch:
+    """Counts what threads compile while what they have pulled gets old.
+
+    Attributes:
+      num_late: how many programs were compiled between a pull and the end of its closure.
+      num_programs: how many in all.
+    """
+
+    def __init__(self):
+        self.num_late = self.num_programs = 0
+        self._has_pulled = threading.local()
+
+    def at(self, point, worker, closure):
+        """A fault function that does no harm."""
+        self._has_pulled.value = True
+
+    def end(self):
+        self._has_pulled.value = False
+
+    def hear(self, event, seconds, **about):
+        is_transfer = "_multi_slice" in about.get(
+            "fun_name", ""
+        )  # of JAX's, a slice for each device
+        if event == COMPILED and not is_transfer:
+            self.num_programs += 1
+            self.num_late += getattr(self._has_pulled, "value", False)
+
+
+class WatchedEngine(ThreadEngine):
+    def __init__(self, watch):
+        super().__init__(fault=watch.at)
+        self._watch = watch
+
+    def run(self, worker, task):
+        try:
+            return super().run(worker, task)
+        finally:
+            self._watch.end()
+
+
+@contextlib.contextmanager
+def watching():
+    watch = Watch()
+    jax.monitoring.register_event_duration_secs_listener(watch.hear)
+    try:
+        yield watch
+    finally:
+        jax.monitoring.unregister_event_duration_listener(watch.hear)
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    program=st.lists(actions, min_size=1, max_size=6),
+    replicas=st.integers(1, 2),
+    servers=st.integers(1, 3),
+    shards=st.integers(1, 2),
+    cut=st.sampled_from(["arguments", "least_bytes"]),
+    bound=st.sampled_from([None, 1]),
+    on_host=st.booleans(),
+)
+def test_nothing_is_compiled_after_a_pull(program, replicas, servers, shards, cut, bound, on_host):
+    with watching() as watch:
+        strategy = dj.ParameterServerStrategy(
+            [jax.devices()[i : i + replicas] for i in (0, replicas)],
+            servers,
+            partitioner=dj.parts.FixedShards(shards),
+            cut=cut,
+            max_staleness=bound,
+            engine=WatchedEngine(watch),
+        )
+        with strategy.scope():
+            total = dj.VariableAggregation.SUM
+            variables = [
+                dj.Variable(jnp.arange(4.0) + i, aggregation=total) for i in range(NUM_VARIABLES)
+            ]
+            optimizer = dj.optim.Optimizer(optax.sgd(1.0, momentum=0.5))
+            optimizer.init(variables)
+        step = make_step(program, variables, optimizer)
+        rows = strategy.per_replica(np.ones((replicas, 4), np.float32))
+        with dj.Coordinator(strategy) as coordinator:
+            for _ in range(6):
+                coordinator.schedule(
+                    step, (np.asarray(rows) if on_host and replicas == 1 else rows,)
+                )
+            coordinator.join()
+    assert watch.num_programs > 0
+    assert watch.num_late == 0
+
+
+def test_a_watch_hears_what_is_compiled_late():
+    """Else the law above would hold for whatever is done."""
+    strategy = HandMade(workers=1)
+    strategy.engine.servers[0].create("w0", np.ones(5, np.float32))
+    with watching() as watch, Coordinator(strategy) as coordinator:
+        strategy.engine._fault = watch.at
+        strategy.engine._compiled.compile_once = lambda *args: None
+        coordinator.schedule(sgd(1), (np.float32(1),)).get()
+        coordinator.join()
+    assert watch.num_late > 0
+
+
+def test_workers_of_one_device_compile_once():
+    with watching() as watch:
+        with Coordinator(HandMade(workers=1)) as coordinator:
+            create(coordinator)
+            coordinator.schedule(sgd(1), (np.float32(1),)).get()
+        alone, watch.num_programs = watch.num_programs, 0
+        strategy = HandMade(workers=4)
+        strategy.engine._homes = strategy.engine._homes[:1]
+        with Coordinator(strategy) as coordinator:
+            create(coordinator)
+            step = sgd(1)
+            for _ in range(8):
+                coordinator.schedule(step, (np.float32(1),))
+            coordinator.join()
+    assert 0 < watch.num_programs <= alone
+
+
+def create(coordinator):
+    coordinator._strategy.engine.servers[0].create("w0", np.ones(5, np.float32))
+
+
+class Handle:
+    """An actor of Ray's that is an object of this process, its calls watched."""
+
+    def __init__(self, actor, watch):
+        self._actor, self._watch = actor, watch
+
+    def __getattr__(self, method):
+        def remote(*args, **options):
+            if method == "read":
+                self._watch.at("pull", 0, 0)
+            return getattr(self._actor, method)(*args, **options)
+
+        return types.SimpleNamespace(remote=remote)
+
+
+@pytest.mark.parametrize("size", [3, 600])  # of which 600 x 600 numbers are placed on arrival
+def test_ray_workers_compile_before_they_pull(size, monkeypatch):
+    pytest.importorskip("ray")
+    from distjax.servers.on_ray import exported, orders, server_actor, wire, worker_actor
+
+    monkeypatch.setattr(worker_actor, "ray", types.SimpleNamespace(get=lambda calls: calls))
+    strategy = dj.ParameterServerStrategy(workers=1, servers=1)
+    with strategy.scope():
+        w, bias = dj.Variable(np.ones((size, size), np.float32)), dj.Variable(np.float32(0))
+
+    def step(x):
+        bias.assign_add(jnp.sum(x))
+        w.assign(w.value * x + bias.value)
+        return dj.get_replica_context().merge_call(lambda s: jnp.sum(w.value)) * x
+
+    arrays = [np.arange(size, dtype=np.float32)]
+    plan, _ = strategy.cut_step(step, arrays, None)
+    shipped = exported.export_plan(plan, 1, (1, "replica"), {"cpu"}, {"cpu"})
+    with watching() as watch:
+        server = server_actor.ServerActor(0, {0: shipped.for_servers[0]})
+        for key in plan.owners:
+            server.create(key, *wire.to_wire(strategy.servers[0].read([key])[1]))
+        worker = worker_actor.WorkerActor(1, "replica")
+        worker.add_plan(0, shipped.for_workers, 0, [Handle(server, watch)])
+        modes = ProgramModes.of_this_thread()
+        for closure in range(3):
+            done = worker.run(orders.Order(0, 0, closure, 1, arrays, modes))
+            watch.end()
+    assert isinstance(done, orders.Done)
+    assert watch.num_programs > 0
+    assert watch.num_late == 0
+
+
+DTYPES = ("float32", "bfloat16", "int8", "bool", "float64", "int64", "complex64")
+
+
+@pytest.mark.parametrize("size", [3, 1 << 19])
+@pytest.mark.parametrize("dtype", [*DTYPES, "key"])
+def test_what_ray_workers_get_is_as_was_said(dtype, size):
+    wire = pytest.importorskip("distjax.servers.on_ray.wire")
+    device = jax.devices()[1]
+    with jax.enable_x64(dtype in ("float64", "int64")):
+        if dtype == "key":
+            array = jax.random.split(jax.random.key(0), 3)
+        else:
+            array = jnp.zeros(size, dtype)
+        [got] = wire.for_programs(wire.to_wire([array]), device)
+        said = wire.arrives_as(jax_compat.aval_of(array), SingleDeviceSharding(device))
+    assert said.shape == got.shape and said.dtype == got.dtype
+    assert said.sharding == getattr(got, "sharding", None)

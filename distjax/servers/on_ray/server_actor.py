@@ -18,13 +18,13 @@ from distjax.servers.store import Server
 
 
 class Report(NamedTuple):
-    """A server's report about itself: see `ParameterServer`."""
+    """A server's report about itself: see `ParameterServer`; `plans` are the numbers it has."""
 
     version: int
     nbytes: int
     num_kept: int
     totals: Totals
-    num_plans: int
+    plans: tuple[int, ...]
 
 
 class ServerActor:
@@ -48,7 +48,7 @@ class ServerActor:
     def report(self) -> Report:
         server = self._server
         return Report(
-            server.version, server.nbytes, server.num_kept, server.read_totals(), len(self._plans)
+            server.version, server.nbytes, server.num_kept, server.read_totals(), tuple(self._plans)
         )
 
     def add_plan(self, plan: int, programs: Mapping[int, Program]) -> None:

@@ -20,6 +20,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+#: What JAX returns where no mesh is set: equal meshes are one object, which a call compares with.
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
 def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
     """Returns the mesh context of a `shard_map` over `axis_name`, other axes Auto."""
     abstract = mesh.abstract_mesh.update_axis_types({axis_name: jax.sharding.AxisType.Manual})
@@ -33,13 +37,13 @@ def outside_manual_axes() -> AbstractContextManager[Any]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return nullcontext()
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
 def has_user_mesh() -> bool:
     """Returns whether the user set a mesh (`jax.set_mesh`); False in `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not (mesh.empty or mesh.manual_axes)
+    return mesh is not _NO_MESH and not (mesh.empty or mesh.manual_axes)
 
 
 def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:

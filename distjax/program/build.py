@@ -155,16 +155,18 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
             raise UnknownVariables(found)
         values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
-        token = None
+        outputs, token = arrays, None
         needs_end = job() is not None or is_throttled()
         if needs_end and (found.spans_devices or found.spans_processes):
             donated = [args[number] for number in step.donate_argnums]
             spec.end = _find_end(arrays, (args, kwargs), donated)
             token = make_token() if spec.end is None else None
+        elif job() is None:
+            outputs = spec.pack(arrays)
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]
-        return written, as_static_output(spec), arrays, token
+        return written, as_static_output(spec), outputs, token
 
     donate_argnums = (0, *(3 + number for number in step.donate_argnums))
 

@@ -86,7 +86,7 @@ def start(
                     _end_launch(launch, returned)
                     launch = None
                 (spec,) = returned[1]
-                result = spec.unpack(returned[2])
+                result = returned[2] if spec.unpack is None else spec.unpack(returned[2])
                 if finish is not None:
                     result = finish(result)
             except BaseException:
@@ -145,31 +145,52 @@ def _start_reader(
     finish: Finish | None,
 ) -> tuple[Any, OutputSpec]:
     """Starts a program that writes no variables."""
+    if build.is_in_job or finish is not None:
+        return _start_watched_reader(build, signature, args, kwargs, finish)
+    if build.reads:
+        require_outside_traces(build)
+        with build.lock:  # else another program may donate what is read
+            returned = signature.jitted([], build.collect_read(), kwargs, *args)
+    else:
+        returned = signature.jitted([], [], kwargs, *args)
+    (spec,) = returned[1]
+    end = returned[3] if spec.end is None else returned[2][spec.end]
+    if end is not None:
+        throttle(end)
+    return returned[2] if spec.unpack is None else spec.unpack(returned[2]), spec
+
+
+def _start_watched_reader(
+    build: Build,
+    signature: Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Finish | None,
+) -> tuple[Any, OutputSpec]:
+    """Starts a program that writes no variables, but objects, or that the ledger records."""
     cell: list[Any] = []
-    jitted, launch = signature.jitted, None
+    launch = None
     try:
         if build.is_in_job and type(find_top_trace(())) is EVAL_TRACE_TYPE:
             launch = _begin(build, signature, args, kwargs)
         if build.reads:
             require_outside_traces(build)
-            with build.lock:  # else another program may donate what is read
-                operands = [], build.collect_read(), kwargs, *args
-                cell[:] = itertools.starmap(jitted, (operands,))
-        else:
-            cell[:] = itertools.starmap(jitted, (([], [], kwargs, *args),))
+        with build.lock if build.reads else contextlib.nullcontext():
+            operands = [], build.collect_read(), kwargs, *args
+            cell[:] = itertools.starmap(signature.jitted, (operands,))
         returned = cell[0]
         if launch is not None:
             _end_launch(launch, returned)
             launch = None
-        (spec,) = returned[1]
-        result = spec.unpack(returned[2])
+        spec = spec_of(returned)
+        result = spec.results(returned[2])
         if finish is not None:
             result = finish(result)
     except BaseException:
         if launch is not None:
             _conclude_launch(launch, cell[0] if cell else None)
         if cell and finish is not None:
-            finish(spec_of(cell[0]).unpack(cell[0][2]))
+            finish(spec_of(cell[0]).results(cell[0][2]))
         raise
     end = returned[3] if spec.end is None else returned[2][spec.end]
     if end is not None:
@@ -205,7 +226,7 @@ def _start_remote_writer(
         def conclude() -> Any:
             for each, array in zip(stored, returned[0], strict=True):
                 each.swap(array)
-            result = spec.unpack(returned[2])
+            result = spec.results(returned[2])
             return result if finish is None else finish(result)
 
         try:
@@ -258,7 +279,7 @@ def _conclude(
         _conclude_launch(launch, returned)
     if returned is not None:
         if finish is not None:
-            finish(spec_of(returned).unpack(returned[2]))
+            finish(spec_of(returned).results(returned[2]))
         return
     for variable, array in zip(build.writes, build.stepped.arrays, strict=True):
         if isinstance(array, jax.Array) and array.is_deleted():

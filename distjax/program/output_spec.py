@@ -2,7 +2,8 @@
 
 Parts of a signature's results that are not arrays (Python results, the result tree) leave a
 compiled call in the auxiliary data of its output tree, since a cache hit runs none of our
-Python code inside `jit`. A compiled program returns ``(written, {spec: None}, arrays, token)``.
+Python code inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``:
+its outputs are the array results, or at once the user's results if JAX can build those in C.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import jax
 from distjax.placement.per_replica import Form, with_form
 from distjax.replica.arguments import PartitionedTree
 
+#: Trees that JAX builds in C.
+_BUILT_IN = (tuple, list, dict, type(None))
+
 
 class OutputSpec:
     """The results of one signature, apart from their arrays.
@@ -26,12 +30,13 @@ class OutputSpec:
       recreated: the names of existing variables that constructors returned again.
 
     Attributes:
-      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays.
+      unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays. None:
+        the program returns the user's results.
       recreated: as given.
       end: the number of the array that shows the end of the program; None: its token does.
     """
 
-    __slots__ = ("end", "recreated", "unpack")
+    __slots__ = ("_is_built_in", "end", "recreated", "unpack")
 
     def __init__(
         self,
@@ -45,9 +50,30 @@ class OutputSpec:
         if partitioned.is_of_arrays:
             combine = partitioned.treedef.unflatten
         has_forms = any(form is not None for form in forms)
-        self.unpack: Callable[[Sequence[jax.Array]], Any] = (
+        self.unpack: Callable[[Sequence[jax.Array]], Any] | None = (
             functools.partial(_unpack, combine, forms) if has_forms else combine
         )
+        self._is_built_in = (
+            partitioned.is_of_arrays and not has_forms and _is_built_in(partitioned.treedef)
+        )
+
+    def pack(self, arrays: Sequence[Any]) -> Any:
+        """Returns the outputs of a program whose results are these arrays."""
+        if not self._is_built_in or self.unpack is None:
+            return arrays
+        outputs, self.unpack = self.unpack(arrays), None
+        return outputs
+
+    def results(self, outputs: Any) -> Any:
+        """Returns the user's results."""
+        return outputs if self.unpack is None else self.unpack(outputs)
+
+
+def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
+    """Returns whether a tree is built without running Python, where a signal could drop it."""
+    node = treedef.node_data()
+    is_built_in = node is None or node[0] in _BUILT_IN
+    return is_built_in and all(map(_is_built_in, treedef.children()))
 
 
 def _unpack(

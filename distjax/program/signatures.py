@@ -18,7 +18,7 @@ from distjax.typing import PyTree
 
 
 class Jitted(Protocol):
-    """``(written, read, kwargs, *args) -> (written anew, output spec, arrays, token)``, jitted."""
+    """``(written, read, kwargs, *args) -> (written anew, output spec, outputs, token)``, jitted."""
 
     def __call__(self, *operands: PyTree) -> tuple[PyTree, ...]:
         """Runs the program, compiled if it is not yet."""

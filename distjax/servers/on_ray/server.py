@@ -169,7 +169,7 @@ class RayServer:
         except Exception:
             if not self.is_lost:
                 raise
-        return self._report or Report(0, 0, 0, Totals(), 0)
+        return self._report or Report(0, 0, 0, Totals(), ())
 
     def _is_gone(self) -> bool:
         self._look()

@@ -169,8 +169,7 @@ def _serve(asked: socket.socket) -> _Asked:
             os._exit(0)
         request = json.loads(said)
         if "reap" in request:
-            _, status, _u = os.wait4(request["reap"], 0)
-            open("/tmp/meas/forks.log", "a").write(f"{_u.ru_utime + _u.ru_stime:.2f}\n")
+            _, status = os.waitpid(request["reap"], 0)
             asked.send(str(os.waitstatus_to_exitcode(status)).encode())
             continue
         pid = os.fork()

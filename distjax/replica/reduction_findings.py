@@ -41,8 +41,8 @@ def find(
     source = calling_line() if sites[0].source == UNKNOWN else sites[0].source
     if (rule, source) in walk.found:
         return
-    lines = [f"at {source}", *(f"{site.source}" for site in sites[1:])]
-    text = message(expected, got=f"{got}, {' of what was made at '.join(lines)}", why=why, fix=fix)
+    made = [f", from a value made at {site.source}" for site in sites[1:]]
+    text = message(expected, got=f"{got}, at {source}{''.join(made)}", why=why, fix=fix)
     reason = next((r for r in map(reason_in, (site.names for site in sites)) if r), None)
     walk.found[rule, source] = Finding(level, rule, text, source, reason)
 
@@ -230,7 +230,7 @@ def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None
     """Reports an update of state by a sum of R equal parts."""
     for own, other in ((a, b), (b, a)):
         if own.find("times_R") and other.find("base") and not own.find("base"):
-            find_times_r(walk, own.find("times_R"), "warning", "an update of equal state by it")
+            find_times_r(walk, own.find("times_R"), "warning", "which updates equal state")
 
 
 def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
@@ -243,9 +243,9 @@ def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
             "a sum of local means",
             [site, inner],
             "a mean over each replica's batch needs the mean over the replicas",
-            got=f"its sum, and {use}",
+            got=f"its sum, {use}",
             why="the sum of R means is R times the mean: the step learns at R times the rate",
-            fix="ctx.all_reduce('mean', grads); or the sum, of dj.losses.average_loss(losses)",
+            fix="ctx.all_reduce('mean', grads), or sum gradients of dj.losses.average_loss",
         )
         return
     find(
@@ -254,7 +254,7 @@ def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
         "summed twice",
         [site, inner],
         f"{_NAMES[kind]} needs no further sum over the replicas",
-        got=f"its sum, and {use}",
+        got=f"its sum, {use}",
         why="it is equal on every replica, so its sum is R times the value",
         fix="use the first result as it is",
     )
@@ -369,7 +369,7 @@ def find_sums(walk: FactWalk) -> None:
     """Reports sums of R equal parts in variables, unless a count may make it a mean."""
     for variable, times, level in walk.sums:
         if not any(other is not variable for other, _, _ in walk.counts):
-            find_times_r(walk, times, level, f"a write of it to variable {variable.name!r}")
+            find_times_r(walk, times, level, f"written to variable {variable.name!r}")
     if len(walk.counts) == 1 and walk.counts[0][1] == 1.0 and len(walk.written) == 1:
         variable, _, site = walk.counts[0]
         find(
@@ -390,10 +390,10 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
     find_unreducible(walk, site, x)
     made = _reduction(x)
     if made is not None and op == "SUM":
-        find_times_r(walk, (*made, site), "warning", "an optimizer that sums over the replicas")
+        find_times_r(walk, (*made, site), "warning", "by an optimizer with reduce_op='sum'")
     elif x.find("mean") and x.differs and op == "SUM":
         times = ("mean", x.find("mean"), site)
-        find_times_r(walk, times, "warning", "an optimizer that sums over the replicas")
+        find_times_r(walk, times, "warning", "by an optimizer with reduce_op='sum'")
     elif x.find("share") and op == "MEAN":
         _find_averaged_share(walk, site, x.find("share"))
     elif not x.differs and x.find("grad") and made is None:

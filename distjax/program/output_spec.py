@@ -16,6 +16,7 @@ import jax
 
 from distjax.placement.per_replica import Form, with_form
 from distjax.replica.arguments import PartitionedTree
+from distjax.typing import PyTree
 
 #: Trees that JAX builds in C.
 _BUILT_IN = (tuple, list, dict, type(None))
@@ -64,16 +65,21 @@ class OutputSpec:
         outputs, self.unpack = self.unpack(arrays), None
         return outputs
 
-    def results(self, outputs: Any) -> Any:
+    def results(self, outputs: PyTree) -> Any:
         """Returns the user's results."""
         return outputs if self.unpack is None else self.unpack(outputs)
 
 
 def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
     """Returns whether a tree is built without running Python, where a signal could drop it."""
-    node = treedef.node_data()
-    is_built_in = node is None or node[0] in _BUILT_IN
-    return is_built_in and all(map(_is_built_in, treedef.children()))
+    unseen = [treedef]  # no recursion: trees may be deep
+    while unseen:
+        part = unseen.pop()
+        node = part.node_data()
+        if node is not None and node[0] not in _BUILT_IN:
+            return False
+        unseen.extend(part.children())
+    return True
 
 
 def _unpack(

@@ -7,6 +7,9 @@
 # server's own device is given the arrays themselves, which copies nothing. Those that its first
 # program alone uses are lent: until the attempt has ended, pushes of others leave them alone.
 # Others are given for good: the values of such a variable are never donated from then on.
+# A push is compiled twice: to take all values, and all but those that its own plan pulls. What
+# others have beyond that, such as what only an evaluation reads, is copied for it: nothing is
+# compiled while a push waits.
 
 from __future__ import annotations
 
@@ -63,7 +66,9 @@ class Server:
         self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
         self._given: set[str] = set()  # keys whose arrays workers may have for ever
         self._lent: dict[AttemptId, Collection[str]] = {}  # keys of arrays that attempts have
-        self._ever_lent: set[str] = set()  # keys
+        #: What was compiled: the numbers of the arguments whose memory a program takes.
+        self._compiled: weakref.WeakKeyDictionary[Program, set[tuple[int, ...]]]
+        self._compiled = weakref.WeakKeyDictionary()
         self._programs = Programs()
         # JAX compiles what two threads ask for at once twice, and one of them would not find it.
         self._compiling = threading.Lock()
@@ -130,7 +135,6 @@ class Server:
             self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
             given, lent = self._shared_with(home, keys, pulled_once)
             self._given |= given
-            self._ever_lent |= lent
             if attempt is not None and lent:
                 self._lent[attempt] = lent
             if home.devices != (self.device,):
@@ -190,19 +194,17 @@ class Server:
             forms = [jax_compat.aval_of(value) for value in self._require(takes)]
             given, lent = self._shared_with(home, pulled, pulled_once)
             given |= self._given
-            ever_lent = lent | self._ever_lent
         here = SingleDeviceSharding(self.device)
         held = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=here)
             for x in forms
         ]
+        variants = {_donated(takes, writes, spared) for spared in (given, given | lent)}
         with self._compiling, jax.default_device(self.device):
-            for spared in (given, given | ever_lent):
-                donated = _donated(takes, writes, spared)
+            for donated in variants:
                 self._programs.compile(program, [*held, *arrays], donated)
         with self._lock:
-            self._given |= given
-            self._ever_lent |= ever_lent
+            self._compiled.setdefault(program, set()).update(variants)
 
     def push(
         self,
@@ -245,9 +247,10 @@ class Server:
             if before is not None:
                 self._call(before)
             others = [keys for by, keys in self._lent.items() if by != (closure, attempt)]
-            is_lent = any(key in takes for keys in others for key in keys)
-            spared = self._given | self._ever_lent if is_lent else self._given
-            donated = _donated(takes, writes, spared)
+            wanted = _donated(takes, writes, self._given.union(*others))
+            donated = self._as_compiled(program, takes, wanted)
+            for i in {*donated}.difference(wanted):
+                values[i] = jax.device_put(values[i], values[i].sharding, may_alias=False)
             with jax.default_device(self.device):  # else it is compiled for each worker's
                 results, token = self._programs.run(program, [*values, *arrays], donated)
             self._count(program, arrays, results[len(writes) :])
@@ -335,7 +338,6 @@ class Server:
             self._values.pop(key, None)
             self._sizes.pop(key, None)
             self._given.discard(key)
-            self._ever_lent.discard(key)
 
     def _require(self, keys: Iterable[str]) -> list[jax.Array]:
         self._forget_removed()
@@ -357,6 +359,17 @@ class Server:
         # A copy on several devices may be in the same memory: that is for good.
         lent = set(keys).intersection(pulled_once) if home.devices == (self.device,) else set()
         return set(keys) - lent, lent
+
+    def _as_compiled(
+        self, program: Program, takes: Sequence[str], wanted: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Returns what a push is to take: `wanted`, or what was compiled and copies least."""
+        compiled = self._compiled.get(program, {wanted})
+
+        def cost(numbers: tuple[int, ...]) -> tuple[int, int]:
+            return sum(self._sizes[takes[i]] for i in {*numbers}.difference(wanted)), -len(numbers)
+
+        return wanted if wanted in compiled else min(compiled, key=cost)
 
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""

@@ -20,7 +20,9 @@ from jax.sharding import SingleDeviceSharding
 import distjax as dj
 from distjax import jax_compat
 from distjax.context.thread_settings import ProgramModes
+from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.servers.coordinator import Coordinator
+from distjax.servers.server_storage import parts_of
 from distjax.servers.threads import ThreadEngine
 from tests.servers.hand_made import HandMade, sgd
 from tests.servers.test_random_steps import NUM_VARIABLES, actions, make_step
@@ -127,6 +129,38 @@ def test_a_watch_hears_what_is_compiled_late():
         coordinator.schedule(sgd(1), (np.float32(1),)).get()
         coordinator.join()
     assert watch.num_late > 0
+
+
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_what_other_steps_read_makes_no_push_compile(is_lent):
+    """Such as the metrics that an evaluation reads, and a step of training only writes."""
+    with watching() as watch:
+        strategy = dj.ParameterServerStrategy(workers=1, engine=WatchedEngine(watch))
+        with strategy.scope():
+            w, metric = dj.Variable(jnp.arange(3.0)), dj.Variable(jnp.zeros(3))
+
+        def step(x):
+            w.assign_add(w.value * x)
+            metric.assign_add(jnp.ones(3) * x)
+
+        server, keys = strategy.engine.servers[0], [part_key(metric), part_key(w)]
+        home = one_device_topology(server.device, 1, REPLICA_AXIS)
+        with dj.Coordinator(strategy) as coordinator:
+            coordinator.schedule(step, (np.float32(1),)).get()
+            for read in (keys[:1], keys):  # an attempt of another closure
+                held = server.read(read, home, (1000, 1), read if is_lent else ())[1]
+                before = [np.array(x) for x in held]
+                coordinator.schedule(step, (np.float32(1),)).get()
+                np.testing.assert_array_equal(before, held)
+            server.end_attempt((1000, 1))
+    assert watch.num_late == 0
+    np.testing.assert_array_equal(w.value, np.arange(3.0) * 8)
+    np.testing.assert_array_equal(metric.value, np.full(3, 3.0))
+
+
+def part_key(variable):
+    [part] = parts_of(variable)
+    return part.key
 
 
 def test_workers_of_one_device_compile_once():

@@ -78,13 +78,15 @@ class Attempt:
         self._slots: dict[int, jax.Array] = {}
         self._bring(task.plan.arguments, task.arrays)
         self._pulled: dict[int, int] = {}  # versions, by server
+        self._returned: dict[int, jax.Array] = {}  # copies of pulled values that are results
         self.versions: dict[int, int] = {}
         self.tokens: list[jax.Array] = []
 
     @property
     def results(self) -> tuple[jax.Array, ...]:
         """The flat results."""
-        return tuple(self._slots[slot] for slot in self._task.plan.results)
+        slots = {**self._slots, **self._returned}
+        return tuple(slots[slot] for slot in self._task.plan.results)
 
     def compile(self, compiled: CompiledPlans) -> None:
         """Compiles the programs of the plan, also those of servers, unless that was done."""
@@ -102,6 +104,8 @@ class Attempt:
         for server, (version, values) in self._servers.pull(keys).items():
             self._pulled[server] = self.versions[server] = version
             self._bring([slot for slot, _ in wanted[server]], values)
+        returned = {slot for slot, _ in plan.pulls}.intersection(plan.results)
+        self._returned = {slot: _copy(self._slots[slot]) for slot in returned}
 
     def compute(self, number: int) -> None:
         """Runs the worker's part of a stage."""
@@ -163,6 +167,12 @@ class Attempt:
 
     def _sharding(self, slot: int) -> Sharding:
         return sharding_of(slot, self._task.plan, self._home)
+
+
+def _copy(array: jax.Array) -> jax.Array:
+    """Returns an array that the user may donate: the server has the other. Compiles nothing."""
+    is_on_host = isinstance(array, np.ndarray)
+    return array if is_on_host else jax.device_put(array, array.sharding, may_alias=False)
 
 
 def _is_placed(array: Given) -> bool:

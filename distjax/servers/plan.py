@@ -96,8 +96,11 @@ class Plan:
 
     @functools.cached_property
     def pulled_once(self) -> frozenset[str]:
-        """The keys whose pulled values only the program of the first stage uses."""
-        used = {slot for stage in self.stages[1:] for slot in stage.operands}.union(self.results)
+        """The keys whose pulled values only the program of the first stage uses.
+
+        Those that are results are not used either: an attempt returns copies of them.
+        """
+        used = {slot for stage in self.stages[1:] for slot in stage.operands}
         used.update(x for stage in self.stages for push in stage.pushes for x in push.operands)
         return frozenset(key for slot, key in self.pulls if slot not in used)
 

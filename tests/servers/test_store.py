@@ -233,3 +233,45 @@ def test_a_step_may_return_what_it_pulled():
         values = [coordinator.schedule(step, args=(np.float32(1),)) for _ in range(3)]
         for power, value in enumerate(values):
             np.testing.assert_array_equal(value.fetch(), np.arange(3.0) * 2**power)
+
+
+@pytest.mark.parametrize("workers", [1, 2, [jax.devices()[:2]]])
+@pytest.mark.parametrize("with_write", [False, True])
+def test_a_result_is_the_users_own(workers, with_write):
+    """Who donates or deletes it takes nothing from the server, or from another result."""
+    strategy = dj.ParameterServerStrategy(workers)
+    with strategy.scope():
+        v = dj.Variable(jnp.arange(3.0), aggregation=dj.VariableAggregation.SUM)
+
+    def step():
+        before = v.value
+        if with_write:
+            v.assign_add(jnp.zeros(3))
+        return before
+
+    with dj.Coordinator(strategy) as coordinator:
+        values = [coordinator.schedule(step).get() for _ in range(3)]
+        values.append(strategy.run(step))
+        for value in values:
+            np.testing.assert_array_equal(jax.device_get(value), np.arange(3.0))
+            jax.tree.leaves(value)[0].delete()
+            np.testing.assert_array_equal(v.value, np.arange(3.0))
+        np.testing.assert_array_equal(coordinator.schedule(step).fetch(), np.arange(3.0))
+
+
+def test_a_variable_whose_value_was_returned_is_still_replaced_in_its_memory():
+    strategy = dj.ParameterServerStrategy(workers=1)
+    with strategy.scope():
+        v = dj.Variable(jnp.arange(3.0))
+
+    def step(x):
+        before = v.value
+        v.assign_add(x * before)
+        return before
+
+    [server] = strategy.engine.servers
+    with dj.Coordinator(strategy) as coordinator:
+        for _ in range(2):
+            [value] = server._values.values()
+            coordinator.schedule(step, args=(np.float32(1),)).get()
+            assert value.is_deleted()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
+import hypothesis
 import jax
 import numpy as np
 
@@ -27,8 +28,9 @@ from tests.drills.dead_workers import rates_beside_a_hanging_thread
 from tests.servers.faults import run_with_faults
 from tests.servers.replay import run_recorded
 from tests.servers.staleness import run_random_schedule
+from tests.servers.test_random_steps import DRAWN, check_one_step
 
-SCHEDULES, REPLAYS, FAULTS, HANGS, EPOCHS = 10_000, 1_000, 1_000, 30, 20
+SCHEDULES, STEPS, REPLAYS, FAULTS, HANGS, EPOCHS = 10_000, 1_000, 1_000, 1_000, 30, 20
 LEAST_RATE = 0.9  # of the workers beside one that hangs
 CLOSURES_OF_A_RUN = 300
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "digits"
@@ -42,6 +44,24 @@ def keep_the_bound(seed: int, count: int) -> tuple[str, bool]:
         num_pushes += len(staleness)
         num_over += max(staleness, default=0) > bound
     return f"{count} schedules, {num_pushes} pushes, {num_over} over the bound", not num_over
+
+
+def equal_one_device(seed: int, count: int) -> tuple[str, bool]:
+    """Random steps, one at a time, whole or cut, are those of one device, or of replicas."""
+    num_steps = 0
+
+    def check(**drawn) -> None:
+        nonlocal num_steps
+        check_one_step(**drawn)
+        num_steps += 1
+
+    drawn = hypothesis.seed(seed)(hypothesis.given(**DRAWN)(check))
+    how = {"max_examples": count, "deadline": None, "database": None}
+    try:
+        hypothesis.settings(**how, suppress_health_check=list(hypothesis.HealthCheck))(drawn)()
+    except AssertionError as error:
+        return f"{num_steps} random steps, then {error}", False
+    return f"{num_steps} random steps, 0 different", True
 
 
 def equal_their_replay(seed: int, count: int) -> tuple[str, bool]:
@@ -128,6 +148,7 @@ def learn_digits(seed: int, num_epochs: int) -> tuple[str, bool]:
 Law = Callable[[int, int], tuple[str, bool]]
 LAWS: dict[Law, int] = {
     keep_the_bound: SCHEDULES,
+    equal_one_device: STEPS,
     equal_their_replay: REPLAYS,
     apply_each_once: FAULTS,
     wait_for_nobody: HANGS,

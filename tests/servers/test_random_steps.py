@@ -5,8 +5,6 @@ one to three servers, whole or in shards. Their numbers are whole and small, so 
 compute them gives the same bits: what differs is wrong.
 """
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,16 +101,19 @@ def run(strategy, program, optimizes):
     )
 
 
-@settings(max_examples=int(os.environ.get("DISTJAX_RANDOM_STEPS", "8")), deadline=None)
-@given(
-    program=st.lists(actions, min_size=1, max_size=6),
-    replicas=st.integers(1, 3),
-    servers=st.integers(1, 3),
-    shards=st.integers(1, 3),
-    cut=st.sampled_from(["arguments", "least_bytes"]),
-    optimizes=st.booleans(),
-)
-def test_one_closure_at_a_time_is_one_step(program, replicas, servers, shards, cut, optimizes):
+#: What is drawn.
+DRAWN = {
+    "program": st.lists(actions, min_size=1, max_size=6),
+    "replicas": st.integers(1, 3),
+    "servers": st.integers(1, 3),
+    "shards": st.integers(1, 3),
+    "cut": st.sampled_from(["arguments", "least_bytes"]),
+    "optimizes": st.booleans(),
+}
+
+
+def check_one_step(program, replicas, servers, shards, cut, optimizes):
+    """Fails if closures one at a time are not the steps of one device, or of replicas."""
     partitioner = dj.parts.FixedShards(shards)
     workers = [jax.devices()[i : i + replicas] for i in (0, replicas)]
     strategy = dj.ParameterServerStrategy(workers, servers, partitioner=partitioner, cut=cut)
@@ -121,3 +122,9 @@ def test_one_closure_at_a_time_is_one_step(program, replicas, servers, shards, c
     expected = run(together, program, optimizes)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@settings(max_examples=8, deadline=None)
+@given(**DRAWN)
+def test_one_closure_at_a_time_is_one_step(program, replicas, servers, shards, cut, optimizes):
+    check_one_step(program, replicas, servers, shards, cut, optimizes)

@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 from distjax.context.thread_settings import ProgramModes
 from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import copied
 from distjax.servers.applied import Answer
 from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Task
@@ -105,7 +106,9 @@ class Attempt:
             self._pulled[server] = self.versions[server] = version
             self._bring([slot for slot, _ in wanted[server]], values)
         returned = {slot for slot, _ in plan.pulls}.intersection(plan.results)
-        self._returned = {slot: _copy(self._slots[slot]) for slot in returned}
+        # The user may donate them: the server has the others. What is on the host is sent.
+        on_devices = {s for s in returned if not isinstance(self._slots[s], np.ndarray)}
+        self._returned = {slot: copied(self._slots[slot]) for slot in on_devices}
 
     def compute(self, number: int) -> None:
         """Runs the worker's part of a stage."""
@@ -167,12 +170,6 @@ class Attempt:
 
     def _sharding(self, slot: int) -> Sharding:
         return sharding_of(slot, self._task.plan, self._home)
-
-
-def _copy(array: jax.Array) -> jax.Array:
-    """Returns an array that the user may donate: the server has the other. Compiles nothing."""
-    is_on_host = isinstance(array, np.ndarray)
-    return array if is_on_host else jax.device_put(array, array.sharding, may_alias=False)
 
 
 def _is_placed(array: Given) -> bool:

@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distjax import jax_compat
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer, transfer_each
+from distjax.placement.transfer import copied, transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
 from distjax.servers.placing import place
 from distjax.servers.plan import Program
@@ -250,7 +250,7 @@ class Server:
             wanted = _donated(takes, writes, self._given.union(*others))
             donated = self._as_compiled(program, takes, wanted)
             for i in {*donated}.difference(wanted):
-                values[i] = jax.device_put(values[i], values[i].sharding, may_alias=False)
+                values[i] = copied(values[i])
             with jax.default_device(self.device):  # else it is compiled for each worker's
                 results, token = self._programs.run(program, [*values, *arrays], donated)
             self._count(program, arrays, results[len(writes) :])

@@ -229,6 +229,15 @@ def test_callbacks_are_refused_when_they_are_scheduled(served, coordinator, call
     assert counters.values() == [0, 0, 0]
 
 
+def test_a_step_returns_values_of_variables(served, coordinator):
+    """Small ones arrive at a worker as arrays of the host."""
+    with served.scope():
+        variables = [dj.Variable(jnp.full(size, 2.0)) for size in (1, 1_000_000)]
+    found = coordinator.schedule(lambda: [v.value for v in variables]).fetch()
+    for v, value in zip(variables, found, strict=True):
+        np.testing.assert_array_equal(v.value, value)
+
+
 def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     counters = Counters(served)
 

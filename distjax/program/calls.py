@@ -79,7 +79,7 @@ def start(
             try:
                 if build.is_in_job:
                     launch = _begin(build, signature, args, kwargs)
-                cell[:] = itertools.starmap(jitted, ((cell[0], read, kwargs, *args),))
+                cell.extend(itertools.starmap(jitted, ((cell[0], read, kwargs, *args),)))
                 returned = cell[0]
                 cell[0] = returned[0]
                 if launch is not None:

@@ -12,9 +12,8 @@ from typing import Any
 class FunctionCache:
     """Maps a function, by identity, to a value.
 
-    A bound method is keyed by (object, function), since every attribute access makes
-    a new method object. The cache keeps neither functions nor objects alive: values
-    must not hold them, and use `resolve()` instead.
+    The cache keeps neither functions nor objects alive: values must not hold them, and use
+    `resolve()` instead.
     """
 
     def __init__(self) -> None:
@@ -23,8 +22,7 @@ class FunctionCache:
 
     def get(self, fn: object, make: Callable[[Callable[[], Any]], Any]) -> Any:
         """Returns the value for ``fn``, made with `make(resolve)` if absent."""
-        is_method = type(fn) is types.MethodType
-        identity = (id(fn.__self__), id(fn.__func__)) if is_method else id(fn)
+        identity = weakref.ref(fn) if type(fn) is types.FunctionType else _identity(fn)
         entry = self._entries.get(identity)
         if entry is not None and entry[0]() is not None:
             return entry[1]
@@ -54,3 +52,17 @@ class FunctionCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _identity(fn: object) -> Hashable:
+    """Returns a key for an object that may be equal to another one.
+
+    A plain function is its own key, by weak reference. Asking for its `id` would call the audit
+    hooks of the process: with filelock, which JAX 0.12 imports if it is there, for 0.3 us.
+
+    A bound method is keyed by (object, function), since every attribute access makes
+    a new method object.
+    """
+    if isinstance(fn, types.MethodType):
+        return id(fn.__self__), id(fn.__func__)
+    return id(fn)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -28,8 +29,9 @@ class SteppedArrays:
     """The arrays of the variables that one program writes.
 
     Attributes:
-      cell: one element, the list of arrays; momentarily, at the end of a call, everything the
-        compiled program returned: a tuple whose first element is the list.
+      cell: one element, which its `append` and `extend` replace: the list of arrays; momentarily,
+        at the end of a call, everything the compiled program returned: a tuple whose first
+        element is the list.
       is_whole: whether the list holds the array of every variable that the program writes.
       is_starting: whether a thread is starting the program.
       aliased: the variables whose arrays were handed out since the program last started.
@@ -39,7 +41,7 @@ class SteppedArrays:
     __slots__ = ("aliased", "cell", "is_starting", "is_whole", "num_starts")
 
     def __init__(self) -> None:
-        self.cell: list[Any] = [[]]
+        self.cell: deque[Any] = deque([[]], maxlen=1)
         self.is_whole = False
         self.is_starting = False
         self.aliased: list[StoredArray] = []
@@ -56,7 +58,7 @@ class SteppedArrays:
 
         If interrupted, every array is where its `place` says, and the next start retries.
         """
-        self.cell[:] = [[stored.require() for stored in variables]]
+        self.cell.append([stored.require() for stored in variables])
         self.aliased = [stored for stored in variables if stored.handles]
         for index, stored in enumerate(variables):
             stored.move_to(self, index)

@@ -18,6 +18,11 @@ from distjax.context.finding import Finding
 
 #: The rule name for state that goes in equal and comes out different.
 STATE = "state that comes back different"
+STATE_WHY = "a missing all_reduce makes every replica train a model of its own"
+STATE_FIX = (
+    "grads = dj.get_replica_context().all_reduce('mean', grads) before the update, and before "
+    "computing any flag that gates it"
+)
 #: The rule of variances that tell nothing of how the replicas differ.
 LOCAL_VARIANCES = "local variances averaged"
 

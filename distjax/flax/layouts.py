@@ -67,7 +67,8 @@ def place_array(value: PyTree, layout: Layout | None) -> Any:
     """Returns an array moved to where it lives, or itself if there; not in traces."""
     if layout is None or layout.sharding is None or isinstance(value, PerReplica):
         return value
-    if isinstance(value, jax.Array) and value.sharding == layout.sharding:
+    is_there = isinstance(value, jax.Array) and value.sharding == layout.sharding
+    if is_there and value.committed:  # else what a step returns would be compiled for anew
         return value
     return transfer(jnp.asarray(value), layout.sharding)
 

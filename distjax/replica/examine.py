@@ -11,7 +11,14 @@ import jax.numpy as jnp
 
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
-from distjax.context.findings import LOCAL_VARIANCES, STATE, calling_line, report
+from distjax.context.findings import (
+    LOCAL_VARIANCES,
+    STATE,
+    STATE_FIX,
+    STATE_WHY,
+    calling_line,
+    report,
+)
 from distjax.errors import ReductionWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
@@ -69,10 +76,13 @@ def examine(
     ins = [_of_argument(i, argument) for i, argument in enumerate(args)]
     env = dict(zip(jaxpr.invars, ins, strict=True))
     walk.run(jaxpr, env)
-    finals = [walk.read(env, v) for v in jaxpr.outvars[num_results:]]
+    outs = [walk.read(env, v) for v in jaxpr.outvars]
+    results, finals = outs[:num_results], outs[num_results:]
     findings.find_sums(walk)
     _find_local_training(walk, written, finals)
-    if walk.combines or written:
+    # Metrics of Flax are arguments, combined after the step.
+    updates_state = any(x.differs and x.find("base") for x in results)
+    if walk.combines or written or updates_state:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
     for (rule, _), finding in walk.found.items():
         if rule == LOCAL_VARIANCES and walk.tells_means_apart:
@@ -200,8 +210,8 @@ def note_lone_updates(
         text = message(
             f"{name} takes state that is equal on every replica and needs to return it so",
             got=f"as {'its result' + path} an update of {argument} that differs per replica",
-            why="a missing all_reduce makes every replica train a model of its own",
-            fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update",
+            why=STATE_WHY,
+            fix=STATE_FIX,
         )
         _, reason = meant.get(id(before), (None, None))
         report(Finding("note", STATE, text, source, reason))

@@ -39,7 +39,9 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A product."""
     a, b = ins
     if a.number is not None and b.number is not None:
-        return [Fact(False, a.number * b.number, a.tags | b.tags)]
+        product = Fact(False, a.number * b.number, a.tags | b.tags)
+        is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
+        return [product.having(over_R=True) if is_over_r else product]
     if b.number is not None and not b.find("grad"):
         return [_scaled(walk, eqn, a, b.number)]
     if a.number is not None and not a.find("grad"):
@@ -49,13 +51,33 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [_product(walk, eqn, a, b)]
 
 
-def _scaled(walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float) -> Fact:
+def may_average(walk: FactWalk, factor: float, *, is_product: bool = False) -> bool:
+    """Returns whether a factor may be 1/(k R): a mean over the replicas and k microbatches.
+
+    Args:
+      walk: knows R.
+      factor: the factor.
+      is_product: whether it is written as such, as learning rates are: 0.1 is no 1/(5 * 2).
+    """
+    if not 1e-9 < factor < 1e9:  # nor NaN
+        return False
+    parts = 1 / (factor * walk.num_replicas)
+    count = round(parts)
+    is_power_of_two = count & (count - 1) == 0
+    return count >= 1 and is_close(parts, count) and (is_power_of_two or not is_product)
+
+
+def _scaled(
+    walk: FactWalk, eqn: JaxprEqn, x: Fact, factor: float, *, is_product: bool = True
+) -> Fact:
     """Returns the fact of `x` times a number."""
     count = walk.num_replicas
     if is_close(factor, 1 / count):
         return findings.divided(walk, eqn, x)
     if is_close(factor, count):
         return x.without("mean", "share", "averaged", "total")
+    if may_average(walk, factor, is_product=is_product):
+        return x.without("mean", "share", "averaged", "total", "times_R")
     return x.without("total", "base") if factor == 0 else x.without("total")
 
 
@@ -90,11 +112,11 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     a, b = ins
     if b.number is not None and b.number != 0:
         if a.number is not None:
-            return [
-                Fact(False, a.number / b.number, a.tags).having(
-                    divisor=(b.number, walk.site(eqn).is_mean)
-                )
-            ]
+            is_mean = walk.site(eqn).is_mean
+            quotient = Fact(False, a.number / b.number, a.tags)
+            if is_close(b.number, walk.num_replicas) and not is_mean:
+                quotient = quotient.having(over_R=True)
+            return [quotient.having(divisor=(b.number, is_mean))]
         return [_over_number(walk, eqn, a, b.number)]
     if a.number is not None and a.find("grad") is None:
         return [_number_over(walk, eqn, a.number, b)]
@@ -116,7 +138,7 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
         return DIFFERS.having(mean=site)
     if count > 1 and is_close(number, count * walk.num_replicas):
         return DIFFERS.having(share=site)
-    return _scaled(walk, eqn, x, 1 / number)
+    return _scaled(walk, eqn, x, 1 / number, is_product=False)
 
 
 def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
@@ -138,9 +160,10 @@ def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
 def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum or difference."""
     a, b = ins
-    if a.number is not None and b.number is not None and not (a.tags or b.tags):
+    if a.number is not None and b.number is not None:
         sign = -1 if eqn.primitive.name == "sub" else 1
-        return [Fact(number=a.number + sign * b.number)]
+        tags = a.without("divisor").tags | b.without("divisor").tags
+        return [Fact(False, a.number + sign * b.number, tags)]
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs and b.differs:
         return [_sum_of_different(walk, eqn, a, b)]

@@ -11,7 +11,7 @@ Tags; most hold the site where they originated:
   `chosen` (selected by rank);
 - of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `whole` (a sum of
   shares), `times_R` (a sum of R equal parts), `random` (bits from an equal key), `divisor` (the
-  number that a constant was divided by);
+  number that a constant was divided by), `over_R` (a constant over the number of replicas);
 - of both: `base` (the argument or variable that it updates).
 """
 
@@ -54,7 +54,10 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     divisor, is_mean = x.find("divisor") or (None, False)
     # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
     num_axes = len(shape_of(eqn.outvars[0])) - len(shape_of(eqn.invars[0]))
-    if is_close(weight, 1.0) and (num_axes == 1 or is_mean):
+    is_weighted = is_mean and is_close(divisor, count)  # 0.5 * jnp.mean(losses)
+    if not (x.find("over_R") or arithmetic.may_average(walk, weight)) and (
+        is_close(weight, 1.0) and num_axes == 1 or is_weighted
+    ):
         return [x.having(mean=seed, grad=seed)]
     if is_close(weight * walk.num_replicas, 1.0) and is_close(divisor, count * walk.num_replicas):
         return [x.having(share=seed, grad=seed)]
@@ -115,9 +118,9 @@ def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if x.number is not None:
         is_moderate = 1e-9 < abs(x.number) < 1e9 and abs(power) < 32  # avoids overflow
         return [Fact(number=x.number**power) if is_moderate else EQUAL]
-    if power != 2:
-        return _curve(walk, eqn, ins)
-    return [arithmetic.squared(x)]
+    if power == 1:  # so optax computes the first moments of Adam
+        return _same(walk, eqn, ins)
+    return [arithmetic.squared(x)] if power == 2 else _curve(walk, eqn, ins)
 
 
 # -- over the replicas --------------------------------------------------------

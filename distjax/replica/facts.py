@@ -122,6 +122,9 @@ def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of a value that is either of two."""
     if a == b:
         return a
+    for zeros, other in ((a, b), (b, a)):
+        if zeros.number == 0 and not zeros.tags and other.number is None:
+            return other  # an accumulator before its first addition, an update that is skipped
     number = a.number if a.number == b.number else None
     return Fact(a.differs or b.differs, number, a.tags & b.tags)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from distjax.context.expectation import without_expectations
 from distjax.context.finding import Finding
-from distjax.context.findings import STATE, calling_line, num_reported, report
+from distjax.context.findings import STATE, STATE_FIX, STATE_WHY, calling_line, num_reported, report
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
 from distjax.replica import cross_facts
@@ -94,9 +94,9 @@ class Feedback:
         return message(
             f"{self._name} takes state that is equal on every replica and needs to return it so",
             got=f"in its second call values that differ per replica at {shown}{more}",
-            why="a missing all_reduce makes every replica train a model of its own",
-            fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update; "
-            f"or, where it is meant: dj.expect(reason, differs={pairs[0][0].split('[')[0]})",
+            why=STATE_WHY,
+            fix=f"{STATE_FIX}; or, where it is meant: "
+            f"dj.expect(reason, differs={pairs[0][0].split('[')[0]})",
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distjax.context.finding import Finding
-from distjax.context.findings import STATE, calling_line, report
+from distjax.context.findings import STATE, STATE_FIX, STATE_WHY, calling_line, report
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.examine import Given
@@ -111,8 +111,8 @@ def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | 
         f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
-        why="a missing all_reduce makes every replica train a model of its own",
-        fix="grads = dj.get_replica_context().all_reduce('mean', grads) before the update",
+        why=STATE_WHY,
+        fix=STATE_FIX,
     )
     level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)
     source = calling_line()

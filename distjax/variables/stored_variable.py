@@ -90,8 +90,10 @@ class StoredVariable:
     def store(self, value: jax.Array) -> None:
         """Stores `value`, which is in global form and not shared with anyone."""
         stored = self.layout.to_stored(value)
-        in_place = isinstance(stored, jax.Array) and stored.sharding == self.sharding
-        if not in_place and not (isinstance(stored, jax.Array) and self.sharding is None):
+        is_array = isinstance(stored, jax.Array)
+        # Not where JAX left it: what a step returns is committed, and would be compiled for anew.
+        in_place = is_array and stored.committed and stored.sharding == self.sharding
+        if not in_place and not (is_array and self.sharding is None):
             stored = transfer(stored, self.sharding)
         self.stored.swap(stored)
 

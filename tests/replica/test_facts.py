@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import distjax as dj
 from distjax.errors import CheckError, ReductionWarning
@@ -173,6 +174,50 @@ def law_of_total_variance(s):
     return lambda w, x: mean(x.var(0)) + mean(x.mean(0) ** 2) - mean(x.mean(0)) ** 2
 
 
+def critic_with_a_bias(s):
+    """The bias of a critic has the gradient 1 - 1 on every replica."""
+    loss = lambda w, x: jnp.mean(x @ w + w[0]) - jnp.mean(2 * x @ w + w[0])
+    only_bias = lambda b, x: jnp.mean(x + b) - jnp.mean(2 * x + b)
+
+    def step(w, x):
+        bias = w[0] - 0.1 * mean(jax.grad(only_bias)(w[0], x))
+        return w - 0.1 * mean(jax.grad(loss)(w, x)) + bias
+
+    return step
+
+
+def weighted_shares(s):
+    def loss(w, x):
+        own = 2 * loss_of(w, x) / s.num_replicas_in_sync
+        return own + 0.3 * jnp.mean((x @ w) ** 4) / s.num_replicas_in_sync
+
+    return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
+
+
+def _accumulated(w, x, weight=1.0):
+    loss = lambda w, x: weight * loss_of(w, x)
+    halves = x.reshape(2, -1, x.shape[-1])
+    grads, _ = jax.lax.scan(
+        lambda sum_, x: (sum_ + jax.grad(loss)(w, x), None), jnp.zeros_like(w), halves
+    )
+    return grads
+
+
+def microbatches_divided_after_the_sum(s):
+    count = 2 * s.num_replicas_in_sync
+    return lambda w, x: w - 0.1 * total(_accumulated(w, x)) / count
+
+
+def microbatches_times_a_share_of_all(s):
+    part = 1 / (2 * s.num_replicas_in_sync)
+    return lambda w, x: w - 0.1 * (total(_accumulated(w, x)) * part)
+
+
+def microbatches_weighted_in_the_loss(s):
+    part = 1 / (2 * s.num_replicas_in_sync)
+    return lambda w, x: w - 0.1 * total(_accumulated(w, x, part))
+
+
 TRAPS = [
     optimizer_of_shares,
     sum_of_shares,
@@ -194,12 +239,24 @@ TRAPS = [
     weighted_by_the_local_count,
     variances_within_and_between,
     law_of_total_variance,
+    critic_with_a_bias,
+    weighted_shares,
+    microbatches_divided_after_the_sum,
+    microbatches_times_a_share_of_all,
+    microbatches_weighted_in_the_loss,
 ]
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
 def test_what_only_looks_wrong_is_silent(two, trap):
     require_silence(two, trap(two), weights(), inputs(two))
+
+
+@pytest.mark.parametrize("trap", TRAPS[-5:], ids=lambda trap: trap.__name__)
+def test_factors_are_told_from_the_number_of_replicas(trap):
+    for num_replicas in (3, 4, 8):
+        strategy = dj.VirtualStrategy(num_replicas)
+        require_silence(strategy, trap(strategy), weights(), inputs(strategy))
 
 
 # -- lines and reasons ---------------------------------------------------------
@@ -284,6 +341,34 @@ def test_a_read_mask_is_enough(two):
     dj.check(step, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)
     only_outputs = lambda w, batch: batch.data @ w
     dj.check(only_outputs, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)
+
+
+def test_metrics_of_flax_read_masks_too(two):
+    metric = nnx.metrics.Average()
+
+    def step(w, batch):
+        metric.update(values=errors_of(w, batch.data))
+
+    batch = dj.Batch(inputs(two), masks(two))
+    [finding] = findings(step, weights(), batch, strategy=two)
+    assert finding.rule == "padded examples counted"
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.3, 3.0])
+@pytest.mark.parametrize("gradients", ["whole", "accumulated"])
+def test_a_weight_does_not_hide_a_sum_of_means(weight, gradients):
+    four = dj.VirtualStrategy(4)
+    compute = jax.grad(lambda w, x: weight * loss_of(w, x))
+    if gradients == "accumulated":
+        compute = lambda w, x: _accumulated(w, x, weight) / 2
+
+    def step(w, x):
+        grads = ctx().all_reduce("sum", compute(w, x))  # the sum
+        return w - 0.1 * grads
+
+    [finding] = findings(step, weights(), inputs(four), strategy=four)
+    assert finding.rule == "a sum of local means"
+    assert line_of(__file__, "the sum") in finding.text
 
 
 def test_one_replica_has_nothing_to_differ_from():

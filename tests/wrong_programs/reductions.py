@@ -137,6 +137,35 @@ def accumulator_reduced_at_every_microbatch(s, right):
 
 
 @program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_for_mean_in_adam(s, right):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+
+    def step(w, x):
+        grads = ctx().all_reduce("mean" if right else "sum", gradient(w, x))
+        return optax.apply_updates(w, tx.update(grads, tx.init(w), w)[0])
+
+    return Case(step, (weights(), inputs(s)), first_argument)
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_for_mean_if_finite(s, right):
+    tx = optax.apply_if_finite(optax.sgd(0.1), 5)
+
+    def step(w, x):
+        grads = ctx().all_reduce("mean" if right else "sum", gradient(w, x))
+        return optax.apply_updates(w, tx.update(grads, tx.init(w), w)[0])
+
+    return Case(step, (weights(), inputs(s)), first_argument)
+
+
+@program(WARNING, MEANS, "1 / R, or a part of it, as a factor makes a mean of the sum", more=True)
+def sum_of_weighted_means(s, right):
+    loss = lambda w, x: loss_of(w, x) + 0.3 * jnp.mean((x @ w) ** 4)
+    reduce = mean if right else total
+    return _update(s, lambda w, x: reduce(jax.grad(loss)(w, x)))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
 def psum_of_a_mean(s, right):
     reduce = jax.lax.pmean if right else jax.lax.psum
     return _update(s, lambda w, x: reduce(gradient(w, x), dj.REPLICA_AXIS))

@@ -41,6 +41,7 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if a.number is not None and b.number is not None:
         product = Fact(False, a.number * b.number, a.tags | b.tags)
         is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
+        is_over_r = is_over_r or findings.names_replicas(walk.site(eqn))
         return [product.having(over_R=True) if is_over_r else product]
     if b.number is not None and not b.find("grad"):
         return [_scaled(walk, eqn, a, b.number)]
@@ -76,7 +77,10 @@ def _scaled(
         return findings.divided(walk, eqn, x)
     if is_close(factor, count):
         return x.without("mean", "share", "averaged", "total")
-    if may_average(walk, factor, is_product=is_product):
+    is_tagged = x.find("times_R") or x.find("mean")
+    if may_average(walk, factor, is_product=is_product) or (
+        is_tagged and findings.names_replicas(walk.site(eqn))
+    ):
         return x.without("mean", "share", "averaged", "total", "times_R")
     return x.without("total", "base") if factor == 0 else x.without("total")
 

@@ -116,6 +116,8 @@ class Fact(NamedTuple):
 
 
 EQUAL, DIFFERS = Fact(), Fact(differs=True)
+#: Tags that a sum has if its parts have them.
+_OF_SUMS = ("mean", "share", "grad", "averaged", "summed", "times_R", "base")
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -124,7 +126,7 @@ def join(a: Fact, b: Fact) -> Fact:
         return a
     for zeros, other in ((a, b), (b, a)):
         if zeros.number == 0 and not zeros.tags and other.number is None:
-            return other  # an accumulator before its first addition, an update that is skipped
+            return other.only(*_OF_SUMS)  # an accumulator at its start, an update that is skipped
     number = a.number if a.number == b.number else None
     return Fact(a.differs or b.differs, number, a.tags & b.tags)
 

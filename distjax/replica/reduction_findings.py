@@ -16,6 +16,7 @@ from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
+_COUNT = re.compile(r"num_replicas|axis_size|(device_count|num_devices|world_size)\b")
 _REPLICA_CALL = re.compile(r"(ctx = .*?; )?(ctx|dj\.get_replica_context\(\))\.all_reduce\(")
 _NAMES = {
     "averaged": "a mean over the replicas",
@@ -73,8 +74,8 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     made = _reduction(x)
     if made is not None:
         return EQUAL.having(times_R=(made[0], made[1], site))
-    if x.find("grad"):
-        _find_equal_batch(walk, [site, x.find("grad")])
+    if grad := x.find("grad"):
+        _find_equal_batch(walk, [site, grad])
     return EQUAL
 
 
@@ -105,7 +106,7 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     if x.find("summed"):
         return rest.having(averaged=site)
     averaged = x.find("averaged")
-    if averaged is not None and _names_replicas(site):
+    if averaged is not None and names_replicas(site):
         find(
             walk,
             "note",
@@ -119,10 +120,10 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return rest
 
 
-def _names_replicas(site: Where) -> bool:
-    """Returns whether the user's line mentions num_replicas, not merely R's value."""
+def names_replicas(site: Where) -> bool:
+    """Returns whether the user's line mentions the number of replicas, not merely R's value."""
     file, _, line = site.source.split(" (")[0].rpartition(":")
-    return "num_replicas" in linecache.getline(file, int(line)) if line.isdigit() else False
+    return line.isdigit() and bool(_COUNT.search(linecache.getline(file, int(line))))
 
 
 def _reduction(x: Fact) -> tuple[str, Where] | None:
@@ -132,8 +133,7 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
         return "times_R", times[2]
     if x.find("whole") is not None:
         return "summed", x.find("whole")
-    names = ("averaged", "summed", "gathered")
-    return next(((name, x.find(name)) for name in names if x.find(name)), None)
+    return next(((n, x.find(n)) for n in ("averaged", "summed", "gathered") if x.find(n)), None)
 
 
 def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:

@@ -122,6 +122,18 @@ def examples_clipped_and_summed(s):
     return step
 
 
+def examples_clipped_one_after_the_other(s):
+    def step(w, x):
+        def add(sum_, row):
+            grads = gradient(w, row[None])
+            return sum_ + grads * jnp.minimum(1.0, 0.5 / jnp.sqrt(jnp.sum(grads**2))), None
+
+        grads, _ = jax.lax.scan(add, jnp.zeros_like(w), x)
+        return w - 0.1 * total(grads) / (x.shape[0] * s.num_replicas_in_sync)
+
+    return step
+
+
 def clip_after_the_mean(s):
     tx = optax.chain(dj.optim.reduce_gradients(), optax.clip_by_global_norm(0.5), optax.sgd(0.1))
     return lambda w, x: optax.apply_updates(w, tx.update(gradient(w, x), tx.init(w), w)[0])
@@ -194,6 +206,15 @@ def weighted_shares(s):
     return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
 
 
+def rate_over_the_replicas(s):
+    return lambda w, x: w - (0.3 / s.num_replicas_in_sync) * total(gradient(w, x))
+
+
+def weight_over_the_replicas(s):
+    loss = lambda w, x: (0.3 / s.num_replicas_in_sync) * loss_of(w, x)
+    return lambda w, x: w - 0.1 * total(jax.grad(loss)(w, x))
+
+
 def _accumulated(w, x, weight=1.0):
     loss = lambda w, x: weight * loss_of(w, x)
     halves = x.reshape(2, -1, x.shape[-1])
@@ -232,6 +253,7 @@ TRAPS = [
     mean_variable_of_a_reduced_value,
     sum_and_count_in_variables,
     examples_clipped_and_summed,
+    examples_clipped_one_after_the_other,
     clip_after_the_mean,
     equal_noise_on_equal_gradients,
     layer_norm,
@@ -241,6 +263,8 @@ TRAPS = [
     law_of_total_variance,
     critic_with_a_bias,
     weighted_shares,
+    rate_over_the_replicas,
+    weight_over_the_replicas,
     microbatches_divided_after_the_sum,
     microbatches_times_a_share_of_all,
     microbatches_weighted_in_the_loss,
@@ -252,7 +276,7 @@ def test_what_only_looks_wrong_is_silent(two, trap):
     require_silence(two, trap(two), weights(), inputs(two))
 
 
-@pytest.mark.parametrize("trap", TRAPS[-5:], ids=lambda trap: trap.__name__)
+@pytest.mark.parametrize("trap", TRAPS[-7:], ids=lambda trap: trap.__name__)
 def test_factors_are_told_from_the_number_of_replicas(trap):
     for num_replicas in (3, 4, 8):
         strategy = dj.VirtualStrategy(num_replicas)

@@ -29,6 +29,15 @@ LOCAL_VARIANCES = "local variances averaged"
 _num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
 
 
+def expected_state_fix(path: str) -> str:
+    """Returns the fix where state may also differ on purpose, as statistics of local batches do.
+
+    Args:
+      path: of a leaf of the state, in the user's words.
+    """
+    return f"{STATE_FIX}; or, where it is meant: dj.expect(reason, differs={path.split('[')[0]})"
+
+
 def num_reported() -> int:
     """Counts this thread's reports of state that comes back different, except notes."""
     return _num_reported.get()

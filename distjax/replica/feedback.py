@@ -15,7 +15,14 @@ import numpy as np
 
 from distjax.context.expectation import without_expectations
 from distjax.context.finding import Finding
-from distjax.context.findings import STATE, STATE_FIX, STATE_WHY, calling_line, num_reported, report
+from distjax.context.findings import (
+    STATE,
+    STATE_WHY,
+    calling_line,
+    expected_state_fix,
+    num_reported,
+    report,
+)
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
 from distjax.replica import cross_facts
@@ -95,8 +102,7 @@ class Feedback:
             f"{self._name} takes state that is equal on every replica and needs to return it so",
             got=f"in its second call values that differ per replica at {shown}{more}",
             why=STATE_WHY,
-            fix=f"{STATE_FIX}; or, where it is meant: "
-            f"dj.expect(reason, differs={pairs[0][0].split('[')[0]})",
+            fix=expected_state_fix(pairs[0][0]),
         )
 
 

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distjax.context.finding import Finding
-from distjax.context.findings import STATE, STATE_FIX, STATE_WHY, calling_line, report
+from distjax.context.findings import (
+    STATE,
+    STATE_FIX,
+    STATE_WHY,
+    calling_line,
+    expected_state_fix,
+    report,
+)
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.examine import Given
@@ -112,7 +119,7 @@ def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | 
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
         why=STATE_WHY,
-        fix=STATE_FIX,
+        fix=STATE_FIX if strict else expected_state_fix(paths[0]),
     )
     level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)
     source = calling_line()

@@ -360,6 +360,18 @@ def test_loops_in_loops_are_walked_to_their_end(two, depth):
     assert finding.rule == "a sum of local means"
 
 
+def test_state_that_is_meant_to_differ_is_wrapped_as_the_text_says(two):
+    def step(state, x):
+        w = state["w"] - 0.1 * mean(gradient(state["w"], x))
+        return {"w": w, "seen": 0.9 * state["seen"] + 0.1 * x.mean(0)}
+
+    state = {"w": weights(), "seen": weights()}
+    [finding] = findings(step, state, inputs(two), strategy=two)
+    assert finding.text.endswith("dj.expect(reason, differs=state)")
+    meant = dj.expect("statistics of local batches", differs=state)
+    dj.check(step, meant, inputs(two), strategy=two)
+
+
 def test_a_read_mask_is_enough(two):
     step = lambda w, batch: total(dj.losses.average_loss(errors_of(w, batch.data), batch.mask))
     dj.check(step, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)

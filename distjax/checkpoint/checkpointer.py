@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from distjax.checkpoint.delayed import DelayedRestore
 from distjax.checkpoint.description import describe
 from distjax.checkpoint.leaves import ArrayLeaf, Leaf, pause_writers
@@ -18,6 +20,7 @@ from distjax.context import frames
 from distjax.errors import CheckpointError, describe_value, message
 from distjax.integers import is_int
 from distjax.typing import PyTree
+from distjax.variables.conversion import dtype_rank
 
 
 class Checkpointer:
@@ -173,12 +176,13 @@ class Checkpointer:
 
         Raises:
           CheckpointError: no such step; keys that are missing, extra or of another
-            shape (all are listed, nothing is changed); damaged files; or the save in
-            progress failed.
+            shape (all are listed), or values out of the range of a place's dtype:
+            nothing is changed; damaged files; or the save in progress failed.
           AggregationError, ContextError: as for `save`.
+          TypeError: `rename` does not map text to text.
         """
         wanted = as_tree(tree, "restore")
-        saved = Saved(self._storage, self._existing(step), rename or {})
+        saved = Saved(self._storage, self._existing(step), _require_rename(rename))
         return saved.restore(wanted, saved.names, partial=partial)
 
     def delayed(
@@ -192,8 +196,9 @@ class Checkpointer:
 
         Raises:
           CheckpointError: no such step.
+          TypeError: as for `restore`.
         """
-        return DelayedRestore(Saved(self._storage, self._existing(step), rename or {}))
+        return DelayedRestore(Saved(self._storage, self._existing(step), _require_rename(rename)))
 
     # -- querying -------------------------------------------------------------
 
@@ -258,10 +263,11 @@ class Checkpointer:
             )
         )
 
-    def _require_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
-        best, found = self._best_metric, dict(metrics or {})
-        if (best is None or best in found) and all(map(_is_number, found.values())):
-            return {name: float(value) for name, value in found.items()}
+    def _require_metrics(self, metrics: object) -> dict[str, float]:
+        best, found = self._best_metric, metrics or {}
+        if isinstance(found, Mapping) and all(map(_is_number, found.values())):
+            if best is None or best in found:
+                return {name: float(value) for name, value in found.items()}
         needed = "numbers by name" if best is None else f"numbers by name, {best!r} among them"
         raise ValueError(
             message(
@@ -273,8 +279,28 @@ class Checkpointer:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+def _is_number(value: Any) -> bool:
+    if getattr(value, "shape", None) != ():
+        return isinstance(value, numbers.Real)
+    is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
+    return dtype_rank(value.dtype) is not None and not is_complex
+
+
+def _require_rename(rename: object) -> Mapping[str, str]:
+    if rename is None:
+        return {}
+    if isinstance(rename, Mapping) and all(
+        isinstance(key, str) and key for pair in rename.items() for key in pair
+    ):
+        return rename
+    raise TypeError(
+        message(
+            "rename needs to map keys of the checkpoint to names in the tree",
+            got=describe_value(rename),
+            why='a key is a path joined by "/", as checkpointer.description() lists them',
+            fix="rename={'old/path': 'new/path'}",
+        )
+    )
 
 
 def _require_of_all_processes(leaves: Iterable[Leaf], joined: Job | None) -> None:

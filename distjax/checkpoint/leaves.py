@@ -22,6 +22,7 @@ from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.transfer import transfer
 from distjax.typing import PyTree
+from distjax.variables.casting import cast
 from distjax.variables.policy import Combine
 from distjax.variables.variable import Variable
 
@@ -61,8 +62,16 @@ class Leaf(abc.ABC):
         """Returns the sharding to read the saved array into; None: host memory."""
 
     @abc.abstractmethod
-    def restore(self, saved: PyTree) -> Any:
-        """Returns the leaf with a saved array or JSON value: in place, or a new one."""
+    def convert(self, saved: PyTree) -> Any:
+        """Returns a saved array (None: an empty one) or JSON value as `put` takes it.
+
+        Raises:
+          OverflowError: it has values that this leaf's dtype cannot hold.
+        """
+
+    @abc.abstractmethod
+    def put(self, value: PyTree) -> Any:
+        """Returns the leaf with a value of `convert`: in place, or a new one."""
 
 
 def make_leaf(key: str, value: PyTree) -> Leaf:
@@ -142,8 +151,11 @@ class VariableLeaf(Leaf):
         is_value = v.layout.unencoded(v.shape) == v.layout and not is_host_memory(v.sharding)
         return v.sharding if is_value and not self.spec.is_key else None
 
-    def restore(self, saved: PyTree) -> Variable:
-        self.value.assign(_array(self.spec, saved))
+    def convert(self, saved: PyTree) -> Any:
+        return _array(self.spec, saved)
+
+    def put(self, value: PyTree) -> Variable:
+        self.value.assign(value)
         return self.value
 
 
@@ -201,13 +213,15 @@ class ArrayLeaf(Leaf):
             return self.value.sharding if self.value.committed else None
         return getattr(self.value, "sharding", None)
 
-    def restore(self, saved: PyTree) -> Any:
-        array, place = _array(self.spec, saved), self._place()
+    def convert(self, saved: PyTree) -> Any:
+        return _array(self.spec, saved)
+
+    def put(self, value: PyTree) -> Any:
         if isinstance(self.value, np.generic):
-            return np.asarray(array)[()]
+            return np.asarray(value)[()]
         if isinstance(self.value, np.ndarray):
-            return np.asarray(array)
-        array = jnp.asarray(array)
+            return np.asarray(value)
+        array, place = jnp.asarray(value), self._place()
         return array if place is None else transfer(array, place)
 
 
@@ -230,12 +244,14 @@ class PerReplicaLeaf(Leaf):
         topology = self.value.topology
         return topology.per_replica if topology.is_placed and not self.spec.is_key else None
 
-    def restore(self, saved: PyTree) -> PerReplica:
+    def convert(self, saved: PyTree) -> Any:
+        return _array(self.spec, saved)
+
+    def put(self, value: PyTree) -> PerReplica:
         topology = self.value.topology
-        stacked = _array(self.spec, saved)
         if topology.is_placed:
-            stacked = transfer(stacked, topology.per_replica)
-        return PerReplica(stacked, topology)
+            value = transfer(value, topology.per_replica)
+        return PerReplica(value, topology)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +272,12 @@ class NumberLeaf(Leaf):
     def sharding(self) -> None:
         return None
 
-    def restore(self, saved: PyTree) -> Any:
+    def convert(self, saved: PyTree) -> Any:
         value = saved.item() if hasattr(saved, "item") else json_values.decode(saved)
         return type(self.value)(value)
+
+    def put(self, value: PyTree) -> Any:
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +309,11 @@ class StateLeaf(Leaf):
     def sharding(self) -> None:
         return None
 
-    def restore(self, saved: PyTree) -> Any:
-        self.value.set_state(json_values.decode(saved))
+    def convert(self, saved: PyTree) -> Any:
+        return json_values.decode(saved)
+
+    def put(self, value: PyTree) -> Any:
+        self.value.set_state(value)
         return self.value
 
 
@@ -320,12 +342,14 @@ def _as_writable(value: PyTree) -> Any:
 
 def _array(spec: Spec, saved: PyTree) -> Any:
     """Returns the array for `spec` from its saved form (None: an empty array)."""
-    if saved is None:
-        saved = np.zeros(spec.stored_shape, np.uint32 if spec.is_key else spec.dtype)
-    if not isinstance(saved, (jax.Array, np.ndarray)):
-        saved = np.asarray(
-            json_values.decode(saved), None if spec.is_key else jnp.dtype(spec.dtype)
-        )
     if spec.is_key:
-        return jax.random.wrap_key_data(jnp.asarray(saved), impl=spec.key_impl)
-    return saved.astype(jnp.dtype(spec.dtype))
+        if saved is None:
+            one = jax.random.key_data(jax.random.key(0, impl=spec.key_impl))
+            saved = np.zeros((*spec.stored_shape, *one.shape), np.uint32)
+        data = saved if hasattr(saved, "dtype") else json_values.decode(saved)
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=spec.key_impl)
+    if saved is None:
+        return np.zeros(spec.stored_shape, jnp.dtype(spec.dtype))
+    if not isinstance(saved, (jax.Array, np.ndarray)):
+        saved = np.asarray(json_values.decode(saved))
+    return cast(saved, spec.dtype)

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from distjax.checkpoint.description import saved_specs
-from distjax.checkpoint.leaves import StateLeaf, pause_writers
+from distjax.checkpoint.leaves import Leaf, StateLeaf, pause_writers
 from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.positions import first_failure, own_state
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
 from distjax.cluster.job import Job
 from distjax.context import frames
+from distjax.data.iterator import DistributedIterator
 from distjax.errors import CheckpointError, message
+from distjax.typing import PyTree
 
 
 class Saved:
@@ -40,27 +42,45 @@ class Saved:
         A signal that raises meanwhile leaves everything unchanged, or everything restored.
 
         Raises:
-          CheckpointError: the keys differ, or files are damaged.
+          CheckpointError: the keys differ, a value is out of the range of its place, or
+            files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
         names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
-        values = self._values(wanted, names)
+        values = {
+            key: self._convert(wanted.leaves[key], saved)
+            for key, saved in self._values(wanted, names).items()
+        }
         return self._storage.complete(lambda: self._put(wanted, values))
 
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:
-        """Puts values that were read and checked into the tree."""
+        """Puts values that were read, checked and converted into the tree."""
         # In the default context, variables of every strategy can be written.
         with frames.with_stack(()), pause_writers(wanted.leaves.values()):
             leaves = {k: leaf for k, leaf in wanted.leaves.items() if k in values}
             states = [(x, values[k]) for k, x in leaves.items() if isinstance(x, StateLeaf)]
             _set_states(self._storage.job, states, self._where)
             now = {
-                key: leaf.restore(values[key])
+                key: leaf.put(values[key])
                 if key in values and not isinstance(leaf, StateLeaf)
                 else leaf.value
                 for key, leaf in wanted.leaves.items()
             }
             return wanted.rebuilt(now)
+
+    def _convert(self, leaf: Leaf, saved: PyTree) -> Any:
+        try:
+            return leaf.convert(saved)
+        except OverflowError as error:
+            raise CheckpointError(
+                message(
+                    f"{leaf.key!r} of {self._where} needs values that {leaf.spec} can hold",
+                    got=str(error),
+                    why="they would wrap around, or become infinite. Nothing has been changed",
+                    fix="give the tree a wider dtype there: one of 64 bits as a numpy array, or "
+                    "with jax_enable_x64",
+                )
+            ) from error
 
     def _values(self, wanted: Tree, names: Mapping[str, str]) -> dict[str, Any]:
         """Returns each key's saved array (None for an empty one), number or state."""
@@ -70,7 +90,10 @@ class Saved:
             for k, old in names.items()
             if self._specs[old].is_stored_as_array and old not in in_json
         }
-        shardings = {old: wanted.leaves[key].sharding() for key, old in in_arrays.items()}
+        shardings = {
+            old: wanted.leaves[key].sharding() if self._specs[old].is_in_jax else None
+            for key, old in in_arrays.items()
+        }
         values = {**in_json, **self._storage.arrays(self._step, shardings)}
         found = {key: values.get(old) for key, old in names.items()}
         return {key: own_state(self._storage.job, key, x, self._where) for key, x in found.items()}
@@ -78,28 +101,43 @@ class Saved:
 
 def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: str) -> None:
     """Sets the states of iterators; if one rejects its state, puts all of them back."""
-    before: list[tuple[Any, Any]] = []
+    ours = [leaf.value for leaf, _ in states if isinstance(leaf.value, DistributedIterator)]
+    for iterator in ours:
+        iterator.stop_reading()
+    # A source that the tree has, too, was read ahead: its iterator is the one that knows.
+    states = sorted(states, key=lambda pair: isinstance(pair[0].value, DistributedIterator))
+    before: list[tuple[StateLeaf, Any]] = []
     failure, cause = ("", ""), None
     for leaf, state in states:
         try:
-            before.append((leaf.value, leaf.value.get_state()))
-            leaf.restore(state)
+            before.append((leaf, leaf.snapshot()))
+            leaf.put(state)
         except Exception as error:
-            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
             failure, cause = (leaf.key, text), error
             break
     key, got = first_failure(joined, failure) if states else failure
     if not got:
         return
-    for changed, state in before:
-        changed.set_state(state)
+    lost = [leaf.key for leaf, state in before if not _put_back(leaf, state)]
+    left = f"Nothing but {', '.join(map(repr, lost))}, which cannot go back," if lost else "Nothing"
     raise CheckpointError(
         message(
             f"{key!r} needs to take the state that {where} has for it",
             got=got,
             why="it was saved from another dataset, or from an iterator of another kind. "
-            "Nothing has been changed",
+            f"{left} has been changed",
             fix="make the iterator from the dataset that was saved, or leave it out: "
             "restore(tree without it, partial=True)",
         )
     ) from cause
+
+
+def _put_back(leaf: StateLeaf, before: Any) -> bool:
+    """Returns whether a leaf has again, or still, the state it had."""
+    try:
+        if leaf.snapshot() != before:
+            leaf.put(leaf.convert(before))
+    except Exception:  # of a user's class
+        return False
+    return True

@@ -63,6 +63,11 @@ class Spec:
         """Whether orbax writes an array for it; an empty one needs none."""
         return self.form == "array" and 0 not in self.stored_shape
 
+    @property
+    def is_in_jax(self) -> bool:
+        """Whether JAX has the dtype; without jax_enable_x64, values of 64 bits wrap around."""
+        return self.is_key or jax.dtypes.canonicalize_dtype(self.dtype) == jnp.dtype(self.dtype)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the spec as JSON."""
         return {**dataclasses.asdict(self), "shape": list(self.shape)}

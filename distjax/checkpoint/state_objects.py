@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from distjax.data.dataset import DistributedDataset
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.default import DefaultExtended
 from distjax.strategies.extended import StrategyExtended
@@ -18,6 +19,7 @@ from distjax.variables.variable import Variable
 _CLOSED = (
     *(type, types.FunctionType, types.MethodType, types.ModuleType),
     *(Strategy, StrategyExtended, DefaultExtended),
+    DistributedDataset,  # its iterator has the position; the user's dataset may be read ahead
 )
 
 
@@ -52,18 +54,18 @@ def is_node(value: object) -> bool:
     )
 
 
-def inside_of(value: PyTree) -> dict[str, Any] | None:
-    """Returns the state that `value` keeps, by path; None if there is none to find.
+def inside_of(value: PyTree) -> list[tuple[str, Any]] | None:
+    """Returns the state that `value` keeps, with paths; None if there is none to find.
 
     This is the variables, NNX objects and iterators in ``value.kept_variables()``,
     or else among its attributes, recursively, each once. Arrays and numbers there
     are excluded, since they could not be restored in place.
     """
     if keeps_variables(value):
-        return dict(_find_objects("", value.kept_variables(), set()))
+        return list(_find_objects("", value.kept_variables(), set()))
     if is_node(value):
         return None
-    return dict(_find_objects("", value, set())) or None
+    return list(_find_objects("", value, set())) or None
 
 
 def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[str, Any]]:

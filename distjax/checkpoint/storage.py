@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
 from distjax.checkpoint.first_process import hear_from_first
+from distjax.checkpoint.orbax_settings import of_processes, restore_args, retry_look
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
@@ -31,7 +32,6 @@ _VALUES, _DESCRIPTION = "values", "description"  # subdirectories of a step
 #: Steps are moved here by a rename before their files are removed, so that a process killed
 #: meanwhile leaves no step with half of its files.
 _REMOVED = ".removed"
-_NUM_LOOKS = 5
 T = TypeVar("T")
 
 
@@ -204,10 +204,17 @@ class Storage:
         return self._ask("a look at the steps", lambda manager: sorted(manager.all_steps())) or []
 
     def best_step(self) -> int | None:
-        """Returns the best step by the metric, or None."""
-        if self._best_metric is None:
+        """Returns the best step by the metric, or None: no step has it."""
+        metric = self._best_metric
+        if metric is None:
             return None
-        return self._ask("a look at the best step", lambda manager: manager.best_step())
+
+        def look(manager: ocp.CheckpointManager) -> int | None:
+            best = manager.best_step()
+            has_it = best is not None and metric in (manager.metrics(best) or {})
+            return best if has_it else None
+
+        return self._ask("a look at the best step", look)
 
     def description(self, step: int) -> dict[str, Any]:
         """Returns the step's description.
@@ -236,7 +243,7 @@ class Storage:
             shardings = dict.fromkeys(shardings)
         args = ocp.args.PyTreeRestore(
             item=dict.fromkeys(shardings, 0),
-            restore_args={key: _restore_args(s) for key, s in shardings.items()},
+            restore_args={key: restore_args(s) for key, s in shardings.items()},
             partial_restore=True,
         )
         both = ocp.args.Composite(**{_VALUES: args})
@@ -258,7 +265,8 @@ class Storage:
                 message(
                     f"{self.place(step)} needs to be one that distjax wrote, with all its files",
                     got=f"{type(error).__name__}: {_first_line(error)}",
-                    why="it was written by another program, or files in it are damaged or gone. "
+                    why="it was written by another program, or files in it are damaged or gone, as "
+                    "those of a step that max_to_keep has removed. "
                     "Nothing has been changed",
                     fix="restore another step: checkpointer.restore(tree, step=...); "
                     "checkpointer.all_steps() lists them",
@@ -292,11 +300,11 @@ class Storage:
     @contextlib.contextmanager
     def _open_manager(self, alone: bool) -> Generator[ocp.CheckpointManager]:
         if self._writer is not None and not (alone and self.job is not None):
-            _retry_look(self._writer.reload)
+            retry_look(self._writer.reload)
             yield self._writer
             return
         make = functools.partial(self._make_manager, is_writer=False, alone=alone)
-        manager = _retry_look(make)
+        manager = retry_look(make)
         try:
             yield manager
         finally:
@@ -306,7 +314,7 @@ class Storage:
 
     def _make_manager(self, *, is_writer: bool, alone: bool = False) -> ocp.CheckpointManager:
         metric = self._best_metric
-        processes = _of_processes(alone or self.job is None)
+        processes = of_processes(alone or self.job is None)
         handlers = None
         if self._is_alone_in_a_job:  # orbax's default handlers belong to process 0
             handlers = {
@@ -342,16 +350,6 @@ class Storage:
         return value if self._best_mode == "max" else -value
 
 
-def _of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
-    """Returns which processes take part: the whole job, or this one alone."""
-    if job() is None or not alone:
-        return ocp.options.MultiprocessingOptions()
-    own = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
-    )
-
-
 def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
     """Returns `fn` bound to this thread's settings, to be called on another thread."""
     settings = settings_of_this_thread()
@@ -361,20 +359,6 @@ def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
             return fn()
 
     return call
-
-
-def _retry_look(look: Callable[[], T]) -> T:
-    """Returns ``look()``, retrying if another process removes a step meanwhile."""
-    for _ in range(_NUM_LOOKS - 1):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return look()
-    return look()
-
-
-def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=sharding)
 
 
 def _first_line(error: BaseException) -> str:

@@ -85,8 +85,12 @@ def _visit_node(key: str, node: PyTree, leaves: list[Leaf]) -> _Rebuild:
         return _visit_nnx(key, node, leaves)
     inside = inside_of(node)
     if inside is not None:
-        own = _visit(key, inside, leaves)
-        return lambda values: (own(values), node)[1]  # its contents are restored in place
+        parts = [
+            _visit("/".join(part for part in (key, name) if part), child, leaves)
+            for name, child in inside
+        ]
+        # Its contents are restored in place.
+        return lambda values: ([part(values) for part in parts], node)[1]
     leaf = make_leaf(key or _ROOT_KEY, node)
     leaves.append(leaf)
     return lambda values: values[leaf.key]

@@ -13,6 +13,7 @@ from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
 from distjax.data.options import OWN, InputOptions, as_input_options
 from distjax.data.replica_elements import ReplicaElements
+from distjax.data.source import Source
 from distjax.data.splitting import Splitter
 from distjax.data.stream import HostStream
 from distjax.errors import describe_value, message
@@ -47,7 +48,7 @@ class DistributedDataset:
         self._options = options
 
     def __iter__(self) -> DistributedIterator:
-        stream = HostStream(self._dataset, self._splitter)
+        stream = HostStream(Source(self._dataset), self._splitter)
         return DistributedIterator(stream, self._layout, self._options)
 
     def __len__(self) -> int:

@@ -39,6 +39,28 @@ class HostTree(NamedTuple):
         """Returns a copy that owns its memory."""
         return HostTree(self.treedef, [leaf.copy() for leaf in self.leaves])
 
+    def last_example(self) -> HostTree:
+        """Returns a copy of the last row of each leaf, [1, ...]."""
+        return HostTree(self.treedef, [leaf[-1:].copy() for leaf in self.leaves])
+
+    def filled(self, size: int, example: HostTree | None) -> HostTree:
+        """Returns this element filled up to `size` rows by copies of an example.
+
+        Args:
+          size: at least its own leading dimension.
+          example: leaves [1, ...] like its own; None, or unlike: zeros.
+        """
+        missing = size - self.leaves[0].shape[0]
+        if not missing:
+            return self
+        zeros = [np.zeros((1, *leaf.shape[1:]), leaf.dtype) for leaf in self.leaves]
+        row = HostTree(self.treedef, zeros)
+        if example is not None and example.signature == row.signature:
+            row = example
+        pairs = zip(self.leaves, row.leaves, strict=True)
+        leaves = [np.concatenate([x, np.repeat(last, missing, axis=0)]) for x, last in pairs]
+        return HostTree(self.treedef, leaves)
+
 
 def read_element(element: PyTree, name: str) -> HostTree:
     """Returns an element of the user's dataset as numpy arrays, in the user's memory.
@@ -71,6 +93,8 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
     cause = None
     try:
         array = np.asarray(leaf)
+        if not array.dtype.isnative:  # as in files of another byte order, which JAX refuses
+            array = array.astype(array.dtype.newbyteorder("="))
         if _is_of_numbers(array.dtype):
             return array
     except Exception as error:  # whatever the conversion of a foreign type raises
@@ -88,6 +112,9 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
 
 @functools.lru_cache
 def _is_of_numbers(dtype: np.dtype) -> bool:
+    """Returns whether JAX has arrays of `dtype`: none of time spans, or floats of 128 bits."""
+    if dtype.kind == "m" or (dtype.kind in "fc" and np.finfo(dtype).bits > 64):
+        return False
     return jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
@@ -120,13 +147,3 @@ def leaf_path(treedef: jax.tree_util.PyTreeDef, index: int) -> str:
     numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     return jax.tree_util.keystr(paths[index]) or "(the element itself)"
-
-
-def pad_rows(array: np.ndarray, size: int) -> np.ndarray:
-    """Returns `array` padded to `size` rows by copies of its last (zeros if empty)."""
-    missing = size - array.shape[0]
-    if not missing:
-        return array
-    shape = (missing, *array.shape[1:])
-    rows = np.broadcast_to(array[-1:], shape) if array.shape[0] else np.zeros(shape, array.dtype)
-    return np.concatenate([array, rows])

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distjax.data.elements import HostTree, pad_rows, read_element, require_leading_size
+from distjax.data.elements import HostTree, read_element, require_leading_size
 from distjax.data.options import DROP, ERROR, PAD
+from distjax.data.source import find_length, size_text
 from distjax.data.splitting import (
     Position,
     Splitter,
     as_batch,
-    find_length,
     find_sizes,
 )
 from distjax.errors import BatchError, message
@@ -34,22 +34,29 @@ class GlobalBatches(Splitter):
     partial: str
 
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
+        former, dropped = position, None
         while True:
             name = f"batch {position.consumed}"
             batch = read_element(next(source), name)
             size = require_leading_size(batch, name)
             full = size if position.full_size is None else position.full_size
-            position = Position(position.consumed + 1, full)
+            if former.is_resumed and (size > full or size == dropped):
+                raise BatchError(size_text(f"{name} needs", size, full))
             self._require_fits(size, full, name)
-            if self.partial != DROP or size == full:
-                return self._split(batch, size, full), position
+            position = Position(position.consumed + 1, full)
+            if self.partial == PAD:
+                example = batch.last_example() if size else former.example
+                return self._pad(batch, full, example), position._replace(example=example)
+            if self.partial == ERROR or size == full:
+                return self._split(batch, size), position
+            dropped = size
 
-    def _split(self, batch: HostTree, size: int, full: int) -> HostTree:
-        if self.partial == PAD:
-            size = -(-full // self.num_replicas) * self.num_replicas
-            mask = np.arange(size) < batch.leaves[0].shape[0]
-            padded = [pad_rows(leaf, size) for leaf in batch.leaves]
-            batch = as_batch(HostTree(batch.treedef, padded), mask)
+    def _pad(self, batch: HostTree, full: int, example: HostTree | None) -> HostTree:
+        size = -(-full // self.num_replicas) * self.num_replicas
+        mask = np.arange(size) < batch.leaves[0].shape[0]
+        return self._split(as_batch(batch.filled(size, example), mask), size)
+
+    def _split(self, batch: HostTree, size: int) -> HostTree:
         split = self.num_replicas, size // self.num_replicas
         return HostTree(batch.treedef, [x.reshape(split + x.shape[1:]) for x in batch.leaves])
 

@@ -22,11 +22,11 @@ from distjax.data.agreement import (
     FAILED,
     Said,
     agree_on_elements,
-    describe_elements,
     require_position_of,
     tell_example,
 )
 from distjax.data.block import Block, HostElement
+from distjax.data.chunks import Chunk, Steps, make_chunk, outcomes_of, peek_chunk
 from distjax.data.elements import HostTree
 from distjax.data.input_layout import InputLayout
 from distjax.data.options import PAD, InputOptions
@@ -34,37 +34,6 @@ from distjax.data.prefetch import Direct, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
-from distjax.typing import PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """Input of K steps, moved to the devices in one transfer.
-
-    To process them in one compiled loop, scan over `arrays` and pass each step
-    ``steps.as_element(slice)``, which equals what `next` would have returned.
-
-    Attributes:
-      num_steps: K.
-      arrays: the structure of an element; leaves are arrays [K, R, B, ...] laid out
-        over the replicas along their second dimension; [K, B, ...] if R is 1.
-      layout: how elements lie on the devices.
-    """
-
-    num_steps: int
-    arrays: Any
-    layout: InputLayout
-
-    def as_element(self, arrays: PyTree) -> Any:
-        """Returns one step's slices [R, B, ...] of `arrays` as an element."""
-        return self.layout.as_element(arrays)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    block: Block
-    result: Any  # returned to the user
-    said: Said | None  # compared by the processes of a job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +68,7 @@ class DistributedIterator:
         self._latest: HostTree | None = None  # the template for masked copies, if any may be needed
         self._state = stream.state  # after the last element that a thread has claimed
         # By thread, the item taken but not yet returned: an interrupt leaves it there.
-        self._claims: dict[int, Any] = {}  # a _Chunk or End, or None
+        self._claims: dict[int, Any] = {}  # a Chunk or End, or None
         self._running: _Running | None = None
         self._is_closed = False
         self._taking = threading.RLock()  # `close` must not wait for it: the source may call it
@@ -205,7 +174,7 @@ class DistributedIterator:
     @property
     def _own_state(self) -> dict[str, Any]:
         claim = self._claims.get(threading.get_ident())
-        return claim.block.state_before if isinstance(claim, _Chunk) else self._state
+        return claim.block.state_before if isinstance(claim, Chunk) else self._state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after the element that had `state`.
@@ -218,11 +187,18 @@ class DistributedIterator:
             again; or the state of another process, with data of its own.
         """
         require_position_of(self._process, state)
-        self._drop_all()
-        self._stream.restore(state)
-        self._state = {k: copy.deepcopy(v) for k, v in state.items() if k != "process"}
-        self._latest = None
-        self._is_closed = False
+        with self._taking:
+            self._stop_reading()
+            stream = self._stream.at(state)
+            own = {k: copy.deepcopy(v) for k, v in state.items() if k != "process"}
+            # In one line, so that a signal finds the former position or the new one.
+            self._stream, self._state, self._claims, self._is_closed = stream, own, {}, False
+            self._latest = None
+
+    def stop_reading(self) -> None:
+        """Reads no further ahead until the next call; what has been read comes then."""
+        with self._taking:
+            self._stop_reading()
 
     def close(self) -> None:
         """Stops the background thread and releases the source.
@@ -231,7 +207,8 @@ class DistributedIterator:
         raises StopIteration.
         """
         self._is_closed = True
-        self._drop_all()
+        self._stop_reading()
+        self._claims.clear()
         self._stream.release()
 
     # -- inside ---------------------------------------------------------------
@@ -260,7 +237,7 @@ class DistributedIterator:
             self._claims[thread] = outcome
             raise
 
-    def _agree(self, joined: Job, outcome: _Chunk | End, steps: int | None) -> _Chunk | End:
+    def _agree(self, joined: Job, outcome: Chunk | End, steps: int | None) -> Chunk | End:
         """Returns this process's item after all processes have compared theirs."""
         said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
         assert said is not None, "described, as the layout spans processes"
@@ -283,7 +260,7 @@ class DistributedIterator:
             return Said(FAILED, end.error_text)
         return Said(ENDED, "" if self._latest is not None else EMPTY)
 
-    def _cut(self, block: Block | None, count: int, steps: int | None) -> _Chunk:
+    def _cut(self, block: Block | None, count: int, steps: int | None) -> Chunk:
         """Returns `count` elements: those of `block`, then masked copies of the latest."""
         leaves = [] if block is None else [leaf[:count] for leaf in block.tree.leaves]
         missing = count - (0 if block is None else len(block))
@@ -296,9 +273,9 @@ class DistributedIterator:
                 element = HostElement(HostTree(treedef, [x[0] for x in masked]), *[self._state] * 2)
                 block = Block(element, 1, None)
         assert block is not None, "count is not 0"
-        return _make_chunk(block, HostTree(block.tree.treedef, leaves), self._layout, steps)
+        return make_chunk(block, HostTree(block.tree.treedef, leaves), self._layout, steps)
 
-    def _claim(self, thread: int, steps: int | None) -> _Chunk | End:
+    def _claim(self, thread: int, steps: int | None) -> Chunk | End:
         """Returns this thread's item: claimed by an interrupted call, or claimed now."""
         with self._taking:
             running = self._running
@@ -321,8 +298,10 @@ class DistributedIterator:
 
     def _restart(self, thread: int, steps: int | None) -> _Running:
         """Starts producing chunks of another size; undelivered elements are recut."""
-        ahead = [*self._end_pipeline(thread), *self._stream.ahead]
-        peek = functools.partial(_peek, self._stream, self._layout, steps)
+        self._stop_reading()
+        claim = self._claims.get(thread)
+        ahead = [*outcomes_of([] if claim is None else [claim]), *self._stream.ahead]
+        peek = functools.partial(peek_chunk, self._stream, self._layout, steps)
         pipeline: Pipeline = Direct(self._stream, peek)
         if self._options.prefetch:
             depth = max(1, self._options.prefetch // (steps or 1))
@@ -332,47 +311,13 @@ class DistributedIterator:
         self._running, self._stream.ahead, self._claims[thread] = running, ahead, None
         return running
 
-    def _drop_all(self) -> None:
-        self._end_pipeline(threading.get_ident())
-        self._running = None
-        self._claims.clear()
-
-    def _end_pipeline(self, thread: int) -> list[HostElement | End]:
-        """Stops producing; returns what was produced but not returned by this thread."""
-        running, claim = self._running, self._claims.get(thread)
-        items = [] if claim is None else [claim]
+    def _stop_reading(self) -> None:
+        """Ends the pipeline; what it produced and no thread has claimed is ahead again."""
+        running = self._running
         if running is not None:
-            items += running.pipeline.drain()  # if a signal ends the wait, this is repeated
+            items = running.pipeline.drain()  # if a signal ends the wait, this is repeated
             running.stop_when_dropped.detach()
-        return [
-            outcome
-            for item in items
-            for outcome in ([item] if isinstance(item, End) else item.block.elements)
-        ]
-
-
-def _peek(
-    stream: HostStream, layout: InputLayout, steps: int | None
-) -> tuple[_Chunk | End, list[HostElement | End]]:
-    """Returns the next element, or up to `steps` stacked, and what follows them."""
-    try:
-        allocate = layout.allocate if layout.copies or steps is not None else None
-        block = stream.peek(steps or 1, allocate)
-        if isinstance(block, End):
-            return block, stream.ahead
-        chunk = _make_chunk(block, block.tree, layout, steps)
-        return chunk, stream.ahead[len(block) :]
-    except Exception as error:  # re-raised in the loop
-        return End(error), stream.ahead
-
-
-def _make_chunk(block: Block, tree: HostTree, layout: InputLayout, steps: int | None) -> _Chunk:
-    """Returns elements, leaves [k, R, B, ...], as delivered: k steps, or just one."""
-    said = describe_elements(tree, is_own=layout.is_own) if layout.spans_processes else None
-    if steps is None:
-        element = HostTree(tree.treedef, [leaf[0] for leaf in tree.leaves])
-        return _Chunk(block, layout.to_element(element), said)
-    return _Chunk(block, Steps(len(tree.leaves[0]), layout.to_steps(tree), layout), said)
+            self._running, self._stream.ahead = None, [*outcomes_of(items), *self._stream.ahead]
 
 
 def _require_untraced(method: str) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from distjax.data.elements import HostTree, leaf_path, pad_rows, read_element
+from distjax.data.elements import HostTree, leaf_path, read_element
 from distjax.data.options import DROP, ERROR, PAD
+from distjax.data.source import find_length, size_text
 from distjax.data.splitting import (
     Position,
     Splitter,
     as_batch,
-    find_length,
     find_sizes,
 )
 from distjax.errors import BatchError, message
@@ -36,22 +36,33 @@ class ReplicaElements(Splitter):
     copies: bool = dataclasses.field(default=True, repr=False)
 
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
+        former, dropped = position, None
         while True:
             first = position.consumed
             elements = self._next_elements(source, first)
             if not elements:
                 raise StopIteration
             full = elements[0].leading_size if position.full_size is None else position.full_size
+            sizes = [element.leading_size for element in elements]
+            if former.is_resumed and full is not None:
+                self._require_as_saved(sizes, full, first, dropped)
             position = Position(first + len(elements), full)
             if self.partial == ERROR:
                 self._require_complete(
                     len(elements), f"elements {first} to {position.consumed - 1}"
                 )
-            sizes = [element.leading_size for element in elements]
             self._require_fits(sizes, full, first)
-            if self.partial == DROP and (len(elements) < self.num_replicas or {full} != set(sizes)):
-                continue
-            return self._stack(elements, full, first), position
+            if self.partial == PAD:
+                example = self._example(elements, sizes) or former.example
+                return self._pad(elements, full, first, example), position._replace(example=example)
+            if self.partial == ERROR or sizes == [full] * self.num_replicas:
+                return _stack_elements(elements, first), position
+            dropped = sizes
+
+    def _example(self, elements: list[HostTree], sizes: list[int | None]) -> HostTree | None:
+        """Returns the last example among `elements`; None: they have none, or no rows."""
+        filled = [element for element, size in zip(elements, sizes, strict=True) if size]
+        return filled[-1].last_example() if filled else None
 
     def _next_elements(self, source: Iterator[Any], first: int) -> list[HostTree]:
         elements: list[HostTree] = []
@@ -64,20 +75,20 @@ class ReplicaElements(Splitter):
             elements.append(tree.copy() if self.copies else tree)
         return elements
 
-    def _stack(self, elements: list[HostTree], full: int | None, first: int) -> HostTree:
-        if self.partial != PAD:
-            return _stack_elements(elements, first)
-        present = len(elements)
+    def _pad(
+        self, elements: list[HostTree], full: int | None, first: int, example: HostTree | None
+    ) -> HostTree:
+        missing = self.num_replicas - len(elements)
         if full is None:
-            mask = np.arange(self.num_replicas) < present
+            mask = np.arange(self.num_replicas) < len(elements)
         else:
-            counts = [element.leaves[0].shape[0] for element in elements]
-            counts += [0] * (self.num_replicas - present)
+            counts = [element.leaves[0].shape[0] for element in elements] + [0] * missing
             mask = np.arange(full) < np.array(counts)[:, None]
             elements = [
-                HostTree(e.treedef, [pad_rows(leaf, full) for leaf in e.leaves]) for e in elements
+                e.filled(full, e.last_example() if n else example)
+                for e, n in zip(elements, counts, strict=False)
             ]
-        filled = elements + [elements[-1]] * (self.num_replicas - present)
+        filled = elements + [elements[-1]] * missing
         return as_batch(_stack_elements(filled, first), mask)
 
     def _require_complete(self, present: int, name: str) -> None:
@@ -91,6 +102,14 @@ class ReplicaElements(Splitter):
                     "dj.InputOptions(partial='drop') to leave it out",
                 )
             )
+
+    def _require_as_saved(
+        self, sizes: list[int | None], full: int, first: int, dropped: list[int | None] | None
+    ) -> None:
+        """Raises a BatchError for elements of another size than when the state was taken."""
+        for i, size in enumerate(sizes):
+            if size is not None and (size > full or (sizes == dropped and size != full)):
+                raise BatchError(size_text(f"element {first + i} needs", size, full))
 
     def _require_fits(self, sizes: list[int | None], full: int | None, first: int) -> None:
         if self.partial == ERROR or full is None:

@@ -1,11 +1,26 @@
-"""Sources: user iterators that can be returned to a position."""
+"""Sources: the user's iterables, opened at a position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import copy
+import itertools
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from distjax.data.elements import read_element
 from distjax.errors import message
+from distjax.typing import DatasetLike, PyTree
+
+
+def find_length(dataset: Sequence[PyTree]) -> int | None:
+    """Returns the length of `dataset`; None if it has none, or is endless."""
+    with contextlib.suppress(TypeError):
+        length = len(dataset)
+        return length if length < sys.maxsize else None  # grain's endless datasets report maxsize
+    return None
 
 
 def keeps_position(source: object) -> bool:
@@ -29,15 +44,173 @@ def skip(source: Iterator[Any], count: int, needed: str) -> None:
     Raises:
       ValueError: the source has fewer elements.
     """
-    for i in range(count):
+    _Skip(source, count, needed).finish()
+
+
+class Source:
+    """A user's dataset, opened: its iterator, and how to open it at another position.
+
+    Attributes:
+      set_itself: whether the iterator has been set to a state of its own.
+
+    Args:
+      dataset: an iterable.
+      iterator: one over it; None: a new one.
+    """
+
+    def __init__(self, dataset: DatasetLike, iterator: Iterator[Any] | None = None):
+        self._dataset: Any = dataset
+        self._iterator: Any = _open(dataset) if iterator is None else iterator
+        self._is_once = self._iterator is dataset  # its own iterator: gives its elements once
+        self.set_itself = False
+        self._is_unread = True
+        self._skip: _Skip | None = None
+
+    @property
+    def state(self) -> Any:
+        """The iterator's own state, a copy; None if it keeps no position."""
+        is_kept = keeps_position(self._iterator)
+        return copy.deepcopy(self._iterator.get_state()) if is_kept else None
+
+    def start(self) -> Iterator[Any]:
+        """Returns the iterator, at the position, to be read from."""
+        self._is_unread = False
+        if self._skip is not None:
+            self._skip.finish()
+            self._skip = None
+        return self._iterator
+
+    def release(self) -> None:
+        """Drops the iterator."""
+        self._iterator, self._is_unread = None, False
+
+    def at(self, state: Mapping[str, Any]) -> Source:
+        """Returns the source after the element that had `state`: see `HostStream.state`.
+
+        If this fails, this source can be read on.
+
+        Raises:
+          ValueError: it is too short, its elements have another size, or it cannot be
+            read again.
+        """
+        if self._is_once:
+            return self._once_at(state)
+        # An unread iterator is used: to make one more may draw from a generator of orders.
+        opened = Source(self._dataset, self._iterator if self._is_unread else None)
+        if opened._iterator is self._iterator and not self._is_unread:
+            raise ValueError(_once_text(self._dataset))
         try:
-            next(source)
-        except StopIteration:
-            raise ValueError(
-                message(
-                    f"{needed} of at least {count} elements",
-                    got=f"one that ended after {i}",
-                    why="it is read again up to the element where the state was taken",
-                    fix="pass a dataset that gives the same elements whenever it is iterated",
-                )
-            ) from None
+            if not opened._set_own_state(state):
+                opened._skip_to(state)
+                opened.start()
+        except BaseException:
+            if self._is_unread:
+                self._iterator = _open(self._dataset)
+            raise
+        opened._is_unread = False
+        return opened
+
+    def _once_at(self, state: Mapping[str, Any]) -> Source:
+        opened = Source(self._dataset, self._dataset)
+        before = opened.state
+        try:
+            has_moved = opened._set_own_state(state)
+        except BaseException:
+            opened._iterator.set_state(before)
+            raise
+        if not has_moved and not self._is_unread:
+            raise ValueError(_once_text(self._dataset))
+        if not has_moved:
+            opened._skip_to(state)  # when it is read: until then, another state can be set
+        return opened
+
+    def _set_own_state(self, state: Mapping[str, Any]) -> bool:
+        """Sets the iterator's own state and returns True; False: it has none in `state`."""
+        if "source" not in state or not keeps_position(self._iterator):
+            return False
+        self._iterator.set_state(copy.deepcopy(state["source"]))
+        self.set_itself = True
+        return True
+
+    def _skip_to(self, state: Mapping[str, Any]) -> None:
+        needed, size = "set_state needs a dataset", state.get("full_size")
+        self._skip = _Skip(self._iterator, state["consumed"], needed, size)
+
+
+def _open(dataset: Any) -> Any:
+    length = None if hasattr(dataset, "__iter__") else find_length(dataset)
+    # Python reads such an object up to an IndexError, which a slice of an array never raises.
+    return iter(dataset) if length is None else itertools.islice(iter(dataset), length)
+
+
+class _Skip:
+    """Drops elements of an iterator; what an interrupt leaves is dropped by the next call.
+
+    Args:
+      iterator: at its first element.
+      count: how many elements.
+      needed: the start of the error text.
+      size: the leading dimension of the first element; None: unknown.
+    """
+
+    def __init__(self, iterator: Iterator[Any], count: int, needed: str, size: int | None = None):
+        self._iterator, self._count = iterator, count
+        self._needed, self._size = needed, size
+        self._dropped: list[Any] = []  # the first element, and a mark for each of the others
+
+    def finish(self) -> None:
+        """Drops what is left to drop.
+
+        Raises:
+          ValueError: there are fewer elements, or they have another size.
+        """
+        while len(self._dropped) < self._count:
+            before = len(self._dropped)
+            # In one call in C: a signal finds an element in the list, or not read.
+            following = map(next, (self._iterator,))
+            self._dropped.extend(map(operator.is_, following, (None,)) if before else following)
+            if len(self._dropped) == before:
+                raise ValueError(self._short_text())
+            if not before and self._size is not None:
+                self._require_size(read_element(self._dropped[0], "element 0").leading_size)
+
+    def _short_text(self) -> str:
+        return message(
+            f"{self._needed} of at least {self._count} elements",
+            got=f"one that ended after {len(self._dropped)}",
+            why="it is read again up to the element where the state was taken",
+            fix="pass a dataset that gives the same elements whenever it is iterated",
+        )
+
+    def _require_size(self, size: int | None) -> None:
+        if size != self._size:
+            raise ValueError(size_text(f"{self._needed} with", size, self._size))
+
+
+def size_text(needed: str, size: int | None, saved: int | None) -> str:
+    """Returns the text of the error about batches of another size than at the save.
+
+    Args:
+      needed: its beginning, e.g. "batch 3 needs".
+      size: the leading dimension found; None: none common to all arrays.
+      saved: the one in the state.
+    """
+    return message(
+        f"{needed} {saved} examples in a full batch, as when the state was taken",
+        got="arrays with no common leading dimension" if size is None else f"{size} examples",
+        why="a position counts elements of the dataset: after as many of another size, some "
+        "examples would come twice, or never",
+        fix=f"give batches of {saved} examples; or begin the epoch again: leave the iterator out, "
+        "checkpointer.restore(tree without it, partial=True)",
+    )
+
+
+def _once_text(dataset: object) -> str:
+    return message(
+        "set_state needs a dataset that can be iterated again, or whose iterator has "
+        "get_state and set_state",
+        got=f"a {type(dataset).__name__} that is its own iterator and has been read from",
+        why="what it has given is gone, so the same element cannot be reached again",
+        fix="pass an iterable (a list, a dataset, a class with __iter__); or set the state before "
+        "the first element is read",
+    )

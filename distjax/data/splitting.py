@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from distjax.data.batch import Batch
 from distjax.data.elements import HostTree, read_element
+from distjax.data.source import find_length
 from distjax.errors import BatchError
 from distjax.typing import PyTree
 
@@ -23,10 +23,15 @@ class Position(NamedTuple):
     Attributes:
       consumed: the number of its elements used.
       full_size: the leading dimension of the first one; None: unknown.
+      example: the last example read, leaves [1, ...], to fill up with; None: none yet.
+      is_resumed: whether the source was set to a state of its own, and nothing has
+        been delivered since.
     """
 
     consumed: int = 0
     full_size: int | None = None
+    example: HostTree | None = None
+    is_resumed: bool = False
 
 
 class Splitter(abc.ABC):
@@ -61,14 +66,6 @@ def as_batch(tree: HostTree, mask: np.ndarray) -> HostTree:
     data = jax.tree.unflatten(tree.treedef, tree.leaves)
     leaves, treedef = jax.tree.flatten(Batch(data, mask))
     return HostTree(treedef, leaves)
-
-
-def find_length(dataset: Sequence[PyTree]) -> int | None:
-    """Returns the length of `dataset`; None if it has none, or is endless."""
-    with contextlib.suppress(TypeError):
-        length = len(dataset)
-        return length if length < sys.maxsize else None  # grain's endless datasets report maxsize
-    return None
 
 
 def find_sizes(dataset: Sequence[PyTree]) -> list[int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,10 +10,9 @@ import jax
 import numpy as np
 
 from distjax.data.block import Allocate, Block, HostElement
-from distjax.data.source import keeps_position, skip
+from distjax.data.source import Source
 from distjax.data.splitting import Position, Splitter
 from distjax.errors import describe_value, message
-from distjax.typing import DatasetLike
 
 
 class End:
@@ -63,19 +61,22 @@ class HostStream:
       ahead: the next outcomes: looked at or put back, but not yet taken.
 
     Args:
-      dataset: an iterable.
+      source: a dataset, opened.
       splitter: turns its elements into elements for all replicas.
+      position: how far the source has been read.
+      num_pulled: the number of elements made from it.
     """
 
-    def __init__(self, dataset: DatasetLike, splitter: Splitter):
-        self._dataset = dataset
+    def __init__(
+        self,
+        source: Source,
+        splitter: Splitter,
+        position: Position = Position(),  # noqa: B008  (immutable)
+        num_pulled: int = 0,
+    ):
+        self._source: Source = source
         self._splitter = splitter
-        self._open()
-
-    def _open(self) -> None:
-        self._source: Any = iter(self._dataset)
-        self._is_untouched = True
-        self._progress = self._make_progress(Position(), 0)
+        self._progress = self._make_progress(position, num_pulled)
         self.ahead: list[HostElement | End] = []
 
     @property
@@ -92,8 +93,9 @@ class HostStream:
         state: dict[str, Any] = {"delivered": num_pulled, "consumed": position.consumed}
         if position.full_size is not None:
             state["full_size"] = position.full_size
-        if keeps_position(self._source):
-            state["source"] = copy.deepcopy(self._source.get_state())
+        own = self._source.state
+        if own is not None:
+            state["source"] = own
         return _Progress(position, num_pulled, state, [])
 
     def peek(self, limit: int, allocate: Allocate | None) -> Block | End:
@@ -124,28 +126,24 @@ class HostStream:
                 return block
 
     def release(self) -> None:
-        """Drops the source."""
-        self._source = None
+        """Drops the source's iterator."""
+        self._source.release()
         self.ahead = [End()]
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues after the element that had `state`.
+    def at(self, state: Mapping[str, Any]) -> HostStream:
+        """Returns the stream after the element that had `state`.
+
+        If this fails, this stream can be read on.
 
         Raises:
-          ValueError: not a state, a source that is too short, or one that cannot be
-            iterated again.
+          ValueError: not a state, a source that is too short or has elements of another
+            size, or one that cannot be read again.
         """
         state = _require_state(state)
-        was_untouched = self._is_untouched
-        self._open()
-        if keeps_position(self._source) and "source" in state:
-            self._source.set_state(copy.deepcopy(state["source"]))
-        elif self._source is self._dataset and not was_untouched:
-            raise ValueError(_one_shot_text(self._dataset))
-        else:
-            skip(self._source, state["consumed"], "set_state needs a dataset")
-        position = Position(state["consumed"], state.get("full_size"))
-        self._progress = self._make_progress(position, state["delivered"])
+        source = self._source.at(state)
+        full_size, is_resumed = state.get("full_size"), source.set_itself
+        position = Position(state["consumed"], full_size, is_resumed=is_resumed)
+        return HostStream(source, self._splitter, position, state["delivered"])
 
     def _outcome(self, index: int) -> HostElement | End:
         """Returns one of the next outcomes; an `End` is the last."""
@@ -155,11 +153,10 @@ class HostStream:
 
     def _pull(self) -> None:
         """Adds an outcome to `ahead`; for a signal, this happens entirely or not at all."""
-        self._is_untouched = False
         before = after = self._progress
         outcome: HostElement | End
         try:
-            reader = _Reader(self._source, before.read)
+            reader = _Reader(self._source.start(), before.read)
             tree, position = self._splitter.pull(reader, before.position)
             after = self._make_progress(position, before.num_pulled + 1)
             outcome = HostElement(tree, after.state, before.state)
@@ -170,7 +167,7 @@ class HostStream:
         end = slice(len(self.ahead), None)
         self.ahead[end], self._progress = (outcome,), after  # no signal between the two
         if isinstance(outcome, End):
-            self._source = None
+            self._source.release()
 
 
 class _Reader:
@@ -212,15 +209,4 @@ def _require_state(state: object) -> Mapping[str, Any]:
             why="it says after which element to continue",
             fix="state = iterator.get_state(); iterator.set_state(state)",
         )
-    )
-
-
-def _one_shot_text(dataset: object) -> str:
-    return message(
-        "set_state needs a dataset that can be iterated again, or whose iterator has "
-        "get_state and set_state",
-        got=f"a {type(dataset).__name__} that is its own iterator and has been read from",
-        why="what it has given is gone, so the same element cannot be reached again",
-        fix="pass an iterable (a list, a dataset, a class with __iter__); or set the state before "
-        "the first element is read",
     )

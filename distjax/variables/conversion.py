@@ -1,7 +1,7 @@
 """Converts what a user writes to a variable to its shape and dtype.
 
-A dtype of a higher kind (bool < int < float < complex) is rejected. Within a kind the value is
-cast, so a narrower dtype may round or overflow.
+A dtype of a higher kind (bool < int < float < complex) is rejected, as is a value from the host out
+of the dtype's range. Within a kind an array of JAX is cast, so a narrower dtype may overflow.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.typing import DTypeLike, PyTree
+from distjax.variables.casting import cast
 from distjax.variables.stored_variable import StoredVariable
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -45,6 +46,7 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
     Raises:
       TypeError: not an array of numbers, or of a dtype of a higher kind than the variable's.
       ValueError: the shape differs.
+      OverflowError: a number or numpy array with values out of the dtype's range.
     """
     array = _as_array(variable, value, method)
     is_key = jax_compat.is_key_dtype(variable.dtype)
@@ -59,9 +61,20 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
                 fix="reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
             )
         )
-    if isinstance(array, jax.Array) and array.dtype == variable.dtype:
-        return array
-    return jnp.asarray(array, variable.dtype)
+    if isinstance(array, jax.Array):
+        return array if array.dtype == variable.dtype else jnp.asarray(array, variable.dtype)
+    try:
+        return jnp.asarray(cast(array, variable.dtype))
+    except OverflowError as error:
+        raise OverflowError(
+            message(
+                f"{method} of variable {variable.name!r} needs values that {variable.dtype} holds",
+                got=str(error),
+                why="they would wrap around or become infinite, and a conversion that loses "
+                "information is not made in silence",
+                fix="a variable of a wider dtype (64 bits need jax_enable_x64)",
+            )
+        ) from error
 
 
 def _as_array(variable: StoredVariable, value: PyTree, method: str) -> Any:

@@ -230,7 +230,7 @@ def test_pad(pair):
     assert [local(pair, b.data["x"]) for b in out[1:]] == [
         [[0, 1, 2], [3, 4, 4]],  # filled up with the last example
         [[0, 1, 1], [1, 1, 1]],
-        [[0, 0, 0], [0, 0, 0]],
+        [[1, 1, 1], [1, 1, 1]],  # with the last one of an earlier batch
     ]
     assert out[0].data["y"].shape == (3, 2)
 

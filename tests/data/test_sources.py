@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.errors import BatchError
 from tests.replicas import local
 
 
@@ -66,6 +67,19 @@ def test_dtypes(pair):
     batch = {name: np.zeros(2, jnp.dtype(name)) for name in names}
     (x,) = pair.distribute_dataset([batch])
     assert {name: str(leaf.dtype) for name, leaf in x.items()} == {n: n for n in names}
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2", ">c8", ">u4"])
+def test_numbers_in_another_byte_order(pair, dtype):
+    """As HDF5 and FITS files have them."""
+    element = next(iter(pair.distribute_dataset([np.arange(4).astype(dtype)])))
+    assert local(pair, element) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble, "m8[s]", "M8[s]"])
+def test_dtypes_that_jax_has_not(pair, dtype):
+    with pytest.raises(BatchError, match="^batch 0 needs arrays of numbers"):
+        next(iter(pair.distribute_dataset([np.zeros(4, dtype)])))
 
 
 def test_memory_in_another_order(pair):

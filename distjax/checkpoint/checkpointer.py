@@ -279,11 +279,11 @@ class Checkpointer:
         )
 
 
-def _is_number(value: Any) -> bool:
-    if getattr(value, "shape", None) != ():
+def _is_number(value: object) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or getattr(value, "shape", None) != ():
         return isinstance(value, numbers.Real)
-    is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
-    return dtype_rank(value.dtype) is not None and not is_complex
+    return dtype_rank(dtype) is not None and not jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def _require_rename(rename: object) -> Mapping[str, str]:

@@ -133,7 +133,7 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
     ) from cause
 
 
-def _put_back(leaf: StateLeaf, before: Any) -> bool:
+def _put_back(leaf: StateLeaf, before: PyTree) -> bool:
     """Returns whether a leaf has again, or still, the state it had."""
     try:
         if leaf.snapshot() != before:

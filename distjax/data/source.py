@@ -7,15 +7,15 @@ import copy
 import itertools
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from distjax.data.elements import read_element
 from distjax.errors import message
-from distjax.typing import DatasetLike, PyTree
+from distjax.typing import DatasetLike
 
 
-def find_length(dataset: Sequence[PyTree]) -> int | None:
+def find_length(dataset: Sized) -> int | None:
     """Returns the length of `dataset`; None if it has none, or is endless."""
     with contextlib.suppress(TypeError):
         length = len(dataset)
@@ -137,10 +137,11 @@ class Source:
         self._skip = _Skip(self._iterator, state["consumed"], needed, size)
 
 
-def _open(dataset: Any) -> Any:
-    length = None if hasattr(dataset, "__iter__") else find_length(dataset)
+def _open(dataset: DatasetLike) -> Iterator[Any]:
+    if hasattr(dataset, "__iter__") or not isinstance(dataset, Sized):
+        return iter(dataset)
     # Python reads such an object up to an IndexError, which a slice of an array never raises.
-    return iter(dataset) if length is None else itertools.islice(iter(dataset), length)
+    return itertools.islice(iter(dataset), find_length(dataset))
 
 
 class _Skip:

@@ -10,8 +10,11 @@ import numpy as np
 
 from distjax.typing import DTypeLike
 
+#: Of numpy or JAX.
+Array = np.ndarray | jax.Array
 
-def cast(value: Any, dtype: DTypeLike) -> Any:
+
+def cast(value: Array, dtype: DTypeLike) -> Any:
     """Returns an array in `dtype`; floats are rounded.
 
     Args:
@@ -46,12 +49,12 @@ def _range(dtype: np.dtype) -> tuple[float, float]:
     return number(info.min), number(info.max)
 
 
-def _require_in_range(value: Any, wanted: np.dtype) -> None:
+def _require_in_range(value: Array, wanted: np.dtype) -> None:
     if not value.size:
         return
-    parts = (
-        (value.real, value.imag) if jnp.issubdtype(value.dtype, jnp.complexfloating) else (value,)
-    )
+    module = jnp if isinstance(value, jax.Array) else np
+    is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
+    parts = (module.real(value), module.imag(value)) if is_complex else (value,)
     least, largest = _range(wanted)
     for part in parts:
         found = _finite_range(part)
@@ -59,7 +62,7 @@ def _require_in_range(value: Any, wanted: np.dtype) -> None:
             raise OverflowError(f"values from {found[0]} to {found[1]}, of dtype {value.dtype}")
 
 
-def _finite_range(array: Any) -> tuple[float, float]:
+def _finite_range(array: Array) -> tuple[float, float]:
     """Returns the least and largest finite value; 0 counts as one."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return int(array.min()), int(array.max())

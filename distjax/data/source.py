@@ -64,6 +64,7 @@ class Source:
         self._is_once = self._iterator is dataset  # its own iterator: gives its elements once
         self.set_itself = False
         self._is_unread = True
+        self._moved_from: Any = None  # the own state to return to, if another source has left it
         self._skip: _Skip | None = None
 
     @property
@@ -75,6 +76,11 @@ class Source:
     def start(self) -> Iterator[Any]:
         """Returns the iterator, at the position, to be read from."""
         self._is_unread = False
+        if self._iterator is None:  # handed over
+            self._iterator = _open(self._dataset)
+        if self._moved_from is not None:
+            self._iterator.set_state(self._moved_from)
+            self._moved_from = None
         if self._skip is not None:
             self._skip.finish()
             self._skip = None
@@ -87,7 +93,7 @@ class Source:
     def at(self, state: Mapping[str, Any]) -> Source:
         """Returns the source after the element that had `state`: see `HostStream.state`.
 
-        If this fails, this source can be read on.
+        Whatever becomes of that one, this source can be read on, but not both.
 
         Raises:
           ValueError: it is too short, its elements have another size, or it cannot be
@@ -95,33 +101,29 @@ class Source:
         """
         if self._is_once:
             return self._once_at(state)
-        # An unread iterator is used: to make one more may draw from a generator of orders.
-        opened = Source(self._dataset, self._iterator if self._is_unread else None)
-        if opened._iterator is self._iterator and not self._is_unread:
+        # An unread iterator is handed over: to make one more may draw from a generator of orders.
+        former, unread = self._iterator, self._iterator if self._is_unread else None
+        if self._is_unread:
+            self._iterator = None
+        opened = Source(self._dataset, unread)
+        if opened._iterator is former and unread is None:
             raise ValueError(_once_text(self._dataset))
-        try:
-            if not opened._set_own_state(state):
-                opened._skip_to(state)
-                opened.start()
-        except BaseException:
-            if self._is_unread:
-                self._iterator = _open(self._dataset)
-            raise
+        if not opened._set_own_state(state):
+            opened._skip_to(state)
+            opened.start()
         opened._is_unread = False
         return opened
 
     def _once_at(self, state: Mapping[str, Any]) -> Source:
         opened = Source(self._dataset, self._dataset)
-        before = opened.state
-        try:
-            has_moved = opened._set_own_state(state)
-        except BaseException:
-            opened._iterator.set_state(before)
-            raise
-        if not has_moved and not self._is_unread:
-            raise ValueError(_once_text(self._dataset))
-        if not has_moved:
+        if "source" in state and keeps_position(self._dataset):
+            if self._moved_from is None:
+                self._moved_from = opened.state
+            opened._set_own_state(state)
+        elif self._is_unread:
             opened._skip_to(state)  # when it is read: until then, another state can be set
+        else:
+            raise ValueError(_once_text(self._dataset))
         return opened
 
     def _set_own_state(self, state: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from tests.data.prefetching import (
     no_thread_is_left,  # noqa: F401  (a fixture)
     started,
 )
+from tests.data.test_refused_states import LENGTH, SOURCES, batches, value
 from tests.interrupts import Interrupt, in_packages, interrupted
 
 OURS = in_packages("distjax.data")
@@ -74,6 +75,47 @@ def test_an_interrupt_at_any_line_loses_and_repeats_nothing(calls, is_started, p
         if line is None:
             break
     assert n > 10
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("source", ["list", "generator", "counting", "again", "rewound", "by item"])
+def test_an_interrupt_of_set_state_leaves_the_former_position_or_the_new_one(
+    source, taken, prefetch
+):
+    state = {"delivered": 4, "consumed": 4}
+    if source in ("counting", "again"):
+        state["source"] = {"at": 4}
+    elif taken and source in ("generator", "rewound"):
+        pytest.skip("they cannot be read again")
+    for n in range(1, COUNT):
+        dataset = dj.VirtualStrategy(2).distribute_dataset(
+            SOURCES[source](), dj.InputOptions(prefetch=prefetch)
+        )
+        iterator = iter(dataset)
+        for _ in range(taken):
+            next(iterator)
+        line = interrupted(lambda: iterator.set_state(state), n, OURS).line  # noqa: B023
+        delivered = iterator.get_state()["delivered"]
+        assert delivered in (taken, 4), line
+        assert [value(element) for element in iterator] == list(range(delivered, LENGTH)), line
+        if line is None:
+            break
+    assert n > 10
+
+
+def test_an_interrupt_while_elements_are_skipped_skips_no_other():
+    for n in range(1, COUNT):
+        source = (batch for batch in batches())
+        dataset = dj.VirtualStrategy(2).distribute_dataset(source, dj.InputOptions(prefetch=0))
+        iterator = iter(dataset)
+        iterator.set_state({"delivered": 4, "consumed": 4, "full_size": 4})
+        line = interrupted(lambda: next(iterator), n, OURS).line  # noqa: B023
+        expected = [4, 5] if line is not None else [5]
+        assert [value(element) for element in iterator] == expected, line
+        if line is None:
+            break
+    assert n > 50
 
 
 def test_after_an_interrupt_the_rest_comes_up_to_the_end():

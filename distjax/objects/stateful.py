@@ -18,6 +18,7 @@ import jax
 
 from distjax.context.contracts import StrategyLike
 from distjax.objects.claims import HeldClaims
+from distjax.replica.arguments import ObjectStateKey
 from distjax.replica.replica_context import ReplicaContext
 from distjax.variables.variable_description import VariableDescription
 
@@ -157,10 +158,11 @@ class Placeholder:
         self.index, self.leaves = index, leaves
 
 
-jax.tree_util.register_pytree_node(
+jax.tree_util.register_pytree_with_keys(
     Placeholder,
+    lambda s: ([(ObjectStateKey(i), leaf) for i, leaf in enumerate(s.leaves)], s.index),
+    lambda index, leaves: Placeholder(index, tuple(leaves)),
     lambda s: (tuple(s.leaves), s.index),
-    lambda index, leaves: Placeholder(index, leaves),
 )
 
 

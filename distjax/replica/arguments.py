@@ -46,6 +46,28 @@ class Static:
 jax.tree_util.register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
 
 
+class ObjectStateKey:
+    """The key, in a path, of an array that belongs to an object with state.
+
+    Args:
+      index: its index among the arrays of that object.
+    """
+
+    def __init__(self, index: int):
+        self._index = index
+
+    def __str__(self) -> str:
+        return f".{_OBJECT_STATE}{self._index}>"
+
+
+_OBJECT_STATE = "<state "
+
+
+def is_object_state(path: str) -> bool:
+    """Returns whether a path leads to an array of an object with state."""
+    return _OBJECT_STATE in path
+
+
 class PartitionedTree:
     """A pytree partitioned into array leaves and Python objects.
 

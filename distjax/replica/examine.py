@@ -23,7 +23,7 @@ from distjax.errors import ReductionWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
-from distjax.replica.arguments import PartitionedTree, user_path
+from distjax.replica.arguments import PartitionedTree, is_object_state, user_path
 from distjax.replica.cross_facts import recall
 from distjax.replica.fact_rules import RULES
 from distjax.replica.facts import EQUAL, Fact, FactWalk
@@ -54,13 +54,18 @@ class Given(NamedTuple):
 
 
 def examine(
-    jaxpr: Jaxpr, num_results: int, written: Sequence[Variable], given: Given, topology: Topology
+    jaxpr: Jaxpr,
+    counts: tuple[int, int],
+    written: Sequence[Variable],
+    given: Given,
+    topology: Topology,
 ) -> dict[Any, Fact]:
     """Reports probable mistakes in a replica function.
 
     Args:
       jaxpr: its code.
-      num_results: how many of its outputs are results; the values of `written` follow.
+      counts: how many of its outputs are the user's results, and how many with the state of
+        objects; the values of `written` follow.
       written: the variables that it writes.
       given: its arguments.
       topology: its replicas.
@@ -77,12 +82,13 @@ def examine(
     env = dict(zip(jaxpr.invars, ins, strict=True))
     walk.run(jaxpr, env)
     outs = [walk.read(env, v) for v in jaxpr.outvars]
-    results, finals = outs[:num_results], outs[num_results:]
+    num_own, num_results = counts
+    own, of_objects, finals = outs[:num_own], outs[num_own:num_results], outs[num_results:]
     findings.find_sums(walk)
     _find_local_training(walk, written, finals)
     # Metrics of Flax are arguments, combined after the step.
-    updates_state = any(x.differs and x.find("base") for x in results)
-    if walk.combines or written or updates_state:
+    updates_state = any(x.differs and x.find("base") for x in own)
+    if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
     for (rule, _), finding in walk.found.items():
         if rule == LOCAL_VARIANCES and walk.tells_means_apart:
@@ -194,7 +200,8 @@ def note_lone_updates(
 ) -> None:
     """Notes results that update an equal argument but differ.
 
-    Whether they are fed back is known only at the second call; see `feedback`.
+    Whether they are fed back is known only at the second call; see `feedback`. An object's
+    state is not: it is updated in place, not by results.
     """
     name, partitioned, names, args = given
     for atom, path, out in zip(ends, paths, results, strict=True):
@@ -202,6 +209,8 @@ def note_lone_updates(
         if not (out.varying and isinstance(base, str) and base.startswith("argument ")):
             continue
         index = int(base.removeprefix("argument "))
+        if is_object_state(partitioned.paths[index]):
+            continue
         before = args[index].array
         same = before.shape == out.array.shape[1:] and before.dtype == out.array.dtype
         if not same or not jnp.issubdtype(before.dtype, jnp.inexact):

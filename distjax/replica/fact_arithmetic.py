@@ -246,6 +246,8 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
     differs = any(x.differs for x in ins)
     out = Fact(differs, None, tags)
+    if which.differs and len(tensors) < len(cases):  # a mask, as of dropout: nothing is updated
+        out = out.without("base")
     if any(c.differs for c in cases) and which.differs:
         out = out.having(data=walk.site(eqn))
         if which.find("rank") and any(c.find("mean") or c.find("total") for c in cases):

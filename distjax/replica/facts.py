@@ -117,7 +117,7 @@ class Fact(NamedTuple):
 
 EQUAL, DIFFERS = Fact(), Fact(differs=True)
 #: Tags that a sum has if its parts have them.
-_OF_SUMS = ("mean", "share", "grad", "averaged", "summed", "times_R", "base")
+_OF_SUMS = ("mean", "share", "grad", "averaged", "summed", "times_R")
 
 
 def join(a: Fact, b: Fact) -> Fact:

@@ -210,8 +210,12 @@ def _tell_findings(
     Returns a fact per result, or none at all.
     """
     env: dict[Any, Any] = {}
+    own = results
+    if options.settles_rest:
+        own = results[: sum(path.startswith("[0]") for path in traced.result.paths)]
     if topology.num_replicas > 1:
-        env = examine(traced.jaxpr, len(results), traced.written, given, topology)
+        counts = len(own), len(results)
+        env = examine(traced.jaxpr, counts, traced.written, given, topology)
     observer = frames.observer()
     if observer is not None:
         outs = _proofs(traced.result.paths, results)
@@ -224,11 +228,11 @@ def _tell_findings(
         before = num_reported()
         check_state(fn, given, traced.result, results, outer.meant)
         if num_reported() == before:
-            ends, paths, own = traced.jaxpr.outvars, traced.result.paths, results
+            paths = traced.result.paths[: len(own)]
             if options.settles_rest:
-                paths = [path.removeprefix("[0]") for path in paths if path.startswith("[0]")]
-                own = results[: len(paths)]
-            note_lone_updates(env, ends[: len(own)], paths, own, given, outer.meant)
+                paths = [path.removeprefix("[0]") for path in paths]
+            ends = traced.jaxpr.outvars[: len(own)]
+            note_lone_updates(env, ends, paths, own, given, outer.meant)
     outvars = traced.jaxpr.outvars[: len(results)] if env else []
     return [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
 

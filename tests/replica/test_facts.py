@@ -239,7 +239,13 @@ def microbatches_weighted_in_the_loss(s):
     return lambda w, x: w - 0.1 * total(_accumulated(w, x, part))
 
 
+def dropout_of_an_equal_value(s):
+    """A mask per replica: nothing is added to the argument."""
+    return lambda w, x: (dj.layers.dropout(jax.random.key(0), 0.5, w), jnp.where(x > 0, w, 0))
+
+
 TRAPS = [
+    dropout_of_an_equal_value,
     optimizer_of_shares,
     sum_of_shares,
     divided_after_the_sum,
@@ -388,6 +394,18 @@ def test_metrics_of_flax_read_masks_too(two):
     batch = dj.Batch(inputs(two), masks(two))
     [finding] = findings(step, weights(), batch, strategy=two)
     assert finding.rule == "padded examples counted"
+
+
+def test_what_is_read_of_an_object_is_no_update_of_it(two):
+    """Its state is updated in place; that of an array beside it, by a result."""
+    linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    dj.check(lambda m, x: m.kernel[...] + x.sum(), linear, inputs(two), strategy=two)
+    with pytest.raises(CheckError, match="(?s)1 note.*an update of w that differs"):
+        dj.check(
+            lambda m, w, x: (m.kernel[...] + x.sum(), w + x.sum()),
+            *(linear, weights(), inputs(two)),
+            strategy=two,
+        )
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.3, 3.0])

@@ -149,7 +149,8 @@ def _cut(
     traced = trace_replica(strategy, fn, partitioned, values, outer, topology)
     if topology.num_replicas > 1:
         given = Given(function_name(fn), partitioned, names, values)
-        examine(traced.jaxpr, len(traced.result.leaves), traced.written, given, topology)
+        count = len(traced.result.leaves)
+        examine(traced.jaxpr, (count, count), traced.written, given, topology)
     varying = [value.varying for value in values]
     return assemble_plan(function_name(fn), traced, varying, strategy.extended)
 

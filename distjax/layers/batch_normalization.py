@@ -150,6 +150,13 @@ class BatchNormalization:
     ) -> Any:
         x = self._check_input(x)
         statistics = batch_statistics(x, mask, synchronized=self.synchronized)
+        if mask is not None and not self.synchronized:
+            kept = jnp.any(mask)  # a replica with padding alone has nothing to learn from
+            moving = self.moving_mean.value, self.moving_variance.value
+            pairs = zip(statistics, moving, strict=True)
+            statistics = Statistics(
+                *(jnp.where(kept, new, old.astype(new.dtype)) for new, old in pairs)
+            )
         return self._transform(x, statistics, parameters), statistics
 
     def _infer(self, x: ArrayLike) -> Any:

@@ -45,9 +45,10 @@ def masked_sum(
 
 @jax.jit
 def divide_or_zero(total: ArrayLike, count: ArrayLike) -> jax.Array:
-    """Returns ``total / count``, and 0 where `count` is 0."""
+    """Returns ``total / count``; 0 where `count` is 0, NaN where it is negative: wrapped around."""
     total, count = jnp.asarray(total), jnp.asarray(count)
     if jnp.issubdtype(total.dtype, jnp.inexact):  # cast explicitly, for strict promotion
         count = count.astype(total.dtype)
     quotient = total / jnp.where(count == 0, 1, count)
+    quotient = jnp.where(count < 0, jnp.full_like(quotient, jnp.nan), quotient)
     return jnp.where(count == 0, jnp.zeros_like(quotient), quotient)

@@ -9,6 +9,7 @@ whatever is found is traced as it is.
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import sys
 import types
@@ -27,6 +28,7 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | frozenset(
 _MAX_ITEMS = 1000
 #: How many levels of attributes of user objects are followed.
 MAX_DEPTH = 3
+_READS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 #: Types that refer to nothing; exact, since instances of subclasses may have attributes.
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type, types.ModuleType})
 
@@ -90,12 +92,12 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
     yield fn.__kwdefaults__
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that `code` and nested code refer to."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the globals that `code` and nested code read; `co_names` has attributes, too."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in _READS_OF_GLOBALS}
+    nested = [_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return tuple(sorted(own.union(*nested)))
 
 
 def _is_of_a_library(value: object) -> bool:

@@ -246,10 +246,12 @@ def _write_across(variable: StoredVariable, state: State, array: jax.Array, meth
 def _split_total(total: jax.Array, num_components: int) -> jax.Array:
     """Returns components [R, ...] that sum to `total`, exactly for integers."""
     if jnp.issubdtype(total.dtype, jnp.integer):
-        index = jnp.arange(num_components, dtype=total.dtype)
+        # In a dtype that holds R, too.
+        wide = total.astype(jnp.int32 if total.dtype.itemsize < 4 else total.dtype)
+        index = jnp.arange(num_components, dtype=wide.dtype)
         index = index.reshape((num_components,) + (1,) * total.ndim)
-        share, rest = total // num_components, total % num_components
-        return share[None] + (index < rest[None]).astype(total.dtype)
+        share, rest = wide // num_components, wide % num_components
+        return (share[None] + (index < rest[None]).astype(wide.dtype)).astype(total.dtype)
     return jnp.broadcast_to(
         (total / num_components).astype(total.dtype), (num_components, *total.shape)
     )

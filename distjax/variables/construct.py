@@ -95,7 +95,22 @@ def make_variable(
 
 
 def copy_variable(variable: StoredVariable) -> Variable:
-    """Returns a new variable like `variable`, with a copy of its stored array."""
+    """Returns a new variable like `variable`, with a copy of its stored array.
+
+    Raises:
+      ContextError: in a replica function or another traced one.
+    """
+    frame = frames.current()
+    if frame.is_replica or frame.state is not None or jax_compat.tracing():
+        raise ContextError(
+            message(
+                f"a copy of variable {variable.name!r} needs to be made outside of traces",
+                got=frame.name if frame.is_replica else "a trace (dj.jit, jax.jit, ...)",
+                why="the copy would hold a value that exists only when the program runs",
+                fix="target = copy.copy(v) before the first step; in a step, "
+                "target.assign(v.value)",
+            )
+        )
     made = Variable.declared(
         strategy=variable.strategy,
         shape=variable.shape,

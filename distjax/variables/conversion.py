@@ -58,13 +58,15 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
                 f"{method} of variable {variable.name!r} needs shape {variable.shape}",
                 got=f"shape {array.shape}",
                 why="a variable keeps its shape",
-                fix="reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
+                fix="as many keys: jax.random.split(key, v.shape)"
+                if is_key
+                else "reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
             )
         )
     if isinstance(array, jax.Array):
         return array if array.dtype == variable.dtype else jnp.asarray(array, variable.dtype)
     try:
-        return jnp.asarray(cast(array, variable.dtype))
+        return jnp.asarray(cast(array, variable.dtype), variable.dtype)
     except OverflowError as error:
         raise OverflowError(
             message(
@@ -96,9 +98,14 @@ def _can_hold(wanted: DTypeLike, given: DTypeLike) -> bool:
 
 
 def _dtype_text(variable: StoredVariable, method: str, got: str) -> str:
+    fix = f"v.{method}(x.astype(v.dtype))"
+    if jax_compat.is_key_dtype(variable.dtype):
+        impl = jax_compat.key_impl(variable.dtype)
+        fix = f"a key of that kind: jax.random.key(0, impl={impl!r}), or of old data "
+        fix += f"jax.random.wrap_key_data(data, impl={impl!r})"
     return message(
         f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
         got=got,
         why="a conversion that loses information is not made in silence",
-        fix=f"v.{method}(x.astype(v.dtype))",
+        fix=fix,
     )

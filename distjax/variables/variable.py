@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import numbers
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -145,6 +146,7 @@ class Variable(StoredVariable):
           AggregationError: ON_WRITE with NONE in a replica; ON_READ with NONE in
             cross-replica context.
           LocalityError: `value` is a PerReplica.
+          OverflowError: a number or numpy array out of the range of the dtype.
           TypeError: a dtype of a higher kind, or another object.
           ValueError: another shape, or a Python number that SUM would add up.
           StrategyMismatchError: the active strategy is not the variable's.
@@ -225,6 +227,18 @@ class Variable(StoredVariable):
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else repr(self)
 
+    def __eq__(self, other: object) -> Any:
+        """Returns ``value == other`` for numbers and arrays; two variables are equal if one."""
+        return self.value == other if _is_of_numbers(other) else NotImplemented
+
+    def __ne__(self, other: object) -> Any:
+        return self.value != other if _is_of_numbers(other) else NotImplemented
+
+    __hash__ = object.__hash__
+
+    #: numpy arrays and numbers leave operators with a variable to it.
+    __array_priority__ = 100
+
     def __copy__(self) -> Variable:
         return self.strategy.extended.copy_variable(self)  # copies the value, as arrays do
 
@@ -242,6 +256,10 @@ class Variable(StoredVariable):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         memo[id(self)] = made = copy.copy(self)
         return made
+
+
+def _is_of_numbers(value: object) -> bool:
+    return isinstance(value, (numbers.Number, jax.Array, np.ndarray, np.generic))
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -268,12 +286,13 @@ def _in_place(name: str) -> Callable[..., NoReturn]:
                 f"an in-place operator needs an array, not variable {self.name!r}",
                 got=f"`v {name}= ...`",
                 why="it would bind the name to a new array and leave the variable as it was",
-                fix="v.assign_add(x), v.assign_sub(x), or v.assign(v.value * x)",
+                fix=f"v.assign_add(x), v.assign_sub(x), or v.assign(v.value {name} x)",
             )
         )
 
     return refuse
 
 
-for _name, _symbol in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}.items():
+_SYMBOLS = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @ and & or | xor ^".split()
+for _name, _symbol in zip(_SYMBOLS[::2], _SYMBOLS[1::2], strict=True):
     setattr(Variable, f"__i{_name}__", _in_place(_symbol))

@@ -106,6 +106,16 @@ def test_not_synchronized_each_replica_has_its_own_statistics(strategy, how):
     np.testing.assert_allclose(norm.moving_mean.value, means, rtol=1e-4, atol=1e-5)
 
 
+def test_a_replica_with_padding_alone_keeps_its_statistics(pair):
+    with pair.scope():
+        layer = dj.layers.BatchNormalization(1, synchronized=False, momentum=0.5)
+    x = per_replica(pair, [np.full((3, 1), 10.0, np.float32)] * 2)
+    masks = per_replica(pair, [np.array([True, True, False]), np.zeros(3, bool)])
+    pair.run(lambda x, mask: layer(x, training=True, mask=mask), args=(x, masks))
+    assert [x.tolist() for x in layer.moving_mean.local_results()] == [[5.0], [0.0]]
+    assert [x.tolist() for x in layer.moving_variance.local_results()] == [[0.5], [1.0]]
+
+
 def test_dtype_is_kept_and_statistics_are_float32(pair):
     norm = make(pair)
     x = jnp.asarray(images(), jnp.bfloat16)

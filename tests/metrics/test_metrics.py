@@ -321,3 +321,15 @@ def test_modes_of_jax_that_refuse_what_is_implicit(make, strategy, mode):
     assert float(seen) == pytest.approx(4 / 3)
     assert [float(v) for v in found] == pytest.approx([4 / 3, 1 / 3])
     assert float(after) == 0
+
+
+def test_a_count_that_has_wrapped_around_gives_nan(pair):
+    """Up to 2**31 - 1 values between two resets."""
+    with pair.scope():
+        mean = dj.metrics.Mean()
+    mean.variables["total"].assign(2.0**31)
+    mean.variables["count"].assign(2**31 - 100)
+    mean.update(np.ones(50, np.float32))
+    assert float(mean.result()) == pytest.approx(1)
+    mean.update(np.ones(200, np.float32))
+    assert np.isnan(mean.result())

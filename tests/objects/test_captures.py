@@ -4,13 +4,14 @@ import contextlib
 import functools
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.errors import TraceLeakError
+from distjax.errors import StrategyMismatchError, TraceLeakError
 
 
 class Counter(nnx.Module):
@@ -168,6 +169,29 @@ def test_a_module_that_is_not_found_is_no_constant(pair, how):
     step = how(lambda x: pair.run(lambda x: hidden.module(x), args=(x,)))
     with pytest.raises(TraceLeakError, match=r"an nnx\.Param of shape .* needs to be an argument"):
         step(jnp.ones((1, 2)))
+
+
+class Holder(nnx.Module):
+    def __init__(self, part):
+        self.shadow = part
+
+
+shadow = None  # a global of the name that `Holder` has for its module
+
+
+def test_an_attribute_is_no_global_of_its_name(pair):
+    """A module that the step never uses may be placed for another strategy."""
+    global shadow
+    shadow = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    dj.MirroredStrategy(jax.devices()[:3]).run(lambda m: m(jnp.ones((1, 2))), args=(shadow,))
+    step = lambda holder: [(lambda: holder.shadow(jnp.ones((1, 2))))() for _ in range(1)][0]
+    try:
+        out = pair.run(step, args=(Holder(nnx.Linear(2, 3, rngs=nnx.Rngs(1))),))
+        assert out.shape == (1, 3)
+        with pytest.raises(StrategyMismatchError):
+            pair.run(lambda: (lambda: shadow(jnp.ones((1, 2))))())
+    finally:
+        shadow = None
 
 
 def test_two_threads_trace_functions_of_one_module(pair):

@@ -26,7 +26,7 @@ def first_line(caught):
 
 
 BINARY = [
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge",
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne",
 ]  # fmt: skip
 
 
@@ -35,12 +35,29 @@ def test_binary_operators(pair, name):
     v, w = make(pair, jnp.array([5.0, 2.0])), make(pair, 2.0)
     fn, x = getattr(operator, name), np.array([5.0, 2.0], np.float32)
     np.testing.assert_array_equal(fn(v, 2.0), fn(x, np.float32(2)))
-    np.testing.assert_array_equal(fn(v, w), fn(x, np.float32(2)))
-    if name not in ("lt", "le", "gt", "ge"):
+    if name in ("eq", "ne"):
+        assert fn(v, w) is (name == "ne") and fn(v, v) is (name == "eq")  # whether it is one
+    else:
+        np.testing.assert_array_equal(fn(v, w), fn(x, np.float32(2)))
+    for other in (x, jnp.asarray(x), np.float32(2)):
+        out = fn(other, v)
+        assert isinstance(out, jax.Array)
+        np.testing.assert_array_equal(out, fn(np.asarray(other), x))
+    if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
         np.testing.assert_array_equal(fn(2.0, v), fn(np.float32(2), x))
         np.testing.assert_array_equal(fn(jnp.float32(2), v), fn(np.float32(2), x))
     expected = fn(x, np.float32(2)).tolist()
-    assert local(pair, pair.run(lambda: fn(v, w))) == [expected] * 2
+    assert local(pair, pair.run(lambda: fn(v, w.value))) == [expected] * 2
+    assert (
+        local(pair, pair.run(lambda: fn(np.float32(2), v))) == [fn(np.float32(2), x).tolist()] * 2
+    )
+
+
+def test_a_comparison_decides_by_the_value(pair):
+    step = make(pair, 0)
+    choose = lambda: jax.lax.cond(step == 0, lambda: 1.0, lambda: 2.0)
+    assert local(pair, pair.run(choose)) == [1.0, 1.0]
+    assert step != "0" and step not in ["a", None] and len({step, step}) == 1
 
 
 @pytest.mark.parametrize("name", ["and_", "or_", "xor"])
@@ -243,13 +260,28 @@ def test_sum_of_a_mirrored_variable_is_refused(pair):
         pair.reduce("sum", make(pair, 1.0))
 
 
-@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv", "ipow"])
+IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor".split()
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_operators_are_refused(pair, name):
     with pair.scope():
         v = dj.Variable(2.0, name="v")
     with pytest.raises(TypeError, match="an in-place operator needs an array, not variable 'v'"):
         getattr(operator, name)(v, 3.0)
     assert float(v.value) == 2.0
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_a_copy_in_a_trace_is_refused(pair, how):
+    """It would hold a traced value."""
+    w = make(pair, 1.0, name="w")
+    message = "^a copy of variable 'w' needs to be made outside of traces"
+    with pytest.raises(ContextError, match=message):
+        pair.run(lambda: how(w))
+    with pytest.raises(ContextError, match=message):
+        dj.jit(lambda: how(w))()
+    assert float(how(w).value) == 1
 
 
 def test_a_copy_is_a_variable_of_its_own(pair):

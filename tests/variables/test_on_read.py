@@ -118,3 +118,23 @@ def test_r235_metric_by_hand(pair, how):
 def test_a_cross_replica_read_without_aggregation(pair):
     with pytest.raises(AggregationError, match="needs an aggregation"):
         make(pair, 1.0, AGG.NONE).value  # noqa: B018
+
+
+MODES = {
+    "synchronization": dj.VariableSynchronization.ON_READ,
+    "aggregation": dj.VariableAggregation.SUM,
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int4", "int32", "uint32"])
+@pytest.mark.parametrize("num_replicas", [2, 9, 128, 200, 300])
+def test_a_sum_is_divided_exactly_in_any_integer_dtype(dtype, num_replicas):
+    """Also where the dtype does not hold the number of replicas."""
+    strategy, info = dj.VirtualStrategy(num_replicas), jnp.iinfo(dtype)
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros(4, dtype), **MODES)
+    value = np.asarray([info.min, info.max, info.max // 3, 1])
+    v.assign(jnp.asarray(value, dtype))
+    parts = [np.asarray(x).astype(np.int64) for x in v.local_results()]
+    np.testing.assert_array_equal(np.sum(parts, axis=0), value)
+    np.testing.assert_array_equal(np.asarray(v.value).astype(np.int64), value)

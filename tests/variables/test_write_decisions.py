@@ -1,5 +1,6 @@
 """Decisions on single reads and writes; the whole table is in `conformance/test_writes.py`."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ READS = {
     "operator": lambda v: v + 1,
     "read_var": lambda v: v.strategy.extended.read_var(v),
 }
+
+
+FIRST = dj.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 @pytest.mark.parametrize("read", list(READS))
@@ -120,3 +124,46 @@ def test_a_write_sees_the_writes_before_it(pair, how):
     assert local(pair, first) == [3, 3]
     assert local(pair, second) == [6, 6]
     assert local(pair, third) == [7, 7]
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("int32", 3_000_000_000),
+        ("int8", [300, 1]),
+        ("uint8", -1),
+        ("float16", 1e6),
+        ("float16", np.full(2, 70_000)),
+        ("bfloat16", 1e300),
+        ("complex64", 1e300j),
+    ],
+)
+def test_a_value_out_of_the_range_is_refused(pair, method, dtype, value):
+    with pair.scope():
+        v = dj.Variable(jnp.ones(2, dtype), name="v", aggregation=FIRST)
+    value = np.broadcast_to(np.asarray(value), 2)
+    for call in (lambda: getattr(v, method)(value), lambda: getattr(v, method)(value.tolist())):
+        for how in (lambda call: call(), pair.run):
+            with pytest.raises(
+                OverflowError, match=rf"^{method} of variable 'v' needs values that"
+            ):
+                how(call)
+    assert v.value.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 65504.0, 1e-30])
+def test_what_a_float_holds_rounded_is_taken(pair, value):
+    with pair.scope():
+        v = dj.Variable(jnp.float16(1))
+    v.assign(value)
+    np.testing.assert_array_equal(np.float16(v.value), np.float16(value))
+
+
+def test_keys_that_do_not_fit_say_what_to_do(pair):
+    with pair.scope():
+        v = dj.Variable(jax.random.split(jax.random.key(0), 2), name="v")
+    with pytest.raises(TypeError, match=r"jax\.random\.wrap_key_data\(data, impl='threefry2x32'\)"):
+        v.assign(jax.random.PRNGKey(1))
+    with pytest.raises(ValueError, match=r"as many keys: jax\.random\.split\(key, v\.shape\)"):
+        v.assign(jax.random.key(1))

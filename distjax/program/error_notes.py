@@ -19,7 +19,8 @@ def explain_devices(error: Exception, name: str) -> Exception:
             f"{name} needs its arguments and variables on one set of devices",
             got=str(error).splitlines()[0].removesuffix("."),
             why="dj.jit is one program, and moves no argument: a run outside of it does",
-            fix="x = strategy.extended.broadcast_to(x) before the call; or a numpy array",
+            fix="x = strategy.extended.broadcast_to(x) before the call, or a numpy array; for runs "
+            "of two strategies, a dj.jit each",
         )
     )
 

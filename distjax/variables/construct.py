@@ -14,7 +14,7 @@ from distjax.cluster.facts import describe_on_host, describe_program
 from distjax.collectives.ops import from_first_replica
 from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
-from distjax.errors import ContextError, LocalityError, describe_value, message
+from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
@@ -50,9 +50,9 @@ def make_variable(
     value: Any = None
     if state is None:
         require_no_trace(name)
-        aval = jax.eval_shape(make_initial)
+        aval = _shape_of_initial(make_initial, name)
     elif _is_concrete_in_merge(state, initial_value):
-        aval = jax.eval_shape(make_initial)
+        aval = _shape_of_initial(make_initial, name)
     else:
         require_own_trace(state, name)
         value = make_initial()
@@ -123,6 +123,21 @@ def copy_variable(variable: StoredVariable) -> Variable:
     )
     made.stored.swap(jnp.copy(hand_out(variable.stored)))
     return made
+
+
+def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> jax.ShapeDtypeStruct:
+    try:
+        return jax.eval_shape(make_initial)
+    except TraceLeakError as error:
+        raise TraceLeakError(
+            message(
+                f"the function that makes the initial value of variable {name!r} needs to read "
+                "no variable",
+                got=str(error).partition("\n")[0].rstrip("."),
+                why="it is traced, to make the value where it will lie",
+                fix="the value itself: dj.Variable(other.value * 2)",
+            )
+        ) from error
 
 
 def _rehearsal_text(name: str) -> str:

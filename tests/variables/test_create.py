@@ -356,3 +356,14 @@ def test_default_variables_are_plain(how):
     assert float(how(lambda: v.assign_add(2.0))()) == 3
     assert float(dj.get_strategy().run(lambda: v.assign_sub(1.0))) == 2
     assert [float(x) for x in v.local_results()] == [2]
+
+
+def test_an_initial_value_that_is_a_function_of_another_variable(pair):
+    with pair.scope():
+        other = dj.Variable(2.0, name="other")
+        with pytest.raises(
+            TraceLeakError, match="^the function that makes the initial value of"
+        ) as e:
+            dj.Variable(lambda: other.value * 2, name="v")
+        assert "a read of variable 'other'" in str(e.value)
+        assert float(dj.Variable(other.value * 2).value) == 4  # as it says

@@ -125,7 +125,7 @@ def copy_variable(variable: StoredVariable) -> Variable:
     return made
 
 
-def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> jax.ShapeDtypeStruct:
+def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> Any:
     try:
         return jax.eval_shape(make_initial)
     except TraceLeakError as error:

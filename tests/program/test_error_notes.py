@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.errors import LocalityError
 
 
 def notes_of(error):
@@ -70,3 +71,19 @@ def test_an_array_on_more_devices_than_the_replicas_of_a_compiled_function(mirro
     add(split)
     dj.jit(add)(mirrored.extended.broadcast_to(split))
     np.testing.assert_array_equal(w.value, 3 * x)
+
+
+def test_arguments_on_other_devices(mirrored):
+    """As it says: an array that is moved first, a numpy array, a `dj.jit` for each strategy."""
+    away = jax.device_put(jnp.ones(3), jax.devices()[1])
+    add = dj.jit(lambda x: mirrored.run(lambda x: x + 1, args=(x,)))
+    with pytest.raises(LocalityError, match=r"needs its arguments and variables on one set of dev"):
+        add(away)
+    assert add(mirrored.extended.broadcast_to(away)).tolist() == add(np.ones(3)).tolist() == [2] * 3
+    virtual = dj.VirtualStrategy(2)
+    double = dj.jit(lambda x: virtual.run(lambda x: x * 2, args=(x,)))
+    with pytest.raises(LocalityError, match=r"for runs of two strategies, a dj\.jit each"):
+        dj.jit(lambda x: (mirrored.run(lambda x: x + 1, args=(x,)), virtual.run(abs, args=(x,))))(
+            jnp.ones(3)
+        )
+    assert double(jax.device_get(add(np.ones(3)))).tolist() == [4] * 3

@@ -16,11 +16,12 @@ def explain_devices(error: Exception, name: str) -> Exception:
         return error
     return LocalityError(
         message(
-            f"{name} needs its arguments and variables on one set of devices",
+            f"{name} needs the variables and runs of strategies on one set of devices",
             got=str(error).splitlines()[0].removesuffix("."),
-            why="dj.jit is one program, and moves no argument: a run outside of it does",
-            fix="x = strategy.extended.broadcast_to(x) before the call, or a numpy array; for runs "
-            "of two strategies, a dj.jit each",
+            why="dj.jit makes one program, which runs on one set of devices; it moves arguments, but "
+            "not variables",
+            fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
+            "an argument",
         )
     )
 

@@ -73,17 +73,25 @@ def test_an_array_on_more_devices_than_the_replicas_of_a_compiled_function(mirro
     np.testing.assert_array_equal(w.value, 3 * x)
 
 
-def test_arguments_on_other_devices(mirrored):
-    """As it says: an array that is moved first, a numpy array, a `dj.jit` for each strategy."""
-    away = jax.device_put(jnp.ones(3), jax.devices()[1])
-    add = dj.jit(lambda x: mirrored.run(lambda x: x + 1, args=(x,)))
-    with pytest.raises(LocalityError, match=r"needs its arguments and variables on one set of dev"):
-        add(away)
-    assert add(mirrored.extended.broadcast_to(away)).tolist() == add(np.ones(3)).tolist() == [2] * 3
+def test_variables_and_runs_of_two_sets_of_devices(mirrored):
+    """As it says: a `dj.jit` for each, and the value of a variable as an argument."""
+    away, x = dj.MirroredStrategy(jax.devices()[6:]), jnp.ones(3)
+    with mirrored.scope():
+        v = dj.Variable(jnp.ones(3))
+    with away.scope():
+        w = dj.Variable(jnp.ones(3))
+    add = lambda x, y: mirrored.run(lambda: v.value + x + y)
     virtual = dj.VirtualStrategy(2)
-    double = dj.jit(lambda x: virtual.run(lambda x: x * 2, args=(x,)))
-    with pytest.raises(LocalityError, match=r"for runs of two strategies, a dj\.jit each"):
-        dj.jit(lambda x: (mirrored.run(lambda x: x + 1, args=(x,)), virtual.run(abs, args=(x,))))(
-            jnp.ones(3)
+    wrong = [
+        lambda x: add(x, 0) + w.value,
+        lambda x: (add(x, 0), away.run(lambda: w.value)),
+        lambda x: (add(x, 0), virtual.run(jnp.negative, args=(x,))),
+    ]
+    for step in wrong:
+        message = (
+            r"(?s)needs the variables and runs of strategies on one set of.*a dj\.jit for each"
         )
-    assert double(jax.device_get(add(np.ones(3)))).tolist() == [4] * 3
+        with pytest.raises(LocalityError, match=message):
+            dj.jit(step)(x)
+    assert dj.jit(add)(x, np.asarray(w.value)).tolist() == [3] * 3
+    assert dj.jit(lambda x: virtual.run(jnp.negative, args=(x,)))(x).tolist() == [-1] * 3

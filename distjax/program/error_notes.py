@@ -18,8 +18,8 @@ def explain_devices(error: Exception, name: str) -> Exception:
         message(
             f"{name} needs the variables and runs of strategies on one set of devices",
             got=str(error).splitlines()[0].removesuffix("."),
-            why="dj.jit makes one program, which runs on one set of devices; it moves arguments, but "
-            "not variables",
+            why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
+            "but not variables",
             fix="a dj.jit for each strategy, and np.asarray(v.value) of a variable of the other as "
             "an argument",
         )

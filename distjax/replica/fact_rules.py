@@ -8,7 +8,7 @@ Tags; most hold the site where they originated:
   `curved` (a function of a local mean), `centered`, `squares`, `variance`, `grad` (part of the
   backward pass), `grad_squares`, `norm` (of local gradients), `clipped`, `rank` (the replica's
   index), `component` (of the variable of that name), `data` (selected by a predicate that differs),
-  `chosen` (selected by rank);
+  `chosen` (selected by rank), `scattered` (a replica's shard of a sum);
 - of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `whole` (a sum of
   shares), `times_R` (a sum of R equal parts), `random` (bits from an equal key), `divisor` (the
   number that a constant was divided by), `over_R` (a constant over the number of replicas);
@@ -164,6 +164,14 @@ def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [DIFFERS] * len(eqn.outvars)
 
 
+def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Sums of which each replica keeps other rows; a norm or clip of them is a replica's own."""
+    axes = eqn.params.get("axis_name", ())
+    if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
+        return [unknown(ins)]
+    return [ins[0].only("grad")._replace(differs=True).having(scattered=walk.site(eqn))]
+
+
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -203,5 +211,6 @@ RULES: dict[str, Rule] = {
     **_named(_rank, "axis_index"),
     **_named(_variable, variable_p.name),
     **_named(cross_facts.reduced, "jit pjit"),
-    **_named(_own, "ppermute all_to_all reduce_scatter psum_scatter"),
+    **_named(_own, "ppermute all_to_all"),
+    **_named(_scattered, "reduce_scatter psum_scatter"),
 }

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
-from distjax.context.findings import LOCAL_VARIANCES, calling_line
+from distjax.context.findings import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
 from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Times, Where, shape_of
+from distjax.replica.unreducible import UNREDUCIBLE
 from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
-_MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
 _COUNT = re.compile(r"num_replicas|axis_size|(device_count|num_devices|world_size)\b")
 _REPLICA_CALL = re.compile(r"(ctx = .*?; )?(ctx|dj\.get_replica_context\(\))\.all_reduce\(")
 _NAMES = {
@@ -138,61 +138,12 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
 
 def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
     """Reports values whose sum or mean over the replicas is meaningless."""
-    for name, (rule, expected, got, why, fix) in _UNREDUCIBLE.items():
+    for name, (rule, expected, got, why, fix) in UNREDUCIBLE.items():
         made = x.find(name)
         if made is not None:
             expected = f"a reduction over the replicas needs {expected}"
             level = "note" if name == "chosen" else "warning"
             find(walk, level, rule, [site, made], expected, got=got, why=why, fix=fix)
-
-
-_UNREDUCIBLE = {
-    "chosen": (
-        "one replica's part alone",
-        "what every replica found",
-        "a reduction of one replica's value, others left out,",
-        "the other replicas' examples do not count",
-        "ctx.all_reduce('sum', total) / ctx.all_reduce('sum', count), of every replica's own",
-    ),
-    "clipped": (
-        "clipped before the reduction",
-        "gradients as they are, to clip afterwards",
-        "a reduction of clipped gradients",
-        "each replica clips by its own gradient, and the mean of clipped gradients is not the "
-        "clipped mean",
-        f"{_MEAN_FIX}, then clip; in an optax chain dj.optim.reduce_gradients() comes first",
-    ),
-    "norm": (
-        "the norm of local gradients",
-        "values that add up",
-        "a reduction of norms of local gradients",
-        "the mean of the replicas' norms is larger than the norm of the mean gradient",
-        f"{_MEAN_FIX}; norm = optax.global_norm(grads)",
-    ),
-    "ratio": (
-        "averaged over local counts",
-        "a sum, and the count to divide it by",
-        "a reduction of quotients by a local count",
-        "replicas that count fewer examples weigh as much as others",
-        "ctx = dj.get_replica_context(); ctx.all_reduce('sum', total) / ctx.all_reduce('sum', "
-        "count); for a loss dj.losses.average_loss(losses, mask)",
-    ),
-    "curved": (
-        "a function of local means averaged",
-        "the mean itself",
-        "a reduction of a function (exp, log, sqrt, a quotient) of local means",
-        "the mean of the replicas' perplexities is not the perplexity of the mean loss",
-        "loss = ctx.all_reduce('mean', loss); perplexity = jnp.exp(loss)",
-    ),
-    "variance": (
-        LOCAL_VARIANCES,
-        "moments about zero",
-        "a reduction of variances about local means",
-        "what the replicas' means differ by is lost",
-        "mean, square = ctx.all_reduce('mean', (jnp.mean(x, 0), jnp.mean(x**2, 0))); "
-        "variance = square - mean**2",
-    ),
-}
 
 
 def _find_averaged_share(walk: FactWalk, site: Where, share: Where) -> None:

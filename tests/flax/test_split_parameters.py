@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax.errors import CheckError
 from distjax.testing import hlo
 from tests.flax.image_loop import values
 
@@ -176,3 +177,66 @@ def test_a_module_that_is_no_stack():
     layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="scan_layers needs variables of Linear with one leading"):
         dj.flax.scan_layers(lambda layer, x: x, layers, jnp.ones(3))
+
+
+# -- what may be done with a shard of a gradient -----------------------------------
+
+
+def reduced(grads):
+    return dj.get_replica_context().all_reduce("mean", grads)
+
+
+def averaged(grads):
+    return jax.lax.pmean(grads, "replica")
+
+
+def clipped(grads):
+    norm = optax.tree.norm(grads)
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
+
+
+def as_they_are(grads):
+    return grads
+
+
+def halved(grads):
+    return jax.tree.map(lambda g: 0.5 * g, grads)
+
+
+def clipped_by_the_whole_norm(grads):
+    """As in a ZeRO by hand: the squares of all shards add up."""
+    squares = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+    norm = jnp.sqrt(dj.get_replica_context().all_reduce("sum", squares))
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
+
+
+def check_step(change):
+    strategy = dj.ShardedStrategy(jax.devices()[:4], partition="parameters")
+    with strategy.scope():
+        model = dj.flax.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        _, grads = dj.flax.value_and_grad(lambda m: jnp.mean((m(x) - x) ** 2))(model)
+        dj.flax.apply_gradients(optimizer, model, change(grads))
+
+    x = strategy.per_replica(np.random.default_rng(0).normal(size=(4, 4, 8)).astype(np.float32))
+    dj.check(step, model, optimizer, x, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (reduced, "shards reduced again"),
+        (averaged, "shards reduced again"),
+        (clipped, "clipped before the reduction"),
+    ],
+)
+def test_what_must_not_be_done_with_shards_is_found(change, rule):
+    with pytest.raises(CheckError, match=f"warning: {rule}"):
+        check_step(change)
+
+
+@pytest.mark.parametrize("change", [as_they_are, halved, clipped_by_the_whole_norm])
+def test_what_may_be_done_with_shards_is_silent(change):
+    check_step(change)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.context.contracts import StrategyLike
-from distjax.flax import trace_level
+from distjax.flax import host_reads, trace_level
 from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
 from distjax.flax.module_description import describe_placed
@@ -86,7 +86,13 @@ class NNXObjectLeaves:
         variables = self._objects.graph.variables
         if outcome.graphdef is None:
             write_entries(variables, after)
-            return
+        else:
+            self._write_graph(outcome, after)
+        if self.plan.strategy is None:  # it may have been found inside the program
+            host_reads.add_hooks(filter(host_reads.is_in_host_memory, variables))
+
+    def _write_graph(self, outcome: Outcome, after: Mapping[int, Any]) -> None:
+        variables = self._objects.graph.variables
         if self._references is None:  # taken before changes, in case a signal raises during them
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [

@@ -14,6 +14,7 @@ from distjax.collectives.mapping import map_replicas
 from distjax.collectives.ops import as_reduce_op
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context import frames
+from distjax.errors import UnsupportedError, message
 from distjax.flax.layouts import gradient_form
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica
@@ -125,9 +126,14 @@ def apply_gradients(
       grads: from `value_and_grad` or `nnx.value_and_grad`.
       op: "mean" or "sum" over the replicas.
 
+    An `update` of the user's own class is called as it is, with the reduced gradients.
+
     Locality: gradients T in; parameters and optimizer state keep theirs.
     Context: replica; in cross-replica context, reduces and applies PerReplica gradients.
     Cost: one reduce-scatter per split gradient, one all-reduce per other gradient.
+
+    Raises:
+      UnsupportedError: an `update` of the user's own where something is split.
 
     Example:
       >>> from flax import nnx
@@ -143,14 +149,28 @@ def apply_gradients(
     op = as_reduce_op(op)
     frame = frames.current()
     if frame.replica_context is None:
-        optimizer.update(model, frame.strategy.reduce(op, grads))
+        _call_update(optimizer, model, frame.strategy.reduce(op, grads))
         return
     if frame.state is None or frame.strategy.num_replicas_in_sync == 1:
-        optimizer.update(model, grads)
+        _call_update(optimizer, model, grads)
         return
     update = _Update(optimizer, model, grads, frame.state, op)
+    if type(optimizer).update not in _UPDATES_OF_FLAX:
+        update.require_whole()
+        _call_update(optimizer, model, frame.replica_context.all_reduce(op, grads))
+        return
     new = frame.replica_context.merge_call(update, args=update.arguments)
     update.write(new, frame.state)
+
+
+_UPDATES_OF_FLAX = (nnx.Optimizer.update, nnx.ModelAndOptimizer.update)
+
+
+def _call_update(optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree) -> None:
+    if isinstance(optimizer, nnx.ModelAndOptimizer):  # has its model
+        optimizer.update(grads)
+    else:
+        optimizer.update(model, grads)
 
 
 class _Update:
@@ -186,6 +206,21 @@ class _Update:
         ]
         self._forms = [None if h is None else h[1] for h in held]
         self.arguments = (values, jax.tree.leaves(grads))
+
+    def require_whole(self) -> None:
+        """Raises an UnsupportedError if a parameter or a slot is split over the replicas."""
+        if not any(self._forms):
+            return
+        name = type(self._optimizer).__name__
+        raise UnsupportedError(
+            message(
+                f"apply_gradients needs the update of nnx.Optimizer, not that of {name}",
+                got=f"{name}.update, and parameters or moments that are split over the replicas",
+                why="its code sees one replica's gradients, of which each has other rows",
+                fix="put what it does into the optax chain; or a strategy that splits nothing, "
+                "dj.MirroredStrategy()",
+            )
+        )
 
     def __call__(
         self, strategy: Strategy, values: Sequence[Any], grads: Sequence[Any]

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from distjax.placement.locality import is_host_memory
 from distjax.typing import PyTree
 
 _HOOKS = "on_get_value"  # Flax's name in the metadata: a function, or a tuple of them
@@ -37,6 +38,12 @@ def add_hooks(variables: Iterable[Any]) -> bool:
     for variable in bare:
         variable.set_metadata(_HOOKS, (on_devices, *_hooks(variable)))
     return bool(bare)
+
+
+def is_in_host_memory(variable: nnx.Variable[Any]) -> bool:
+    """Returns whether an array of a variable is in host memory."""
+    arrays = jax.tree.leaves(variable.get_raw_value())
+    return any(isinstance(x, jax.Array) and is_host_memory(x.sharding) for x in arrays)
 
 
 def has_hook(variable: nnx.Variable[Any]) -> bool:

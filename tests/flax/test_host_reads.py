@@ -107,3 +107,16 @@ def test_steps_see_the_users_metadata_and_are_traced_once(central):
     central.run(lambda model: setattr(model, "new", nnx.Param(jnp.ones(2))), args=(model,))
     np.testing.assert_allclose(model(X), 2 * Model()(X), rtol=1e-6)
     assert memory_of(model.new) == "pinned_host"
+
+
+@pytest.mark.parametrize("wrap", ["outside", "around"])
+def test_a_module_that_was_placed_inside_a_program(central, wrap):
+    """Only the program knows the strategy; what is read of it afterwards is on the devices."""
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    step = lambda model, optimizer, x: central.run(train_step, args=(model, optimizer, x))
+    step = dj.jit(step) if wrap == "around" else step
+    for _ in range(2):
+        step(model, optimizer, X)
+        assert model(X).shape[0] == len(X) and nnx.jit(lambda m: m(X))(model) is not None
+    assert memory_of(model.first.kernel).endswith("host")

@@ -13,6 +13,9 @@ from distjax.flax.gradients import apply_gradients
 from distjax.flax.plans import raw_value
 from distjax.typing import PyTree, ReduceOpLike
 
+#: Powers of two, the least and the largest in float32: a scale that is infinite would remain so.
+_BOUNDS = 2.0**-126, 2.0**127
+
 
 class ScaleState(nnx.Variable[Any]):
     """State of a loss scale: equal on every replica."""
@@ -66,10 +69,13 @@ class LossScale(nnx.Pytree):
           grads: gradients of the scaled loss, local to this replica.
           op: how `apply_gradients` reduces them.
 
+        They are divided by the scale in float32 or wider, and stay so: neither the scale nor
+        a small gradient need be in the range of a shorter dtype.
+
         Context: replica. Cost: one all-reduce of a number, and `apply_gradients`.
         """
-        grads = jax.tree.map(lambda g: g / self.scale[...].astype(g.dtype), grads)
         finite = _all_finite(grads)
+        grads = jax.tree.map(self._divided, grads)
         variables = [
             v for _, v in nnx.iter_graph((optimizer, model)) if isinstance(v, nnx.Variable)
         ]
@@ -82,11 +88,15 @@ class LossScale(nnx.Pytree):
         self._adjust(finite)
         return finite
 
+    def _divided(self, gradient: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        return gradient.astype(wide) / self.scale[...].astype(wide)
+
     def _adjust(self, finite: jax.Array) -> None:
         steps = jnp.where(finite, self.good_steps[...] + 1, 0)
         grows = steps >= self.interval
         factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
-        self.scale[...] = jnp.maximum(self.scale[...] * factor, jnp.finfo(jnp.float32).tiny)
+        self.scale[...] = jnp.clip(self.scale[...] * factor, *_BOUNDS)
         self.good_steps[...] = jnp.where(grows, 0, steps)
 
 

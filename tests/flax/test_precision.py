@@ -125,9 +125,7 @@ def test_the_scale_stays_finite_and_comes_back(start, end):
         grads = jax.tree.map(lambda w: jnp.where(is_finite, 0 * w, jnp.inf), nnx.state(model))
         return scale.apply_gradients(optimizer, model, grads)
 
-    run = lambda is_finite: bool(
-        dj.VirtualStrategy(2).run(step, args=(model, optimizer, scale, is_finite))
-    )
+    run = lambda is_finite: bool(strategy.run(step, args=(model, optimizer, scale, is_finite)))
     assert [run(grows) for _ in range(5)] == [grows] * 5
     assert float(scale.scale[...]) == end
     assert run(not grows) is not grows

@@ -96,20 +96,18 @@ class NNXObjectLeaves:
         if self._references is None:  # taken before changes, in case a signal raises during them
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [
-            _read_raw(variables[end.origin])
-            if i not in after and end.origin is not None
-            else after[i]
+            after[i] if end.origin is None or i in after else _read_raw(variables[end.origin])
             for i, end in enumerate(outcome.ends)
         ]
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns the new values of the entries with a newly stored leaf."""
+        """Returns the new values of the entries that changed or have a newly stored leaf."""
         values, number = {}, 0
         for i, end in enumerate(outcome.ends):
             numbers = range(number, number + len(end.entry.layouts))
             number += len(end.entry.layouts)
-            if any(n in stored for n in numbers):
+            if end.is_changed or any(n in stored for n in numbers):
                 values[i] = end.entry.treedef.unflatten(
                     [stored[n] if n in stored else self.leaves[n] for n in numbers]
                 )

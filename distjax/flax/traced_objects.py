@@ -7,7 +7,7 @@ after it. So a function finds them wherever it refers to them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -33,10 +33,13 @@ class End:
     Attributes:
       entry: its static part.
       origin: its number in the plan; None for a new one.
+      is_changed: whether it is new, or its value is. A value without arrays (None) is not among
+        the leaves that changed.
     """
 
     entry: Entry
     origin: int | None
+    is_changed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,7 +134,8 @@ class TracedNNXObjects:
             if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._start)):
                 return self._collect_updates(values, keep_all)
         host_reads.add_hooks(self._on_host)
-        return self._collect_graph(*self._flatten())
+        owners = [i for i, entry in enumerate(self._plan.entries) for _ in entry.layouts]
+        return self._collect_graph(*self._flatten(), {owners[number] for number in keep_all})
 
     def _flatten(self) -> tuple[Any, Any]:
         return nnx.graph.flatten(tuple(self._objects), ref_outer_index=self._numbers, graph=True)
@@ -181,13 +185,15 @@ class TracedNNXObjects:
         return ".".join([root, *map(str, path[1:])])
 
     def _collect_graph(
-        self, graphdef: nnx.GraphDef[Any], flat: nnx.statelib.FlatState[Any]
+        self,
+        graphdef: nnx.GraphDef[Any],
+        flat: nnx.statelib.FlatState[Any],
+        kept: Container[int | None],
     ) -> tuple[Outcome, dict[int, Any]]:
+        """Returns what `collect` does; `kept`: variables that are returned even if unchanged."""
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
         strategy = None if self._plan.strategy is None else self._plan.strategy()
-        ends: list[
-            tuple[End, list[Any], bool]
-        ] = []  # with the leaves, and whether these are unchanged
+        ends: list[tuple[End, list[Any]]] = []  # with the leaves
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
             origin = known.get(id(variable))
@@ -195,19 +201,25 @@ class TracedNNXObjects:
             name = known_entry.path if known_entry else self._name(path)
             metric = known_entry.metric if known_entry else None
             entry = make_entry(strategy, variable, name, leaves, treedef, metric)
-            is_same = origin is not None and all(
-                a is b for a, b in zip(leaves, self._start[origin], strict=False)
-            )
-            ends.append((End(entry, origin), leaves, is_same))
+            is_changed = origin is None or not self._is_unchanged(origin, leaves, treedef)
+            ends.append((End(entry, origin, is_changed), leaves))
         combined = self._find_combined_metrics(
-            [end.entry for end, _, _ in ends], [is_same for _, _, is_same in ends]
+            [end.entry for end, _ in ends], [not end.is_changed for end, _ in ends]
         )
         finals, number = {}, 0
-        for end, leaves, is_same in ends:
-            if not is_same or _metric_of(end.entry) in combined:
+        for end, leaves in ends:
+            if end.is_changed or end.origin in kept or _metric_of(end.entry) in combined:
                 finals.update((number + i, leaf) for i, leaf in enumerate(leaves))
             number += len(leaves)
-        return Outcome(graphdef, tuple(end for end, _, _ in ends)), finals
+        return Outcome(graphdef, tuple(end for end, _ in ends)), finals
+
+    def _is_unchanged(
+        self, origin: int, leaves: Sequence[Any], treedef: jax.tree_util.PyTreeDef
+    ) -> bool:
+        """Returns whether a variable has the value that it had at the start."""
+        start = self._start[origin]
+        is_same_tree = treedef == self._plan.entries[origin].treedef
+        return is_same_tree and all(a is b for a, b in zip(leaves, start, strict=True))
 
 
 def _metric_of(entry: Entry) -> int | None:

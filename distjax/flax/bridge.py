@@ -59,14 +59,14 @@ class NNXObjectLeaves:
         traced = TracedNNXObjects(self.plan, self._objects.objects, graph.variables)
         saved = traced.save()
         try:
-            traced.enter(leaves, graph.paths, context)
-            return body(traced)
-        finally:
             try:
+                traced.enter(leaves, graph.paths, context)
+                return body(traced)
+            finally:
                 saved.restore()
-            except BaseException:  # raised by a signal during the restore
-                saved.restore()
-                raise
+        except BaseException:  # also one raised by a signal before or during the restore
+            saved.restore()
+            raise
 
     def combine_writes(
         self, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike | None

@@ -6,13 +6,11 @@ It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.extend.backend as jeb
@@ -21,7 +19,7 @@ import numpy as np
 from jax import core
 from jax.interpreters import ad, batching, partial_eval
 
-from distjax.typing import ArrayLike, DTypeLike, PyTree
+from distjax.typing import ArrayLike, DTypeLike
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:2])
 
@@ -91,81 +89,6 @@ def staging() -> bool:
         return False
     zero = np.int32(0)  # the same dtype on both sides, in 64-bit mode too
     return isinstance(jax.lax.add(zero, zero), Tracer)
-
-
-def trace_jaxpr(
-    fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
-) -> tuple[jec.Jaxpr, list[Any]]:
-    """Traces `fn` and returns its jaxpr and the constants it closed over.
-
-    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function, avals and
-    axis names, but not by distjax's frames. So each active trace has an axis name of its
-    own, which keeps inner functions from returning another trace's tracers. When the trace
-    ends its name is reused, and with it the cached traces of jnp's own functions, unless
-    `forget_inner_traces` was called for the trace.
-    """
-    lease = _TraceName()
-
-    def named(*args: PyTree) -> Any:
-        lease.trace = current_trace()
-        return fn(*args)
-
-    functools.update_wrapper(named, fn)
-    try:
-        closed = jax.make_jaxpr(named, axis_env=[*axis_env, (lease.name, 1)])(*avals)
-    except BaseException:
-        lease.is_reusable = False
-        raise
-    finally:
-        lease.end()
-    return open_jaxpr(closed)
-
-
-class _TraceName:
-    """The axis name that identifies one active trace.
-
-    Attributes:
-      name: the name, shared with no other active trace.
-      trace: the trace, once it has begun.
-      is_reusable: whether a later trace may reuse the name.
-    """
-
-    _free: ClassVar[list[str]] = []
-    under_way: ClassVar[list[_TraceName]] = []
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
-
-    def __init__(self) -> None:
-        try:
-            self.name = self._free.pop()
-        except IndexError:
-            self.name = f"_distjax_trace_{next(self._numbers)}"
-        self.trace: core.Trace | None = None
-        self.is_reusable = True
-        self.under_way.append(self)
-
-    def end(self) -> None:
-        """Releases the name."""
-        self.under_way.remove(self)
-        self.trace = None
-        if self.is_reusable:
-            self._free.append(self.name)
-
-
-def forget_inner_traces(trace: core.Trace) -> None:
-    """Keeps later traces from reusing what JAX cached for functions inside `trace`.
-
-    For an inner function that depends on more than JAX's cache key covers.
-    """
-    is_inside = False
-    for lease in tuple(_TraceName.under_way):  # outermost first
-        is_inside = is_inside or lease.trace is trace
-        lease.is_reusable = lease.is_reusable and not is_inside
-
-
-def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:
-    """Returns the avals of what ``fn`` returns, by tracing it once."""
-    jaxpr, _ = trace_jaxpr(fn, ())
-    return [v.aval for v in jaxpr.outvars]
 
 
 def aval_of(value: ArrayLike) -> ShapedArray:

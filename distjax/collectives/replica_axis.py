@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.jax_compat import Jaxpr, Literal
 from distjax.placement.topology import Topology
@@ -35,7 +35,7 @@ def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: jax.Arr
         return fn(*arrays)
     axis_env = [(topology.axis_name, topology.num_replicas)]
     avals = [jax_compat.aval_of(x) for x in arrays]
-    jaxpr, consts = jax_compat.trace_jaxpr(lambda *local: [fn(*local)], avals, axis_env)
+    jaxpr, consts = inner_traces.trace_jaxpr(lambda *local: [fn(*local)], avals, axis_env)
     names = {topology.axis_name: axis_name}
     return _evaluate(jaxpr, consts, arrays, names)[0]
 

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.context.contracts import StrategyLike, VariableLike
 from distjax.context.observer import Observer
 from distjax.errors import ContextError, StrategyMismatchError, message
@@ -96,7 +96,7 @@ def current() -> Frame:
     frame = stack[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
         # An inner function depends on state that JAX does not know of but would cache.
-        jax_compat.forget_inner_traces(frame.state.trace)
+        inner_traces.forget_inner_traces(frame.state.trace)
     return frame
 
 
@@ -108,6 +108,7 @@ def stack() -> tuple[Frame, ...]:
 def push(frame: Frame) -> None:
     """Puts `frame` on the stack."""
     _stack.set((*_stack.get(), frame))
+    inner_traces.renew_inner_traces()
 
 
 def take_out(frame: Frame) -> bool:
@@ -117,6 +118,7 @@ def take_out(frame: Frame) -> bool:
     if len(rest) == len(frames):
         return False
     _stack.set(rest)
+    inner_traces.renew_inner_traces()
     return True
 
 

@@ -57,6 +57,28 @@ def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[Non
     return _modes_of_this_thread(_MODES_OF_CALLS)
 
 
+def probe_settings() -> Callable[[], bool]:
+    """Returns a function: whether `jit` compiles anew for the settings of the thread that calls it.
+
+    It compares them with the settings of this thread, all that are part of JAX's cache key.
+    """
+    num_traces = 0
+
+    def count() -> None:
+        nonlocal num_traces
+        num_traces += 1
+
+    probe = jax.jit(count)
+    probe.trace()
+
+    def is_anew() -> bool:
+        before = num_traces
+        probe.trace()
+        return num_traces > before
+
+    return is_anew
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramModes:
     """The modes in which a thread calls programs, to be sent to another process.

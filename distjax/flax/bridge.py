@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.context.contracts import StrategyLike
 from distjax.flax import host_reads, trace_level
 from distjax.flax.graph_cache import references
@@ -54,7 +54,7 @@ class NNXObjectLeaves:
     ) -> R:
         """Returns `body()`, called while the objects hold the values of a trace."""
         # An inner function that closes over an object would leak this trace's values to later ones.
-        jax_compat.forget_inner_traces(jax_compat.current_trace())
+        inner_traces.forget_inner_traces(jax_compat.current_trace())
         graph = self._objects.graph
         traced = TracedNNXObjects(self.plan, self._objects.objects, graph.variables)
         saved = traced.save()

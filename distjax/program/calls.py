@@ -25,6 +25,7 @@ from distjax import jax_compat
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import own_programs
 from distjax.collectives.throttle import throttle
+from distjax.context.thread_settings import modes_of_this_thread, probe_settings
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
 from distjax.program.build import Build, NotCompiled
@@ -109,16 +110,39 @@ def start_uninterrupted(
     arrays and the return of their successors.
 
     Raises:
-      NotCompiled: nothing has happened.
+      NotCompiled: the caller has JAX settings that no other thread has; nothing has happened.
     """
+    are_others, modes = probe_settings(), modes_of_this_thread()
 
     def start_first() -> tuple[Any, OutputSpec]:
-        started = start(build, args, kwargs, finish)
+        if are_others():
+            raise NotCompiled
+        with modes():
+            started = start(build, args, kwargs, finish)
         if build.spans_processes:
             ledger.wait()  # else unordered with what the caller's thread launches next
         return started
 
     return call_uninterrupted(start_first)
+
+
+def require_no_nan(error: Exception, name: str) -> None:
+    """Raises a FloatingPointError if `error` comes from `jax.debug_nans` or `debug_infs`.
+
+    JAX then calls the function again, operation by operation, with arrays that are gone.
+    """
+    cause = error.__context__
+    if not isinstance(error, NotCompiled) or "FloatingPoint" not in type(cause).__name__:
+        return
+    raise FloatingPointError(
+        message(
+            f"{name} needs finite values while jax.debug_nans or jax.debug_infs is on",
+            got="nan or inf in a result, or in a variable that it writes",
+            why="the step has run: variables that it writes have no value now",
+            fix="restore a checkpoint or assign them; to find the operation, call a part of the "
+            "step that writes no variable",
+        )
+    ) from cause
 
 
 def trace_and_start(

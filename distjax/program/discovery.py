@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.cluster.facts import describe_program
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
@@ -216,7 +216,7 @@ def discover(
         return [*outs, *log.take_values()]
 
     try:
-        jaxpr, consts = jax_compat.trace_jaxpr(traced, list(map(jax_compat.aval_of, given)))
+        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(jax_compat.aval_of, given)))
     finally:
         log.close()
     error = found.pop("error", None)

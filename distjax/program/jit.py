@@ -156,7 +156,7 @@ class CompiledFunction:
         """Returns the arguments with static ones as Static."""
         if not self._static:
             return args, kwargs
-        names = list(inspect.signature(self._fn).parameters)
+        names = positional_names(self._fn)
         args = tuple(
             as_static(a, names[i]) if i < len(names) and names[i] in self._static else a
             for i, a in enumerate(args)

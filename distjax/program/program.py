@@ -24,6 +24,7 @@ from distjax.program.agreement import agree_on_program
 from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
 from distjax.program.calls import (
     Finish,
+    require_no_nan,
     require_outside_traces,
     start,
     start_uninterrupted,
@@ -203,6 +204,7 @@ class Program:
         cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         try:
             while True:
+                require_no_nan(error, self._step.name)
                 if isinstance(error, UnknownVariables):
                     with self._tracing, phase(f"tracing {self._step.name}"):
                         self._rebuild(error.discovered, args, kwargs)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.placement.topology import Topology
@@ -92,7 +92,7 @@ def _emit_remat(
         outs[:] = emitter.emit(inner, inner_consts, args)
         return [o.array for o in outs]
 
-    jaxpr, consts = jax_compat.trace_jaxpr(body, [jax_compat.aval_of(i.array) for i in ins])
+    jaxpr, consts = inner_traces.trace_jaxpr(body, [jax_compat.aval_of(i.array) for i in ins])
     whole = jax_compat.new_jaxpr(
         jaxpr, (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns
     )
@@ -222,7 +222,7 @@ def _shapes_only(
         return [o.array for o in found]
 
     with frames.without_observer():
-        jax_compat.trace_jaxpr(trace, avals)
+        inner_traces.trace_jaxpr(trace, avals)
     return found
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.typing import ArrayLike, PyTree
@@ -209,7 +209,7 @@ def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) ->
         written[:] = list(state.written)
 
     with frames.without_observer():
-        jax_compat.trace_jaxpr(traced, shapes)
+        inner_traces.trace_jaxpr(traced, shapes)
     for variable in written:
         outer.require_writable(variable)
     return written

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat, user_mesh
+from distjax import inner_traces, jax_compat, user_mesh
 from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
@@ -312,12 +312,12 @@ def trace_replica(
     axis_env = [(topology.axis_name, topology.num_replicas)]
     try:
         with _model_axes_in_scope(topology):
-            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals, axis_env)
     except AssertionError as error:
         if not str(error).startswith("ManualAxisType"):
             raise
         with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
-            jaxpr, consts = jax_compat.trace_jaxpr(traced, avals, axis_env)
+            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals, axis_env)
     trace = ReplicaTrace(jaxpr, consts, **found)
     return trace if trace.error is None else _keep_created(trace, trace.error)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat, user_mesh
+from distjax import inner_traces, jax_compat, user_mesh
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
@@ -114,7 +114,7 @@ class UserMerge:
 
         # The replica function's mesh (its model axes) does not apply to cross-replica code.
         with user_mesh.outside_manual_axes(), frames.without_observer():
-            jaxpr, _ = jax_compat.trace_jaxpr(traced, avals)
+            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
         self.jaxpr = None if as_per_replica else jaxpr
 

@@ -184,8 +184,10 @@ def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
 def _reduce_masked(
     extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:
-    global_value = _as_global_value(extended, ReduceOp.MEAN, value)
-    global_value = global_value or GlobalValue(jnp.asarray(off_device(value)), False)
+    global_value = _as_global_value(extended, op, value)
+    if global_value is None:
+        value = _reduce_elsewhere(extended, op, value, ())  # or raises
+        global_value = GlobalValue(jnp.asarray(off_device(value)), False)
     global_mask = _as_global_value(extended, ReduceOp.MEAN, mask, "the mask")
     global_mask = global_mask or GlobalValue(jnp.asarray(off_device(mask)), False)
     shape = global_value.array.shape[int(global_value.varying) :]

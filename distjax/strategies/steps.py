@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import inner_traces
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
@@ -268,6 +268,6 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         return jax.tree.leaves(outs)
 
     with frames.without_observer():
-        avals = jax_compat.traced_avals(trace)
+        avals = inner_traces.traced_avals(trace)
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
@@ -131,11 +131,18 @@ class TraceState:
         self.meant: dict[int, tuple[Any, str]] = {}
         self.feedbacks: dict[int, tuple[Any, Any]] = {}
         self._values: dict[Any, Any] = {}
+        self._read_inside: set[Any] = set()  # read by functions whose traces JAX caches
         self._gathered: dict[Any, tuple[Any, Any]] = {}
         self._shards: dict[int, tuple[Any, Any, Any]] = {}
 
     def read(self, variable: StoredVariable) -> Any:
         """Returns the value of `variable` in this state's view."""
+        trace = jax_compat.current_trace()
+        if trace is not self.trace and type(trace) is type(self.trace):  # not that of grad, vmap
+            self._read_inside.add(variable)
+        return self._value(variable)
+
+    def _value(self, variable: StoredVariable) -> Any:
         if variable not in self._values:
             self.read_order.append(variable)
             self._values[variable] = self._initial(variable)
@@ -145,7 +152,7 @@ class TraceState:
         variable.stored.complete_creation()
         variable.require_initialized()
         if self.parent is not None:
-            return self.parent.read(variable)
+            return self.parent._value(variable)
         with jax_compat.in_trace(self.trace):
             return variable_p.bind(variable=WeakVariable(variable), local_view=self.local_view)
 
@@ -182,13 +189,24 @@ class TraceState:
 
     def bind(self, variable: StoredVariable, value: PyTree) -> None:
         """Sets the value that `variable` has at the start of the trace."""
+        self._renew_readers(variable)
         self._values[variable] = value
 
     def write(self, variable: StoredVariable, value: PyTree) -> None:
         """Sets a new value of `variable`."""
         self.require_writable(variable)
+        self._renew_readers(variable)
         self._values[variable] = value
         self.written[variable] = None
+
+    def _renew_readers(self, variable: StoredVariable) -> None:
+        """Has functions traced again that read the former value and are called again."""
+        state: TraceState | None = self
+        while state is not None:
+            if variable in state._read_inside:
+                inner_traces.renew_inner_traces()
+                return
+            state = state.parent
 
     def require_writable(self, variable: StoredVariable) -> None:
         """Raises TraceLeakError inside an inner trace."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.replica.analysis import CALLS
 from distjax.servers.plan import Program
@@ -127,7 +127,7 @@ def aval_of_atom(atom: Var | Literal) -> ShapedArray:
 
 def trace_code(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Code:
     """Returns the code of a function of flat arrays; nothing in it names a device."""
-    jaxpr, consts = jax_compat.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
+    jaxpr, consts = inner_traces.trace_jaxpr(lambda *arrays: list(fn(*arrays)), avals)
     if any(map(_places, jaxpr.eqns)):
         anywhere = lambda *arrays: eval_opened(jaxpr, consts, arrays, _places)
         return trace_code(anywhere, avals)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.jax_compat import Jaxpr, Literal, ShapedArray, Var
 from distjax.placement.topology import Topology
@@ -80,7 +80,7 @@ def find_localities(
         return [value.array for value in found]
 
     with frames.without_observer():
-        jax_compat.trace_jaxpr(run, list(map(given.aval, ins)))
+        inner_traces.trace_jaxpr(run, list(map(given.aval, ins)))
     return Localities(
         topology, frozenset(v for v, x in zip(names, found, strict=True) if x.varying)
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import inner_traces, jax_compat
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
@@ -94,7 +94,7 @@ def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple
     axis_env = [(topology.axis_name, topology.num_replicas)]
     opens = lambda eqn: as_server_merge(eqn) is None and _holds_server_merge(eqn)
     opened = lambda *args: eval_opened(jaxpr, consts, args, opens)
-    return jax_compat.trace_jaxpr(opened, avals, axis_env)
+    return inner_traces.trace_jaxpr(opened, avals, axis_env)
 
 
 def _holds_server_merge(eqn: JaxprEqn) -> bool:

@@ -1,0 +1,113 @@
+"""Keys for what JAX caches of functions inside a trace, which may read distjax's state."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from distjax import jax_compat
+from distjax.typing import PyTree
+
+
+def trace_jaxpr(
+    fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+) -> tuple[jax_compat.Jaxpr, list[Any]]:
+    """Traces `fn` and returns its jaxpr and the constants it closed over.
+
+    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function, avals and
+    axis names, but not by distjax's frames. So each active trace has an axis name of its
+    own, which keeps inner functions from returning another trace's tracers. When the trace
+    ends its name is reused, and with it the cached traces of jnp's own functions, unless
+    `forget_inner_traces` was called for the trace.
+    """
+    lease = _TraceName()
+
+    def named(*args: PyTree) -> Any:
+        lease.trace = jax_compat.current_trace()
+        return fn(*args)
+
+    functools.update_wrapper(named, fn)
+    try:
+        closed = jax.make_jaxpr(named, axis_env=[*axis_env, (lease.name, 1)])(*avals)
+    except BaseException:
+        lease.is_reusable = False
+        raise
+    finally:
+        lease.end()
+    return jax_compat.open_jaxpr(closed)
+
+
+class _TraceName:
+    """The axis name that identifies one active trace.
+
+    Attributes:
+      name: the name, shared with no other active trace.
+      trace: the trace, once it has begun.
+      is_reusable: whether a later trace may reuse the name.
+      thread: the thread that traces.
+    """
+
+    _free: ClassVar[list[str]] = []
+    under_way: ClassVar[list[_TraceName]] = []
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self) -> None:
+        try:
+            self.name = self._free.pop()
+        except IndexError:
+            self.name = f"_distjax_trace_{next(self._numbers)}"
+        self.trace: Any | None = None
+        self.is_reusable = True
+        self.thread = threading.get_ident()
+        self._num_renewed = 0
+        self._contexts = contextlib.ExitStack()
+        self.under_way.append(self)
+
+    def renew(self) -> None:
+        """Gives the rest of the trace another key in JAX's caches."""
+        self._num_renewed += 1
+        # The one part of the key that means nothing to the program: attributes of its HLO.
+        self._contexts.enter_context(set_xla_metadata(distjax_reads=str(self._num_renewed)))
+
+    def end(self) -> None:
+        """Releases the name."""
+        self._contexts.close()
+        self.under_way.remove(self)
+        self.trace = None
+        if self.is_reusable:
+            self._free.append(self.name)
+
+
+def forget_inner_traces(trace: Any) -> None:
+    """Keeps later traces from reusing what JAX cached for functions inside `trace`.
+
+    For an inner function that depends on more than JAX's cache key covers.
+    """
+    is_inside = False
+    for lease in tuple(_TraceName.under_way):  # outermost first
+        is_inside = is_inside or lease.trace is trace
+        lease.is_reusable = lease.is_reusable and not is_inside
+
+
+def renew_inner_traces() -> None:
+    """Keeps inner functions from returning what they were traced to in this trace before.
+
+    For a change of what they depend on beside JAX's cache key: a variable's value, or the
+    active strategy. Nothing is done while no inner function depends on any of these.
+    """
+    own = [x for x in tuple(_TraceName.under_way) if x.thread == threading.get_ident()]
+    if any(not lease.is_reusable for lease in own):
+        own[-1].renew()
+
+
+def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:
+    """Returns the avals of what ``fn`` returns, by tracing it once."""
+    jaxpr, _ = trace_jaxpr(fn, ())
+    return [v.aval for v in jaxpr.outvars]

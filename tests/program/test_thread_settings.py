@@ -1,0 +1,104 @@
+"""Steps that write variables follow the JAX settings of the thread that calls them, as `jit` does."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+
+SETTINGS = {
+    "enable_x64": lambda: jax.enable_x64(True),
+    "threefry_partitionable": lambda: jax.threefry_partitionable(False),
+    "default_matmul_precision": lambda: jax.default_matmul_precision("float32"),
+    "numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+}
+
+
+def outputs():
+    """Values, and what was traced, under the settings of now."""
+    numbers = jax.random.normal(jax.random.key(0), (8,), "float32")
+    config = jax.config
+    marks = [config.jax_numpy_dtype_promotion == "strict", config.jax_default_matmul_precision]
+    return jnp.arange(2), numbers, jnp.asarray([mark in (True, "float32") for mark in marks])
+
+
+def described(out):
+    return [(x.dtype, np.asarray(x).tolist()) for x in out]
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["run", "jit"])
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+def test_law_settings_of_a_block_count(pair, setting, wrap):
+    """In any order, and each time: what a step without variables gives."""
+    with pair.scope():
+        v = dj.Variable(jnp.float32(0), aggregation=dj.VariableAggregation.MEAN)
+
+    def step():
+        v.assign_add(jnp.float32(1))
+        return outputs()
+
+    call = lambda: pair.run(step)
+    call = dj.jit(call) if wrap else call
+    plain = jax.jit(lambda: outputs())  # a function of its own
+    outside = described(plain())
+    with SETTINGS[setting]():
+        inside = described(plain())
+    assert inside != outside
+    for number, is_inside in enumerate([False, True, True, False, True]):
+        if is_inside:
+            with SETTINGS[setting]():
+                assert described(call()) == inside, number
+        else:
+            assert described(call()) == outside, number
+    assert float(v.value) == 5
+
+
+def test_another_thread_has_its_own(pair):
+    with pair.scope():
+        v = dj.Variable(jnp.float32(0), aggregation=dj.VariableAggregation.MEAN)
+
+    def step():
+        v.assign_add(jnp.float32(1))
+        return jnp.arange(2) * 1.0
+
+    dtypes = {}
+
+    def work(is_wide):
+        with jax.enable_x64(is_wide):
+            dtypes[is_wide] = {str(pair.run(step).dtype) for _ in range(10)}
+
+    threads = [threading.Thread(target=work, args=(is_wide,)) for is_wide in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert dtypes == {True: {"float64"}, False: {"float32"}} and float(v.value) == 20
+
+
+@pytest.mark.parametrize("check", [jax.debug_nans, jax.debug_infs])
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("wrap", [False, True], ids=["run", "jit"])
+def test_nan_is_an_error_where_it_is_looked_for(pair, check, is_warm, wrap):
+    with pair.scope():
+        v = dj.Variable(jnp.float32(0), name="v", aggregation=dj.VariableAggregation.MEAN)
+
+    def step(x):
+        v.assign_add(1.0)
+        return 1 / x if check is jax.debug_infs else jnp.log(x)
+
+    call = lambda x: pair.run(step, args=(x,))
+    call = dj.jit(call) if wrap else call
+    bad = 0.0 if check is jax.debug_infs else -1.0
+    if is_warm:
+        call(1.0)
+    with check(True):
+        call(2.0)
+        with pytest.raises(FloatingPointError):
+            call(bad)
+    v.assign(3.0)  # as it says
+    with check(True):
+        call(2.0)
+    assert float(v.value) == 4

@@ -62,6 +62,11 @@ class NNXObjectLeaves:
             try:
                 traced.enter(leaves, graph.paths, context)
                 return body(traced)
+            except Exception as error:
+                explained = trace_level.explain_here(error)  # before the marks are those of outside
+                if explained is not None:
+                    raise explained from error
+                raise
             finally:
                 saved.restore()
         except BaseException:  # also one raised by a signal before or during the restore

@@ -24,28 +24,57 @@ _NAMES = ("self", "value")
 
 def is_outside(node: object) -> bool:
     """Returns whether a module or variable was made outside traces and is in none."""
+    return _OUTSIDE in _marks(node)
+
+
+def _marks(node: object) -> list[tracers.TraceState]:
+    """Returns Flax's mark of a module or variable."""
     if isinstance(node, nnx.Variable):
-        return any(_is_outside(part) for part in node.__getstate__().values())
-    states = [x for x in vars(node).values() if isinstance(x, pytreelib.PytreeState)]
-    return any(_is_outside(state.trace_state) for state in states)
-
-
-def _is_outside(mark: object) -> bool:
-    return isinstance(mark, tracers.TraceState) and mark == _OUTSIDE
+        parts = [*node.__getstate__().values()]
+    else:
+        states = [x for x in vars(node).values() if isinstance(x, pytreelib.PytreeState)]
+        parts = [state.trace_state for state in states]
+    return [part for part in parts if isinstance(part, tracers.TraceState)]
 
 
 def explain(error: Exception) -> TraceLeakError | None:
     """Returns an error that explains Flax's refusal to change an object, or None."""
-    if "different trace level" not in str(error) or error.__traceback__ is None:
-        return None
+    return next((not_found(node) for node in _refused(error) if is_outside(node)), None)
+
+
+def explain_here(error: Exception) -> TraceLeakError | None:
+    """Returns an error for a refusal to change an object of the current trace, or None.
+
+    The object was found: a trace inside, that of a scan's body, was to change it.
+    """
+    here = tracers.TraceState()
+    return next((_in_inner_trace(node) for node in _refused(error) if here in _marks(node)), None)
+
+
+def _refused(error: Exception) -> list[PyTree]:
+    """Returns the object that Flax refused to change, if `error` says that."""
     traceback = error.__traceback__
+    if "different trace level" not in str(error) or traceback is None:
+        return []
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    refused = [traceback.tb_frame.f_locals.get(name) for name in _NAMES]
-    for node in refused:
-        if isinstance(node, (nnx.Pytree, nnx.Variable)) and is_outside(node):
-            return not_found(node)
-    return None
+    held = [traceback.tb_frame.f_locals.get(name) for name in _NAMES]
+    return [node for node in held if isinstance(node, (nnx.Pytree, nnx.Variable))]
+
+
+def _in_inner_trace(node: PyTree) -> TraceLeakError:
+    return TraceLeakError(
+        message(
+            f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+            got="a write in the body of a scan, a branch or another function that JAX traces by "
+            "itself",
+            why="the body is traced once, apart from the step, and JAX knows nothing of the "
+            "object: what it writes is neither a carry nor a result",
+            fix="nnx.scan, nnx.cond or nnx.jit with the object as an argument; or graphdef, state "
+            "= nnx.split(model) before, nnx.merge(graphdef, state, copy=True) in the body, its "
+            "nnx.state as a carry or result, and nnx.update(model, state) after",
+        )
+    )
 
 
 def not_found(node: PyTree) -> TraceLeakError:

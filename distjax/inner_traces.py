@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
+from jax import core
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from distjax import jax_compat
@@ -63,7 +64,7 @@ class _TraceName:
             self.name = self._free.pop()
         except IndexError:
             self.name = f"_distjax_trace_{next(self._numbers)}"
-        self.trace: Any | None = None
+        self.trace: core.Trace | None = None
         self.is_reusable = True
         self.thread = threading.get_ident()
         self._num_renewed = 0
@@ -85,7 +86,7 @@ class _TraceName:
             self._free.append(self.name)
 
 
-def forget_inner_traces(trace: Any) -> None:
+def forget_inner_traces(trace: core.Trace) -> None:
     """Keeps later traces from reusing what JAX cached for functions inside `trace`.
 
     For an inner function that depends on more than JAX's cache key covers.

@@ -18,11 +18,11 @@ def cast(tree: T, dtype: DTypeLike) -> T:
     """Returns `tree` with its floating-point arrays in `dtype`, to compute with.
 
     A module becomes a view: its parameters are cast copies, every other variable
-    (batch statistics, random streams) is the module's own. Gradients with respect
-    to the original module have the dtype of its parameters.
+    (batch statistics, random streams) is the module's own. A `dj.Variable` becomes its
+    value. Gradients with respect to the original module have the dtype of its parameters.
 
     Args:
-      tree: a module, arrays, or a tree of both.
+      tree: a module, arrays, variables, or a tree of these.
       dtype: e.g. `jnp.bfloat16`.
 
     Locality: that of `tree`. Context: any; for gradients, inside the loss function.
@@ -46,7 +46,7 @@ def _is_object(value: object) -> bool:
 
 def _cast(value: PyTree, dtype: DTypeLike) -> Any:
     if not _is_object(value):
-        return value.astype(dtype) if _is_floating(value) else value
+        return jnp.asarray(value).astype(dtype) if _is_floating(value) else value
     graphdef, flat = nnx.graph.flatten(value, graph=True)
     leaves = [
         jax.tree.map(lambda x: _cast(x, dtype), raw_value(v)) if isinstance(v, nnx.Param) else v

@@ -182,6 +182,17 @@ def _refuse(entry: Entry) -> NoReturn:
                 fix=f'dj.flax.set_rule({entry.kind}, "mean"), or "per_replica"',
             )
         )
+    if entry.rule == rules.MEAN:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs floating-point numbers, of which there is a mean",
+                got=f"a {entry.kind} of integers or bools that each replica wrote differently",
+                why="its rule is the mean of what the replicas wrote, and that of integers is none",
+                fix="write what is equal on every replica: dj.get_replica_context().all_reduce("
+                f"'sum', count); or give it a float dtype, or dj.flax.set_rule({entry.kind}, "
+                '"per_replica")',
+            )
+        )
     raise LocalityError(
         message(
             f"{entry.path} needs a value that is equal on every replica",

@@ -215,6 +215,25 @@ def function_name(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
 
 
+def require_finished(result: PyTree, fn: Callable[..., Any]) -> Any:
+    """Returns what ``fn`` returned.
+
+    Raises:
+      TypeError: a generator or coroutine: its body has not run.
+    """
+    if not (inspect.isgenerator(result) or inspect.iscoroutine(result)):
+        return result
+    result.close()
+    raise TypeError(
+        message(
+            f"{function_name(fn)} needs to return values",
+            got="a coroutine (`async def`)" if inspect.iscoroutine(result) else "a generator",
+            why="its body has not run: it would run after the step, outside of it",
+            fix="a function without `yield` and `async`, that returns a tuple or list",
+        )
+    )
+
+
 def positional_names(fn: Callable[..., Any]) -> list[str]:
     """Returns the names of the parameters that accept positional arguments."""
     try:

@@ -27,6 +27,7 @@ from distjax.replica.arguments import (
     argument_names,
     function_name,
     is_array,
+    require_finished,
     user_path,
 )
 from distjax.replica.body_errors import add_number_note, require_no_other_mesh
@@ -292,7 +293,7 @@ def trace_replica(
         try:
             frame = Frame(strategy, context, state, axis_name=topology.axis_name)
             with frames.with_frame(frame):
-                result = PartitionedTree(fn(*args, **kwargs), is_array)
+                result = PartitionedTree(require_finished(fn(*args, **kwargs), fn), is_array)
             if context.merge_error is not None:
                 raise context.merge_error
             leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]

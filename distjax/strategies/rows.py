@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from distjax import jax_compat
 from distjax.context.contracts import ExtendedLike
@@ -58,6 +59,8 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
         return _place(rows[0], topology)
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)
+    if isinstance(rows, np.ndarray):
+        rows = rows.copy()  # device arrays may keep its memory, which the user may fill again
     return PerReplica(transfer(rows, topology.per_replica), topology)
 
 

@@ -182,8 +182,12 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
     if not extended.wraps:
         return fn(ValueContext())
     topology = extended.topology
-    trees = [fn(ValueContext(i, topology.num_replicas)) for i in topology.local_replicas]
-    flat = [jax.tree.flatten(tree, is_leaf=is_sparse) for tree in trees]
+    flat: list[tuple[list[Any], Any]] = []
+    for replica in topology.local_replicas:
+        value = fn(ValueContext(replica, topology.num_replicas))
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_sparse)
+        # Copied now, as the function may fill the same buffer again.
+        flat.append(([x.copy() if isinstance(x, np.ndarray) else x for x in leaves], treedef))
     first = topology.local_replicas[0]
     for replica, (_, treedef) in zip(topology.local_replicas, flat, strict=True):
         if treedef != flat[0][1]:

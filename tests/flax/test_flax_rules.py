@@ -319,3 +319,26 @@ def test_bad_registrations():
         dj.flax.register_metric(int)
     with pytest.raises(ValueError, match='register_metric needs "sum" or a function'):
         dj.flax.register_metric(Largest, "mean")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_statistics_without_a_mean_that_differ(pair, dtype):
+    """What the error names works: their sum, and another rule."""
+
+    class Counts(nnx.Module):
+        def __init__(self):
+            self.count = nnx.BatchStat(jnp.zeros((), dtype))
+
+    def write(model, reduce=lambda x: x):
+        number = dj.get_replica_context().replica_id_in_sync_group
+        model.count[...] = reduce(jnp.int32(number)).astype(dtype)
+
+    model = Counts()
+    with pytest.raises(LocalityError, match=r"^Counts\.count needs floating.*\n.*BatchStat of int"):
+        pair.run(write, args=(model,))
+    summed = lambda model: write(model, lambda x: dj.get_replica_context().all_reduce("sum", x))
+    pair.run(summed, args=(model,))
+    assert model.count[...] == 1
+    dj.flax.set_rule(model, "per_replica")
+    pair.run(write, args=(model,))
+    np.testing.assert_array_equal(model.count.get_value().stacked, [0, 1])

@@ -81,6 +81,9 @@ def test_a_scaled_step_is_the_unscaled_one():
     np.testing.assert_allclose(scaled[0].kernel[...], plain[0].kernel[...], rtol=1e-6)
 
 
+X_ONES = jnp.ones(2)
+
+
 class Weight(nnx.Module):
     def __init__(self, dtype):
         self.w = nnx.Param(jnp.ones(4, dtype))
@@ -130,3 +133,17 @@ def test_the_scale_stays_finite_and_comes_back(start, end):
     assert float(scale.scale[...]) == end
     assert run(not grows) is not grows
     assert float(scale.scale[...]) == (end / 2 if grows else end * 2)
+
+
+def test_a_cast_of_variables_is_that_of_their_values(pair, how):
+    with pair.scope():
+        tree = {"w": dj.Variable(jnp.full(2, 1.5)), "n": dj.Variable(jnp.arange(2)), "x": X_ONES}
+
+    def compute():
+        short = dj.flax.cast(tree, jnp.bfloat16)
+        assert short["w"].dtype == short["x"].dtype == jnp.bfloat16
+        assert short["n"].dtype == jnp.int32
+        return short["w"] + short["x"]
+
+    np.testing.assert_array_equal(how(lambda: pair.run(compute))(), [2.5, 2.5])
+    assert tree["w"].dtype == jnp.float32

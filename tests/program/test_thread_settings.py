@@ -1,4 +1,4 @@
-"""Steps that write variables follow the JAX settings of the thread that calls them, as `jit` does."""
+"""Steps that write variables follow the JAX settings of the thread that calls them, like `jit`."""
 
 import threading
 

@@ -98,6 +98,7 @@ def lost(pair, monkeypatch):
             program(*args)
             raise Alarm
 
+        call.trace = program.trace
         return call
 
     step = lambda: pair.run(lambda x: (w.assign_add(jnp.full(8, x)), None)[1], args=(ids(pair),))

@@ -5,17 +5,18 @@ than about 30 programs with collectives are enqueued without any being awaited. 
 `MAX_IN_FLIGHT` programs run at a time; then the older half of them is awaited, which is usually
 done by then. Elsewhere nothing is awaited.
 
-One array stands for the whole half: XLA makes a program on several of a process's CPU devices wait
-for the end of the one that it launched before (`last_collective_launch_event`), so such programs
-end in the order of their launch.
+The last program of a half stands for all of it: XLA makes a program on several of a process's CPU
+devices wait for the end of the one that it launched before (`last_collective_launch_event`), so
+such programs end in the order of their launch. In a job of several processes, programs on one
+device keep no order, and each is awaited.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,11 @@ from distjax.cluster.job import job
 MAX_IN_FLIGHT = 16
 _HALF = MAX_IN_FLIGHT // 2
 
-_in_flight: list[jax.Array] = []
-_lock = threading.Lock()
+_launches = itertools.count(1)
+_older: list[jax.Array] = []  # ends of the half before
+_newer: list[jax.Array] = []
+_awaiting: list[int] = []  # launches that wait for a half: other threads launch no more meanwhile
+_lock = threading.RLock()  # a signal handler, which runs in the thread that waits, may launch
 
 
 @functools.cache
@@ -38,6 +42,12 @@ def is_throttled() -> bool:
         and jax.default_backend() == "cpu"
         and jax.local_device_count() > 1
     )
+
+
+@functools.cache
+def _recorded_every() -> int:
+    """Returns how many launches the end of one stands for; a job is joined before any."""
+    return _HALF if job() is None else 1
 
 
 def make_token() -> jax.Array:
@@ -56,25 +66,25 @@ def throttle(end: jax.Array | None) -> None:
     """
     if end is None or isinstance(end, jax_compat.Tracer) or not is_throttled():
         return
+    launch = next(_launches)
+    if launch % _recorded_every() and not _awaiting:
+        return
     with _lock:
-        _in_flight.append(end)
-        if len(_in_flight) < MAX_IN_FLIGHT:
-            return
-        started = tuple(_in_flight)
-    _await_half(started)
-    with _lock:  # only now, else other threads would launch as many again meanwhile
-        if _in_flight and _in_flight[0] is started[0]:  # no other thread was here first
-            del _in_flight[:_HALF]
+        _newer.append(end)
+        if launch % _HALF == 0:
+            _awaiting.append(launch)
+            try:
+                _await_older()
+            finally:
+                _awaiting.clear()
+            _older[:] = _newer
+            _newer.clear()
 
 
-def _await_half(started: Sequence[jax.Array]) -> None:
+def _await_older() -> None:
     """Waits until the older half is done; failures are reported to whoever reads the outputs."""
-    if job() is not None:  # programs on one device of this process keep no order
-        for each in started[: _HALF - 1]:
-            with contextlib.suppress(RuntimeError):
-                each.block_until_ready()
-    for each in started[_HALF - 1 :]:
+    # What the user has donated since tells nothing: then what came later does.
+    ends = _older + _newer if any(end.is_deleted() for end in _older) else _older[:]
+    for end in ends:
         with contextlib.suppress(RuntimeError):
-            each.block_until_ready()
-        if not each.is_deleted():  # otherwise the user has donated it: ask the next one
-            return
+            end.block_until_ready()

@@ -1,5 +1,9 @@
 """Programs in flight: bounded where JAX needs it, and never awaited elsewhere."""
 
+import concurrent.futures
+import itertools
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,26 +61,45 @@ class Token:
 
 
 @pytest.fixture
-def empty_queue(monkeypatch):
-    monkeypatch.setattr(throttle, "_in_flight", [])
+def launches(monkeypatch):
+    """Nothing is in flight, and programs are throttled."""
+    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
+    monkeypatch.setattr(throttle, "_launches", itertools.count(1))
+    monkeypatch.setattr(throttle, "_older", [])
+    monkeypatch.setattr(throttle, "_newer", [])
+
+
+HALF = throttle.MAX_IN_FLIGHT // 2
 
 
 @pytest.mark.parametrize("in_job", [False, True])
-def test_the_older_half_is_awaited_when_too_many_are_in_flight(empty_queue, monkeypatch, in_job):
+def test_the_older_half_is_awaited_when_too_many_are_in_flight(launches, monkeypatch, in_job):
     """In one process by its newest, in whose order the others end; in a job each of them."""
-    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
-    monkeypatch.setattr(throttle, "job", lambda: in_job or None)
-    tokens, half = [Token() for _ in range(30)], throttle.MAX_IN_FLIGHT // 2
-    for number, token in enumerate(tokens):
+    monkeypatch.setattr(throttle, "_recorded_every", lambda: 1 if in_job else HALF)
+    tokens = [Token() for _ in range(5 * HALF)]
+    for number, token in enumerate(tokens, start=1):
         throttle.throttle(token)
-        assert len(throttle._in_flight) < throttle.MAX_IN_FLIGHT
-        done = number + 1 - len(throttle._in_flight)
-        assert done % half == 0 and throttle._in_flight == tokens[done : number + 1]
-        newest = [t.awaited for t in tokens[half - 1 : done : half]]
-        assert all(newest) and len(newest) == done // half
-        others = sum(t.awaited for t in tokens) - len(newest)
-        assert others == (done - len(newest) if in_job else 0)
-    assert done == 16
+        done = max(0, number // HALF - 1) * HALF
+        newest = range(HALF - 1, done, HALF)
+        expected = list(range(done) if in_job else newest)
+        assert [i for i, t in enumerate(tokens) if t.awaited] == expected
+        assert number - done < throttle.MAX_IN_FLIGHT
+    assert done == 4 * HALF
+
+
+def test_other_threads_launch_no_more_while_a_half_is_awaited(launches):
+    tokens = [Token() for _ in range(2 * HALF + 4)]
+    waits, ends = threading.Event(), threading.Event()
+    tokens[HALF - 1].block_until_ready = lambda: (waits.set(), ends.wait(60))
+    for token in tokens[: 2 * HALF - 1]:
+        throttle.throttle(token)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        awaiting = pool.submit(throttle.throttle, tokens[2 * HALF - 1])
+        assert waits.wait(60)
+        others = [pool.submit(throttle.throttle, token) for token in tokens[2 * HALF :]]
+        assert not any(other.done() for other in (awaiting, *others))
+        ends.set()
+    assert all(other.done() for other in (awaiting, *others))
 
 
 def test_programs_on_several_devices_end_in_the_order_of_their_launch():
@@ -102,34 +125,43 @@ def test_programs_on_several_devices_end_in_the_order_of_their_launch():
         assert all(end.is_ready() for end in ends)
 
 
-def test_a_program_that_has_failed_stops_no_later_one(empty_queue, monkeypatch):
-    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
-    tokens = [Token() for _ in range(2 * throttle.MAX_IN_FLIGHT)]
+def test_a_program_that_has_failed_stops_no_later_one(launches):
+    tokens = [Token() for _ in range(4 * HALF)]
 
     def fail():
         raise jax.errors.JaxRuntimeError("told to who reads its results")
 
-    half = throttle.MAX_IN_FLIGHT // 2
-    tokens[half - 1].block_until_ready = fail
+    tokens[HALF - 1].block_until_ready = fail
     for token in tokens:
         throttle.throttle(token)
-    assert [i for i, t in enumerate(tokens) if t.awaited] == [2 * half - 1, 3 * half - 1]
-    assert throttle._in_flight == tokens[3 * half :]
+    assert [i for i, t in enumerate(tokens) if t.awaited] == [2 * HALF - 1, 3 * HALF - 1]
 
 
-def test_a_result_that_is_donated_since_tells_nothing(empty_queue, monkeypatch):
-    monkeypatch.setattr(throttle, "is_throttled", lambda: True)
-    tokens, half = [Token() for _ in range(throttle.MAX_IN_FLIGHT)], throttle.MAX_IN_FLIGHT // 2
+def test_a_signal_handler_may_launch_while_a_half_is_awaited(launches):
+    """It runs in the thread that waits."""
+    tokens, later = [Token() for _ in range(2 * HALF)], [Token() for _ in range(HALF)]
+    handlers = [lambda: [throttle.throttle(token) for token in later]]
+    tokens[HALF - 1].block_until_ready = lambda: handlers and handlers.pop()()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(lambda: [throttle.throttle(token) for token in tokens]).result(60)
+    assert not throttle._awaiting
+
+
+@pytest.mark.parametrize("in_job", [False, True])
+def test_a_result_that_is_donated_since_tells_nothing(launches, monkeypatch, in_job):
+    """Then the newer half is awaited as well."""
+    monkeypatch.setattr(throttle, "_recorded_every", lambda: 1 if in_job else HALF)
+    tokens = [Token() for _ in range(2 * HALF)]
 
     def refuse():
         raise RuntimeError("Array has been deleted")
 
-    for token in tokens[: half + 1]:
+    for token in tokens[:HALF]:
         token.block_until_ready, token.is_deleted = refuse, lambda: True
     for token in tokens:
         throttle.throttle(token)
-    assert [i for i, t in enumerate(tokens) if t.awaited] == [half + 1]
-    assert throttle._in_flight == tokens[half:]
+    awaited = [i for i, t in enumerate(tokens) if t.awaited]
+    assert awaited == list(range(HALF if in_job else 2 * HALF - 1, 2 * HALF))
 
 
 def test_results_that_are_donated_keep_the_bound(mirrored):
@@ -141,10 +173,10 @@ def test_results_that_are_donated_keep_the_bound(mirrored):
     assert [float(end) for end in ends] == [4.0] * 100
 
 
-def test_nothing_is_recorded_without_a_token_or_in_a_trace(empty_queue):
+def test_nothing_is_counted_without_a_token_or_in_a_trace(launches):
     throttle.throttle(None)
     jax.jit(lambda x: (throttle.throttle(x), x)[1])(1.0)
-    assert not throttle._in_flight
+    assert next(throttle._launches) == 1
 
 
 def test_where_programs_are_throttled():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distjax.context import frames
+from distjax.errors import message
 from distjax.flax.gradients import apply_gradients
 from distjax.flax.plans import raw_value
 from distjax.typing import PyTree, ReduceOpLike
@@ -31,6 +32,9 @@ class LossScale(nnx.Pytree):
       scale: the initial factor.
       interval: the number of steps without overflow after which it grows.
 
+    Raises:
+      ValueError: a scale that is not positive and finite, an interval below 1.
+
     Example:
       >>> from flax import nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -50,6 +54,16 @@ class LossScale(nnx.Pytree):
     """
 
     def __init__(self, scale: float = 2.0**15, interval: int = 2000):
+        if not (_BOUNDS[0] <= scale <= _BOUNDS[1]) or interval < 1:
+            raise ValueError(
+                message(
+                    "LossScale needs a positive, finite scale and an interval of 1 or more",
+                    got=f"scale={scale}, interval={interval}",
+                    why="gradients are divided by the scale, which only halving and doubling "
+                    "changes; it grows after that many steps",
+                    fix="dj.flax.LossScale(2.0**15, interval=2000)",
+                )
+            )
         self.interval = interval
         self.scale = ScaleState(jnp.float32(scale))
         self.good_steps = ScaleState(jnp.int32(0))

@@ -147,3 +147,12 @@ def test_a_cast_of_variables_is_that_of_their_values(pair, how):
 
     np.testing.assert_array_equal(how(lambda: pair.run(compute))(), [2.5, 2.5])
     assert tree["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "options", [(0.0,), (-1.0,), (np.inf,), (np.nan,), (1e-45,), (2.0**15, 0)], ids=str
+)
+def test_a_scale_that_cannot_scale_is_refused(options):
+    with pytest.raises(ValueError, match="LossScale needs a positive, finite scale") as error:
+        dj.flax.LossScale(*options)
+    assert f"scale={options[0]}" in str(error.value)

@@ -95,3 +95,48 @@ def test_variables_and_runs_of_two_sets_of_devices(mirrored):
             dj.jit(step)(x)
     assert dj.jit(add)(x, np.asarray(w.value)).tolist() == [3] * 3
     assert dj.jit(lambda x: virtual.run(jnp.negative, args=(x,)))(x).tolist() == [-1] * 3
+
+
+NOT_NUMERIC = {
+    "text": np.array(["a", "b"]),
+    "objects": np.array([None, object()]),
+    "records": np.zeros(2, dtype=[("a", np.float32)]),
+    "dates": np.zeros(2, dtype="datetime64[s]"),
+}
+
+
+@pytest.mark.parametrize("how", ["run", "strategy.jit", "dj.jit", "dj.pmap"])
+@pytest.mark.parametrize("what", NOT_NUMERIC)
+def test_an_array_that_no_device_holds_is_named(pair, how, what):
+    def step(batch):
+        return batch["x"]
+
+    call = {
+        "run": lambda batch: pair.run(step, args=(batch,)),
+        "strategy.jit": pair.jit(step),
+        "dj.jit": dj.jit(step),
+        "dj.pmap": dj.pmap(step, devices=jax.devices()[:2]),
+    }[how]
+    wrong = {"x": NOT_NUMERIC[what], "y": np.ones(2)}
+    with pytest.raises(TypeError, match="needs to be an array of numbers.*\n.*ndarray") as error:
+        call(wrong)
+    assert "['x'] of " in str(error.value) and "no text, no objects" in str(error.value)
+    assert np.shape(np.asarray(call({"x": np.ones(2), "y": np.ones(2)}))) == (2,)
+
+
+def test_a_masked_array_is_refused_in_words(pair):
+    masked = np.ma.masked_array([1.0, 2.0], [False, True])
+    with pytest.raises(TypeError, match="needs to be an array of numbers") as error:
+        pair.run(lambda x: x, args=(masked,))
+    assert "would not see the mask" in str(error.value) and "x.filled(0)" in str(error.value)
+
+
+def test_an_error_of_the_step_is_its_own(pair):
+    """Though an argument holds what is no number of a device's, as a derivative of integers."""
+    zero = np.zeros(2, dtype=jax.dtypes.float0)
+
+    def step(x, zero):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        pair.run(step, args=(np.ones(2), zero))

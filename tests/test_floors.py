@@ -15,6 +15,7 @@ FLOORS = {
     "modes": -4,
     "typing": -3,
     "jax_compat": -2,
+    "trees": -2,
     "inner_traces": -1,
     "user_mesh": -1,
     "tracebacks": -1,

@@ -158,7 +158,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         outputs, token = arrays, None
         needs_end = job() is not None or is_throttled()
         if needs_end and (found.spans_devices or found.spans_processes):
-            donated = [args[number] for number in step.donate_argnums]
+            donated = [arg for i, arg in enumerate(args) if i in step.donate_argnums]
             spec.end = _find_end(arrays, (args, kwargs), donated)
             token = make_token() if spec.end is None else None
         elif job() is None:

@@ -361,11 +361,7 @@ class Program:
         """Returns the arguments, copying arrays that variables would lose by donation."""
         if self._build is not None and self._build.spans_devices:
             self._require_undeleted(args)  # JAX 0.10 aborts the process on a deleted one
-        copied = list(args)
-        for number in self._step.donate_argnums:
-            if number < len(args):
-                copied[number] = copy_handles(args[number])
-        return tuple(copied)
+        return copy_handles(args, self._step.donate_argnums)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
         step = self._step

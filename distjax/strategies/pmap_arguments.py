@@ -19,6 +19,7 @@ from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.replica.arguments import Static, is_array_or_struct, user_path
 from distjax.replica.axis_prefix import broadcast_axes
+from distjax.trees import first_leaf
 from distjax.typing import PyTree
 
 
@@ -180,16 +181,8 @@ class MappedArguments:
 
 
 def _rows_of(tree: PyTree) -> int | None:
-    """Returns the leading size of an array in `tree`, or None if not found quickly."""
-    while True:
-        if type(tree) is dict and tree:
-            tree = next(iter(tree.values()))
-        elif type(tree) in (tuple, list) and tree:
-            tree = tree[0]
-        else:
-            break
-    leaf = tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
-    shape = getattr(leaf, "shape", ())
+    """Returns the leading size of an array in `tree`, or None if it has none."""
+    shape = getattr(first_leaf(tree), "shape", ())
     return shape[0] if shape else None
 
 

@@ -16,17 +16,16 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 
 from distjax import jax_compat
 from distjax.errors import message
+from distjax.trees import first_leaf
 from distjax.typing import PyTree
 from distjax.variables.storage import SteppedArrays, StoredArray
-
-T = TypeVar("T")
 
 #: Arrays that share the buffers of variables, by identity.
 _handed_out: dict[int, weakref.ref[jax.Array]] = {}
@@ -119,14 +118,19 @@ def _copy(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def copy_handles(tree: T) -> T:
-    """Returns `tree` with copies of all arrays that share a variable's buffers.
+def copy_handles(args: tuple[Any, ...], numbers: Collection[int]) -> tuple[Any, ...]:
+    """Returns the arguments, with copies of arrays that share a variable's buffers.
 
-    For arguments that are about to be donated, so that the variable keeps its value.
+    Args:
+      args: positional arguments.
+      numbers: of those that are about to be donated, so that the variable keeps its value.
     """
     if not _handed_out:
-        return tree
-    return jax.tree.map(lambda x: _copy(x) if _is_handle(x) else x, tree)
+        return args
+    return tuple(
+        jax.tree.map(lambda x: _copy(x) if _is_handle(x) else x, arg) if i in numbers else arg
+        for i, arg in enumerate(args)
+    )
 
 
 def _is_handle(array: object) -> bool:
@@ -139,7 +143,8 @@ def require_undeleted(
 ) -> None:
     """Raises a RuntimeError if an argument to donate was already donated.
 
-    Checks its first array only: those of one argument are donated together.
+    Checks its first array only: those of one argument are donated together. An argument passed by
+    keyword is not donated.
 
     Args:
       function: the name of the function called.
@@ -148,11 +153,13 @@ def require_undeleted(
       args: its positional arguments.
     """
     for number in numbers:
-        for leaf in jax.tree.leaves(args[number])[:1]:
-            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
-            if is_array and leaf.is_deleted():
-                name = names[number] if number < len(names) else str(number)
-                raise RuntimeError(_deleted_text(function, name, leaf))
+        if number >= len(args):
+            continue
+        leaf = first_leaf(args[number])
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+        if is_array and leaf.is_deleted():
+            name = names[number] if number < len(names) else str(number)
+            raise RuntimeError(_deleted_text(function, name, leaf))
 
 
 def _deleted_text(function: str, argument: str, array: jax.Array) -> str:

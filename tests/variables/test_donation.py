@@ -200,6 +200,20 @@ def test_jit_donates_what_it_is_told_to(pair):
     assert y.is_deleted() and not x.is_deleted() and out.tolist() == [2] * 4
 
 
+@pytest.mark.parametrize("jit", ["dj.jit", "strategy.jit"])
+def test_what_is_passed_by_keyword_is_not_donated(pair, jit):
+    add = lambda x, y: x + y
+    if jit == "dj.jit":
+        step = dj.jit(lambda x, y: pair.run(add, args=(x, y)), donate_argnums=(0, 1))
+    else:
+        step = pair.jit(add, donate_argnums=(0, 1))
+    y = jax.device_put(jnp.ones(4), pair.extended.topology.mirrored)
+    for _ in range(3):
+        x = jax.device_put(jnp.ones(4), pair.extended.topology.mirrored)
+        assert step(x, y=y).tolist() == [2] * 4
+        assert x.is_deleted() and not y.is_deleted()
+
+
 def test_an_argument_that_was_donated_before_is_refused(pair):
     """JAX 0.10 ends the process where it is called with such an array on several devices."""
     x = pair.distribute_values_from_function(lambda _: np.ones(2, np.float32))

@@ -34,7 +34,7 @@ from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
-from distjax.replica.arguments import is_array, is_array_or_struct, mark_static, require_numeric
+from distjax.replica.arguments import is_array, is_array_or_struct, mark_static
 from distjax.replica.feedback import Feedback
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
@@ -257,7 +257,6 @@ class Program:
             cured = cure(error, args, kwargs)
             if cured is not None:
                 return cured
-        require_numeric(self._step.name, self._step.argument_names, args, kwargs)
         raise error
 
     def _compile_anew(

@@ -163,40 +163,6 @@ def mark_static(
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)
 
 
-def require_numeric(
-    function: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Raises a TypeError for a host array that no device can hold.
-
-    Args:
-      function: the name of the function that takes the arguments.
-      names: names of its positional arguments.
-      args: positional arguments.
-      kwargs: keyword arguments.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype == jax.dtypes.float0:
-            continue
-        is_masked = isinstance(leaf, np.ma.MaskedArray)
-        if is_masked or issubclass(leaf.dtype.type, _NOT_NUMERIC):
-            raise TypeError(
-                message(
-                    f"argument {user_path(jax.tree_util.keystr(path), names)} of {function} needs "
-                    "to be an array of numbers",
-                    got=describe_value(leaf),
-                    why="a program would not see the mask"
-                    if is_masked
-                    else "a device holds numbers: no text, no objects, no records, no dates",
-                    fix="x.filled(0), and the mask as another argument"
-                    if is_masked
-                    else "keep it on the host, or pass numbers that stand for its entries",
-                )
-            )
-
-
-_NOT_NUMERIC = (np.character, np.object_, np.void, np.datetime64, np.timedelta64)
-
-
 def require_callable(fn: object, method: str) -> None:
     """Raises a TypeError unless `fn` is callable."""
     if callable(fn):

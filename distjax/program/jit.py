@@ -281,11 +281,33 @@ def jit(
             static_argnames=static_argnames,
         )
     require_callable(fn, "jit")
-    donate = as_numbers(donate_argnums, "donate_argnums")
+    donate = donated_numbers(fn, donate_argnums)
     numbers = as_numbers(static_argnums, "static_argnums")
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     _require_names(fn, static)
     return CompiledFunction(fn, donate, static | _names_of(fn, numbers))
+
+
+def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of the arguments to donate, a negative one counted from the last.
+
+    Raises:
+      ValueError: what is no number, or a negative one that no parameter has.
+    """
+    numbers = as_numbers(given, "donate_argnums")
+    if all(n >= 0 for n in numbers):
+        return numbers
+    names = positional_names(fn)
+    if min(numbers) < -len(names):
+        raise ValueError(
+            message(
+                f"jit: donate_argnums needs numbers of parameters of {function_name(fn)}",
+                got=f"{min(numbers)}; its positional parameters are {names}",
+                why="a negative number is counted from the last of them",
+                fix="dj.jit(fn, donate_argnums=(0,))",
+            )
+        )
+    return tuple(n % len(names) if n < 0 else n for n in numbers)
 
 
 def as_numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:

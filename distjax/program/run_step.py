@@ -17,7 +17,7 @@ from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
-from distjax.program.jit import CompiledFunction, as_numbers
+from distjax.program.jit import CompiledFunction, donated_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import function_name, positional_names, require_callable, user_path
@@ -123,7 +123,7 @@ def compile_on_replicas(
     def run_on_replicas(*args: PyTree, **kwargs: PyTree) -> Any:
         return strategy.run(fn, args, kwargs)
 
-    donated = as_numbers(donate_argnums, "donate_argnums")
+    donated = donated_numbers(fn, donate_argnums)
     require = functools.partial(
         require_no_bare_rows, strategy.extended.topology, function_name(fn), positional_names(fn)
     )

@@ -214,6 +214,23 @@ def test_what_is_passed_by_keyword_is_not_donated(pair, jit):
         assert x.is_deleted() and not y.is_deleted()
 
 
+@pytest.mark.parametrize("jit", ["dj.jit", "strategy.jit"])
+def test_a_negative_number_counts_from_the_last(pair, jit):
+    """As jax.jit does; it gave the keywords away, and with them values of variables."""
+    with pair.scope():
+        v = dj.Variable(jnp.ones(4))
+    step = (dj.jit if jit == "dj.jit" else pair.jit)(lambda x, y: x + y, donate_argnums=-1)
+    x, y = (jax.device_put(jnp.ones(4), pair.extended.topology.mirrored) for _ in range(2))
+    assert step(x, y).tolist() == [2] * 4
+    assert y.is_deleted() and not x.is_deleted()
+    assert step(x, y=v.value).tolist() == [2] * 4
+    assert step(x, v.value).tolist() == [2] * 4
+    assert v.value.tolist() == [1] * 4
+    with pytest.raises(ValueError, match="donate_argnums needs numbers of parameters of") as error:
+        (dj.jit if jit == "dj.jit" else pair.jit)(lambda x, y: x, donate_argnums=(0, -3))
+    assert "-3; its positional parameters are ['x', 'y']" in str(error.value)
+
+
 def test_an_argument_that_was_donated_before_is_refused(pair):
     """JAX 0.10 ends the process where it is called with such an array on several devices."""
     x = pair.distribute_values_from_function(lambda _: np.ones(2, np.float32))

@@ -15,7 +15,7 @@ from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unknown
 
 #: Tags kept by a linear operation with one tagged operand.
-SCALES = ("mean", "share", "ratio")
+SCALES = ("mean", "share", "ratio", "added")
 REDUCED = ("averaged", "summed", "gathered", "times_R")
 
 
@@ -35,6 +35,21 @@ def squared(x: Fact) -> Fact:
     return DIFFERS.having(mean_square=x.find("mean")) if x.find("mean") else DIFFERS
 
 
+def of_parts(parts: Sequence[Fact]) -> Fact:
+    """Returns the fact of an array made of others, of which plain constants say nothing."""
+    told = [x for x in parts if x.number is None or x.find("grad")] or list(parts)
+    names = [n for n in ("grad", *SCALES, *REDUCED) if all(x.find(n) for x in told)]
+    return told[0].only(*names)._replace(differs=unknown(parts).differs)
+
+
+def completes(parts: Sequence[Fact]) -> bool:
+    """Returns whether a replica's own rows are put among those gathered from all."""
+    is_gathered = [bool(x.find("gathered")) for x in parts]
+    return any(is_gathered) and any(
+        x.differs and not g for x, g in zip(parts, is_gathered, strict=True)
+    )
+
+
 def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A product."""
     a, b = ins
@@ -42,7 +57,7 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         product = Fact(False, a.number * b.number, a.tags | b.tags)
         is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
         is_over_r = is_over_r or findings.names_replicas(walk.site(eqn))
-        return [product.having(over_R=True) if is_over_r else product]
+        return [_over_replicas(product) if is_over_r else product]
     if b.number is not None and not b.find("grad"):
         return [_scaled(walk, eqn, a, b.number)]
     if a.number is not None and not a.find("grad"):
@@ -76,18 +91,25 @@ def _scaled(
     if is_close(factor, 1 / count):
         return findings.divided(walk, eqn, x)
     if is_close(factor, count):
-        return x.without("mean", "share", "averaged", "total")
+        return x.without("share", "averaged", "total", "added")
     is_tagged = x.find("times_R") or x.find("mean")
     if may_average(walk, factor, is_product=is_product) or (
         is_tagged and findings.names_replicas(walk.site(eqn))
     ):
-        return x.without("mean", "share", "averaged", "total", "times_R")
+        return x.without("mean", "share", "averaged", "total", "times_R", "added")
     return x.without("total", "base") if factor == 0 else x.without("total")
+
+
+def _over_replicas(x: Fact) -> Fact:
+    """Returns the fact of a number that was divided by R, perhaps within a derivative."""
+    return x._replace(tags=x.without(*SCALES).tags).having(over_R=True)
 
 
 def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     """Returns the fact of a product, or of a quotient with numerator `a`."""
     if a.differs and b.differs:
+        if a.find("mean") and b.find("logarithm") or b.find("mean") and a.find("logarithm"):
+            return DIFFERS.having(curved=walk.site(eqn))  # an entropy, of local frequencies
         if a.find("grad") and b.find("norm") or b.find("grad") and a.find("norm"):
             grad = a if a.find("grad") else b
             return grad.only("grad", *SCALES).having(clipped=walk.site(eqn))
@@ -119,7 +141,7 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
             is_mean = walk.site(eqn).is_mean
             quotient = Fact(False, a.number / b.number, a.tags)
             if is_close(b.number, walk.num_replicas) and not is_mean:
-                quotient = quotient.having(over_R=True)
+                quotient = _over_replicas(quotient)
             return [quotient.having(divisor=(b.number, is_mean))]
         return [_over_number(walk, eqn, a, b.number)]
     if a.number is not None and a.find("grad") is None:
@@ -139,9 +161,17 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     if x.find("squares") and count:
         return DIFFERS.having(variance=site)
     if count > 1 and is_close(number, count) and (num_axes == 1 or site.is_mean):
-        return DIFFERS.having(mean=site)
+        return x.only("grad").having(mean=site)
+    is_local = is_close(x.find("added"), number) and number != walk.num_replicas
+    if is_local and not findings.names_replicas(site):
+        if x.differs:
+            return x.only("grad").having(mean=site)
+        if x.find("summed"):  # the same, divided later
+            return EQUAL.having(times_R=("mean", site, x.find("summed")))
     if count > 1 and is_close(number, count * walk.num_replicas):
         return DIFFERS.having(share=site)
+    if site.is_mean and walk.is_transposed(eqn):  # a mean within an example, as of a layer norm
+        return x.only("grad", *SCALES)
     return _scaled(walk, eqn, x, 1 / number, is_product=False)
 
 
@@ -168,14 +198,19 @@ def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         sign = -1 if eqn.primitive.name == "sub" else 1
         tags = a.without("divisor").tags | b.without("divisor").tags
         return [Fact(False, a.number + sign * b.number, tags)]
+    if walk.is_transposed(eqn) and (a.find("grad") or b.find("grad")):
+        return [_sum_of_cotangents(a, b)]
     findings.find_equal_randomness(walk, eqn, a, b)
     if a.differs and b.differs:
         return [_sum_of_different(walk, eqn, a, b)]
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
+        if a is other and a.find("summed") and eqn.primitive.name == "sub":
+            return [DIFFERS.having(others=walk.site(eqn))]
         if own.find("component"):
             findings.find_repeated_total(walk, eqn, other)
-        kept = own.without("variance", "curved", "total", "centered", "share")
+        kept = own.without("variance", "curved", "centered", "share")
+        kept = kept if own.find("grad") else kept.without("total")
         if other.number is None or own.find("share") is None:
             kept = Fact(True, None, kept.tags | own.only("share").tags)
         return [Fact(True, None, kept.tags | other.only("base").tags)]
@@ -184,12 +219,22 @@ def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     return [Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)]
 
 
+def _sum_of_cotangents(a: Fact, b: Fact) -> Fact:
+    """Returns the fact of a sum over two ways from a value to the loss."""
+    out = of_parts((a, b)).having(grad=a.find("grad") or b.find("grad"))
+    mean = a.find("mean") or b.find("mean")
+    is_mean = mean and not (a.find("share") or b.find("share"))
+    return out.having(mean=mean) if is_mean else out  # of the other, a factor was not understood
+
+
 def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     if eqn.primitive.name == "sub" and not a.find("mean"):
         if b.find("mean") and shape_of(eqn.outvars[0]) and not b.find("grad"):
             return DIFFERS.having(centered=walk.site(eqn))
     if eqn.primitive.name == "sub" and a.find("mean") and b.find("mean_square"):
         return DIFFERS.having(variance=walk.site(eqn))
+    if a.find("others") or b.find("others"):
+        return DIFFERS.having(completed=walk.site(eqn))
     findings.find_dropped_parts(walk, eqn, a, b)
     names = [
         n for n in (*SCALES, "grad_squares", "clipped", "total_site") if a.find(n) and b.find(n)
@@ -197,6 +242,9 @@ def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     if not (a.find("grad") and b.find("grad")):
         names.extend(n for n in ("clipped",) if a.find(n) or b.find(n))
     out = a.only(*names)
+    for x in (a, b):
+        if x.find("grad") and x.find("total"):  # noise is added to what each example clipped
+            out = out._replace(tags=out.tags | x.only("total", "total_site").tags)
     grad, component = a.find("grad") or b.find("grad"), a.find("component") or b.find("component")
     out = out.having(grad=grad) if grad else out
     out = out.having(component=component) if component else out
@@ -240,12 +288,14 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         findings.find_equal_randomness(walk, eqn, which, case)
     if which.number is not None:
         return [cases[min(int(which.number), len(cases) - 1)]]
-    tensors = [c for c in cases if c.number is None] or list(cases)
+    tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
     tags = frozenset.intersection(*(c.tags for c in tensors))
     for name in ("clipped", "norm"):
         tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
     differs = any(x.differs for x in ins)
     out = Fact(differs, None, tags)
+    if completes(cases):
+        out = out.having(completed=walk.site(eqn))
     if which.differs and len(tensors) < len(cases):  # a mask, as of dropout: nothing is updated
         out = out.without("base")
     if any(c.differs for c in cases) and which.differs:

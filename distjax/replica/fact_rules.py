@@ -8,11 +8,14 @@ Tags; most hold the site where they originated:
   `curved` (a function of a local mean), `centered`, `squares`, `variance`, `grad` (part of the
   backward pass), `grad_squares`, `norm` (of local gradients), `clipped`, `rank` (the replica's
   index), `component` (of the variable of that name), `data` (selected by a predicate that differs),
-  `chosen` (selected by rank), `scattered` (a replica's shard of a sum);
+  `chosen` (selected by rank), `scattered` (a replica's shard of a sum), `others` (a sum over the
+  replicas less this one's part), `completed` (computed from the global batch: this replica's rows
+  among those that others computed), `logarithm` (of a local mean);
 - of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `whole` (a sum of
   shares), `times_R` (a sum of R equal parts), `random` (bits from an equal key), `divisor` (the
   number that a constant was divided by), `over_R` (a constant over the number of replicas);
-- of both: `base` (the argument or variable that it updates).
+- of both: `added` (a sum over this number of a replica's examples, or its gradient), `base` (the
+  argument or variable that it updates).
 """
 
 from __future__ import annotations
@@ -53,12 +56,16 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
     divisor, is_mean = x.find("divisor") or (None, False)
     # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
-    num_axes = len(shape_of(eqn.outvars[0])) - len(shape_of(eqn.invars[0]))
+    shape = shape_of(eqn.outvars[0])
+    num_axes = len(shape) - len(shape_of(eqn.invars[0]))
     is_weighted = is_mean and is_close(divisor, count)  # 0.5 * jnp.mean(losses)
-    if not (x.find("over_R") or arithmetic.may_average(walk, weight)) and (
+    is_whole = shape in walk.completed and shape[0] not in walk.leading
+    if not (is_whole or x.find("over_R") or arithmetic.may_average(walk, weight)) and (
         is_close(weight, 1.0) and num_axes == 1 or is_weighted
     ):
         return [x.having(mean=seed, grad=seed)]
+    if is_close(x.number, 1.0) and num_axes == 1 and not is_whole and count in walk.leading:
+        return [x.having(added=count, grad=seed)]
     if is_close(weight * walk.num_replicas, 1.0) and is_close(divisor, count * walk.num_replicas):
         return [x.having(share=seed, grad=seed)]
     return [x.having(grad=seed)]
@@ -70,29 +77,46 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
     if x.number is not None:
         return [x._replace(number=x.number * count)]
     if not x.differs:
-        return [x.only(*REDUCED)]
+        return [x.only("grad", *SCALES, *REDUCED)]
+    if x.find("completed") and not walk.is_transposed(eqn):
+        walk.completed.add(shape_of(eqn.invars[0]))
     if x.find("grad_squares"):
         return [x.only("grad_squares")]
     if x.find("grad"):
-        return [x.only("grad", *SCALES)]
+        grad = x.only("grad", *SCALES)
+        if axes != (0,) or count not in walk.leading or walk.is_transposed(eqn):
+            return [grad]
+        return [grad.having(total=(count, 1), total_site=walk.site(eqn))]  # each example's own
     if 0 not in axes and shape_of(eqn.outvars[0]):
-        return [x.only("squares")]
+        return [x.only("squares", "curved")]
+    if x.find("curved"):
+        return [x.only("curved")]
     total = DIFFERS.having(total=(count, len(axes)), total_site=walk.site(eqn))
     squares = x.find("squares")
     return [total.having(squares=squares) if squares else total]
 
 
 def _linear(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Selects or adds up elements of its first operand: gather, cumsum, pad."""
+    """Selects or adds up elements of its first operand: gather, cumsum, pad, split."""
     kept = ins[0].only("grad", *SCALES, *REDUCED)
     return [kept._replace(differs=unknown(ins).differs)] * len(eqn.outvars)
 
 
-def _scatter_add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Adds elements to others, which are zeros in a backward pass."""
-    into, updates = ins[0], ins[2]
-    tags = updates.tags if into.number is not None else into.tags & updates.tags
-    return [Fact(unknown(ins).differs, None, tags).only("grad", *SCALES, *REDUCED)]
+def _put(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Writes, or adds, elements into an array."""
+    is_slice = eqn.primitive.name == "dynamic_update_slice"
+    parts = [ins[0], ins[1 if is_slice else 2]]
+    if arithmetic.completes(parts):
+        return [DIFFERS.having(completed=walk.site(eqn))]
+    return [arithmetic.of_parts(parts)._replace(differs=unknown(ins).differs)]
+
+
+def _concatenate(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    """Puts operands beside each other: concatenate, stack."""
+    if arithmetic.completes(ins):
+        return [DIFFERS.having(completed=walk.site(eqn))]
+    [out] = arithmetic.elementwise(walk, eqn, ins)
+    return [out._replace(tags=out.tags | arithmetic.of_parts(ins).tags)]
 
 
 def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -107,9 +131,11 @@ def _curve(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         return [x.only("variance")]
     is_scalar = not shape_of(eqn.outvars[0])
     inner = x.find("mean") or x.find("ratio")
-    if is_scalar and inner and not x.find("grad") and not walk.is_transposed(eqn):
-        return [DIFFERS.having(curved=walk.site(eqn))]
-    return [x.only("norm")]
+    if inner and not x.find("grad") and not walk.is_transposed(eqn):
+        if is_scalar:
+            return [DIFFERS.having(curved=walk.site(eqn))]
+        return [DIFFERS.having(logarithm=inner) if name == "log" else x.only("norm")]
+    return [x.only("norm", "curved")]
 
 
 def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -169,7 +195,9 @@ def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     axes = eqn.params.get("axis_name", ())
     if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
         return [unknown(ins)]
-    return [ins[0].only("grad")._replace(differs=True).having(scattered=walk.site(eqn))]
+    # The derivative of a gather: the sum of what all replicas' means, or shares, are made of.
+    kept = ("grad", *SCALES) if walk.is_transposed(eqn) else ("grad",)
+    return [ins[0].only(*kept)._replace(differs=True).having(scattered=walk.site(eqn))]
 
 
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
@@ -186,8 +214,8 @@ RULES: dict[str, Rule] = {
         "sharding_constraint layout_constraint device_put",
     ),
     **_named(_broadcast, "broadcast_in_dim"),
-    **_named(_linear, "gather cumsum pad reduce_window_sum dynamic_update_slice"),
-    **_named(_scatter_add, "scatter-add scatter_add"),
+    **_named(_linear, "gather cumsum pad reduce_window_sum split unstack"),
+    **_named(_put, "dynamic_update_slice scatter scatter-add scatter_add"),
     **_named(_reduce_sum, "reduce_sum"),
     **_named(_curve, "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow"),
     **_named(_square, "integer_pow square"),
@@ -201,8 +229,9 @@ RULES: dict[str, Rule] = {
         arithmetic.elementwise,
         "and or xor not erf_inv erf sign abs floor ceil round sin cos tanh "
         "shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type rem "
-        "concatenate is_finite logistic log_softmax clamp_p",
+        "is_finite logistic log_softmax clamp_p",
     ),
+    **_named(_concatenate, "concatenate stack"),
     **_named(arithmetic.compare, "eq ne lt le gt ge"),
     **_named(arithmetic.bits, "random_bits threefry2x32 rng_bit_generator"),
     **_named(_psum, "psum psum_invariant"),

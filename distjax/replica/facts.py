@@ -152,6 +152,7 @@ class FactWalk:
     Attributes:
       across: whether a reduction of cross-replica code is being tracked.
       tells_means_apart: whether it is known by how much the replicas' local means differ.
+      completed: shapes of what is summed over the rows of a completed batch.
       on_merge: returns the facts of a merge's results.
     """
 
@@ -162,6 +163,7 @@ class FactWalk:
         self.leading = leading
         self.in_transpose = False
         self.across = self.tells_means_apart = False
+        self.completed: set[tuple[int, ...]] = set()
         self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
@@ -205,14 +207,15 @@ class FactWalk:
         rule = self._rules.get(name)
         outs = None if rule is None else rule(self, eqn, ins)
         if outs is not None:
-            return outs
+            return _keep_completed(outs, ins)
         if name in CALLS:
             return self.call(eqn, next(jax_compat.sub_jaxprs(eqn)), ins)
         if name in self._control_flow:
             return self._control_flow[name](eqn, ins)
         if name == MERGE_NAME:
             return self.on_merge(eqn, ins)
-        return [unknown(ins)] * len(eqn.outvars)
+        out = _of_cotangents(ins) if self.is_transposed(eqn) else unknown(ins)
+        return _keep_completed([out] * len(eqn.outvars), ins)
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is part of a backward pass."""
@@ -265,7 +268,7 @@ class FactWalk:
     def _cond(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         outs = None
         for branch in eqn.params["branches"]:
-            found = self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:])
+            found = self.call(eqn, jax_compat.open_jaxpr(branch)[0], ins[1:])
             outs = found if outs is None else [join(a, b) for a, b in zip(outs, found, strict=True)]
         outs = outs or []
         return [o._replace(differs=True) for o in outs] if ins[0].differs else outs
@@ -279,6 +282,19 @@ _SMALL = 30
 
 def _plain(fact: Fact) -> Fact:
     return DIFFERS if fact.differs else EQUAL
+
+
+def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]:
+    """Returns the facts of results; those computed from completed batches keep that tag."""
+    made = next((x.find("completed") for x in ins if x.differs and x.find("completed")), None)
+    return outs if made is None else [o.having(completed=made) if o.differs else o for o in outs]
+
+
+def _of_cotangents(ins: Sequence[Fact]) -> Fact:
+    """Returns the fact of a result in a backward pass, where all is linear in cotangents."""
+    parts = [x for x in ins if x.find("grad")]
+    names = [n for n in ("grad", "mean", "share") if all(x.find(n) for x in parts)]
+    return unknown(ins)._replace(tags=parts[0].only(*names).tags if parts else frozenset())
 
 
 def unknown(ins: Sequence[Fact]) -> Fact:

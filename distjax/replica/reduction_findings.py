@@ -16,7 +16,7 @@ from distjax.replica.unreducible import UNREDUCIBLE
 from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
-_COUNT = re.compile(r"num_replicas|axis_size|(device_count|num_devices|world_size)\b")
+_COUNT = re.compile(r"replicas|devices|device_count|axis_size|world_size|\bR\b")
 _REPLICA_CALL = re.compile(r"(ctx = .*?; )?(ctx|dj\.get_replica_context\(\))\.all_reduce\(")
 _NAMES = {
     "averaged": "a mean over the replicas",
@@ -70,7 +70,9 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
             return EQUAL.having(whole=x.find("share"))
         if x.find("mean"):
             return EQUAL.having(times_R=("mean", x.find("mean"), site))
-        return EQUAL.having(summed=site)
+        count, num_axes = x.find("total") or (0, 0)
+        added = x.find("added") or (count if num_axes == 1 and count in walk.leading else None)
+        return EQUAL.having(summed=site, added=added) if added else EQUAL.having(summed=site)
     made = _reduction(x)
     if made is not None:
         return EQUAL.having(times_R=(made[0], made[1], site))
@@ -79,9 +81,13 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return EQUAL
 
 
+#: What a division by the number of replicas ends.
+_UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "times_R", "whole")
+
+
 def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
-    site, rest = walk.site(eqn), x.without("mean", "share", "total", "summed", "times_R", "whole")
+    site, rest = walk.site(eqn), x.without(*_UNTIL_DIVIDED)
     if x.differs:
         return rest
     times, whole = x.find("times_R"), x.find("whole")
@@ -103,8 +109,8 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
                 fix="use the first mean as it is",
             )
         return rest.having(averaged=site)
-    if x.find("summed"):
-        return rest.having(averaged=site)
+    if x.find("summed"):  # unless the division may be by a local batch of R examples
+        return rest if x.find("added") == walk.num_replicas else rest.having(averaged=site)
     averaged = x.find("averaged")
     if averaged is not None and names_replicas(site):
         find(

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 import distjax as dj
-from tests.wrong_programs import between_runs, measurements, merges, reductions, state, variables  # noqa: F401
+from tests.wrong_programs import (  # noqa: F401
+    batches,
+    between_runs,
+    measurements,
+    merges,
+    reductions,
+    state,
+    variables,
+)
 from tests.wrong_programs.program import ERROR, NOTE, SILENT, TABLE, WARNING, check, run_plainly
 
 FOLDER = str(Path(__file__).parent)

@@ -152,7 +152,10 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
             return [DIFFERS.having(ratio=walk.site(eqn))]
         if not b.differs and b.find("summed"):
             return [DIFFERS.having(share=walk.site(eqn))]
-    return [_product(walk, eqn, a, b.only("norm", "random"))]
+    is_weight = a.differs and not a.find(
+        "grad"
+    )  # of one loss by another's, as in grad-norm schemes
+    return [_product(walk, eqn, a, b.only("random") if is_weight else b.only("norm", "random"))]
 
 
 def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
@@ -213,7 +216,8 @@ def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         kept = kept if own.find("grad") else kept.without("total")
         if other.number is None or own.find("share") is None:
             kept = Fact(True, None, kept.tags | own.only("share").tags)
-        return [Fact(True, None, kept.tags | other.only("base").tags)]
+        base = EQUAL if own.find("component") else other.only("base")
+        return [Fact(True, None, kept.tags | base.tags)]
     findings.find_update_times_r(walk, eqn, a, b)
     kept = (*REDUCED, "random", "base", "grad", *SCALES)
     return [Fact(False, None, a.only(*kept).tags | b.only(*kept).tags)]

@@ -172,6 +172,18 @@ def noise_on_a_mean_by_example(s):
     return reduced
 
 
+def weights_by_the_norms_of_gradients(s):
+    """Of two losses, each by how much larger the other's gradient is: a replica's own quotient."""
+
+    def reduced(w, x):
+        grads = jax.jacrev(lambda w: jnp.stack([jnp.mean((x @ w) ** 2), jnp.mean(x @ w)]))(w)
+        norms = jnp.linalg.norm(grads, axis=1)
+        first, second = mean((jnp.mean(norms) / norms[0], jnp.mean(norms) / norms[1]))
+        return mean(first * grads[0] + second * grads[1])
+
+    return reduced
+
+
 def entropies_by_example(s):
     def reduced(w, x):
         p = jax.nn.softmax(x * w)
@@ -203,6 +215,7 @@ RIGHT = [
     sum_of_sums,
     rate_over_the_local_batch_size,
     noise_on_a_mean_by_example,
+    weights_by_the_norms_of_gradients,
     entropies_by_example,
     entropy_of_global_frequencies,
 ]

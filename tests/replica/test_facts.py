@@ -16,6 +16,7 @@ from tests.wrong_programs.program import (
     BATCH,
     FIRST,
     MEAN,
+    ON_READ,
     SUM,
     ctx,
     errors_of,
@@ -239,12 +240,20 @@ def microbatches_weighted_in_the_loss(s):
     return lambda w, x: w - 0.1 * total(_accumulated(w, x, part))
 
 
+def component_beside_an_argument(s):
+    """A read of a replica's own component, that an argument is added to."""
+    with s.scope():
+        seen = dj.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
+    return lambda w, x: seen.value + w
+
+
 def dropout_of_an_equal_value(s):
     """A mask per replica: nothing is added to the argument."""
     return lambda w, x: (dj.layers.dropout(jax.random.key(0), 0.5, w), jnp.where(x > 0, w, 0))
 
 
 TRAPS = [
+    component_beside_an_argument,
     dropout_of_an_equal_value,
     optimizer_of_shares,
     sum_of_shares,

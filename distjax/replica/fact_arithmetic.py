@@ -88,8 +88,10 @@ def _scaled(
 ) -> Fact:
     """Returns the fact of `x` times a number."""
     count = walk.num_replicas
+    x = x.without("count")
     if is_close(factor, 1 / count):
-        return findings.divided(walk, eqn, x)
+        is_rate = is_product and x.find("whole") and not findings.names_replicas(walk.site(eqn))
+        return x if is_rate else findings.divided(walk, eqn, x)
     if is_close(factor, count):
         return x.without("share", "averaged", "total", "added")
     is_tagged = x.find("times_R") or x.find("mean")
@@ -150,7 +152,7 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         if b.find("total_site") and not shape_of(eqn.outvars[0]):
             walk.ratio_counts.add(eqn.invars[1])
             return [DIFFERS.having(ratio=walk.site(eqn))]
-        if not b.differs and b.find("summed"):
+        if not b.differs and b.find("count"):
             return [DIFFERS.having(share=walk.site(eqn))]
     is_weight = a.differs and not a.find(
         "grad"
@@ -166,12 +168,13 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     if count > 1 and is_close(number, count) and (num_axes == 1 or site.is_mean):
         return x.only("grad").having(mean=site)
     is_local = is_close(x.find("added"), number) and number != walk.num_replicas
-    if is_local and not findings.names_replicas(site):
+    if is_local and not (walk.is_transposed(eqn) or findings.names_replicas(site)):
         if x.differs:
             return x.only("grad").having(mean=site)
         if x.find("summed"):  # the same, divided later
             return EQUAL.having(times_R=("mean", site, x.find("summed")))
-    if count > 1 and is_close(number, count * walk.num_replicas):
+    is_share = count > 1 and is_close(number, count * walk.num_replicas)
+    if is_share and not findings.writes_replicas(walk, site):
         return DIFFERS.having(share=site)
     if site.is_mean and walk.is_transposed(eqn):  # a mean within an example, as of a layer norm
         return x.only("grad", *SCALES)
@@ -184,10 +187,8 @@ def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
     if walk.is_transposed(eqn):
         if x.differs and eqn.invars[1] in walk.ratio_counts:
             return DIFFERS.having(ratio=site, grad=site)
-        if x.find("summed") and is_close(number, 1.0):
+        if x.find("count") and is_close(number, 1.0):
             return EQUAL.having(share=site, grad=site)
-        if x.find("summed") and is_close(number, walk.num_replicas):
-            return EQUAL.having(mean=site, grad=site)
         return x.only("norm")
     if x.differs and x.find("mean") and not x.find("grad") and not shape_of(eqn.outvars[0]):
         return DIFFERS.having(curved=site)

@@ -11,9 +11,10 @@ Tags; most hold the site where they originated:
   `chosen` (selected by rank), `scattered` (a replica's shard of a sum), `others` (a sum over the
   replicas less this one's part), `completed` (computed from the global batch: this replica's rows
   among those that others computed), `logarithm` (of a local mean);
-- of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `whole` (a sum of
-  shares), `times_R` (a sum of R equal parts), `random` (bits from an equal key), `divisor` (the
-  number that a constant was divided by), `over_R` (a constant over the number of replicas);
+- of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `count` (a sum
+  over all examples), `whole` (a sum of shares), `times_R` (a sum of R equal parts), `random` (bits
+  from an equal key), `divisor` (the number that a constant was divided by), `over_R` (a constant
+  over the number of replicas);
 - of both: `added` (a sum over this number of a replica's examples, or its gradient), `base` (the
   argument or variable that it updates).
 """
@@ -48,6 +49,8 @@ def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     x = ins[0]
+    if x.find("random") and eqn.params["broadcast_dimensions"][:1] != (0,):
+        return [x.without("random")]  # the same number for every example
     count = size_of(eqn.outvars[0]) // max(1, size_of(eqn.invars[0]))
     is_seed = x.number not in (None, 0.0) and count > 1
     if not is_seed or x.find("grad") or not walk.is_transposed(eqn):
@@ -57,16 +60,20 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     divisor, is_mean = x.find("divisor") or (None, False)
     # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
     shape = shape_of(eqn.outvars[0])
-    num_axes = len(shape) - len(shape_of(eqn.invars[0]))
+    dims = eqn.params["broadcast_dimensions"]
+    summed = [length for axis, length in enumerate(shape) if axis not in dims]
+    num_axes = len(summed)
     is_weighted = is_mean and is_close(divisor, count)  # 0.5 * jnp.mean(losses)
     is_whole = shape in walk.completed and shape[0] not in walk.leading
-    if not (is_whole or x.find("over_R") or arithmetic.may_average(walk, weight)) and (
-        is_close(weight, 1.0) and num_axes == 1 or is_weighted
-    ):
+    is_local = walk.may_be_batch(summed) and not is_whole
+    is_divided = x.find("over_R") or arithmetic.may_average(walk, weight)
+    if is_local and not is_divided and (is_close(weight, 1.0) and num_axes == 1 or is_weighted):
         return [x.having(mean=seed, grad=seed)]
-    if is_close(x.number, 1.0) and num_axes == 1 and not is_whole and count in walk.leading:
+    if is_local and is_close(x.number, 1.0) and num_axes == 1 and count in walk.leading:
         return [x.having(added=count, grad=seed)]
-    if is_close(weight * walk.num_replicas, 1.0) and is_close(divisor, count * walk.num_replicas):
+    is_share = is_close(weight * walk.num_replicas, 1.0)
+    is_share = is_share and is_close(divisor, count * walk.num_replicas)
+    if is_share and not findings.writes_replicas(walk, seed):
         return [x.having(share=seed, grad=seed)]
     return [x.having(grad=seed)]
 
@@ -89,7 +96,8 @@ def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact
         return [grad.having(total=(count, 1), total_site=walk.site(eqn))]  # each example's own
     if 0 not in axes and shape_of(eqn.outvars[0]):
         return [x.only("squares", "curved")]
-    if x.find("curved"):
+    summed = [shape_of(eqn.invars[0])[axis] for axis in axes]
+    if x.find("curved") or not walk.may_be_batch(summed):
         return [x.only("curved")]
     total = DIFFERS.having(total=(count, len(axes)), total_site=walk.site(eqn))
     squares = x.find("squares")

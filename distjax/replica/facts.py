@@ -147,7 +147,7 @@ class FactWalk:
       rules: by primitive, ``rule(walk, eqn, ins) -> outs``; see `fact_rules`.
       axis_name: the name of the replica axis.
       num_replicas: R.
-      leading: the leading dimension sizes of arguments that differ.
+      leading: the leading dimension sizes of arguments that differ: of local batches.
 
     Attributes:
       across: whether a reduction of cross-replica code is being tracked.
@@ -167,6 +167,9 @@ class FactWalk:
         self.on_merge: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]] = lambda eqn, ins: ins
         self.found: dict[tuple[str, str], Any] = {}
         self.written: Mapping[int, Any] = {}
+        self.updates: list[Times] = []
+        self.totals: list[Times] = []
+        self.counts_replicas = False
         self.sums: list[tuple[Any, Times, str]] = []
         self.counts: list[tuple[Any, float, Where]] = []
         self.combines = False
@@ -174,6 +177,12 @@ class FactWalk:
         self._calls: list[JaxprEqn] = []
         self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
         self._remembered: dict[Any, tuple[Any, list[Fact]]] = {}
+
+    def may_be_batch(self, shape: Sequence[int]) -> bool:
+        """Returns whether axes of these lengths may hold a local batch, or a part of one."""
+        sizes = [size for size in self.leading if size > 1]
+        lengths = [length for length in shape if length > 1]
+        return not sizes or any(a % b == 0 or b % a == 0 for a in sizes for b in lengths)
 
     def site(self, eqn: JaxprEqn) -> Where:
         """Returns the location of an equation."""

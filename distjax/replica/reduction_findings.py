@@ -12,7 +12,7 @@ from distjax.context.findings import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
 from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Times, Where, shape_of
-from distjax.replica.unreducible import UNREDUCIBLE
+from distjax.replica.unreducible import OF_EXAMPLES, UNREDUCIBLE
 from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")
@@ -54,10 +54,7 @@ def find(
 def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of the sum of `x` over the replicas."""
     if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
-        number = None if x.number is None else x.number * walk.num_replicas
-        return Fact(
-            False, number, x.only("grad", "mean", "share").tags if number is None else x.tags
-        )
+        return _summed_in_derivative(walk, x)
     site, walk.combines = walk.site(eqn), True
     variable = written_variable(walk, site)
     if variable is not None:
@@ -72,7 +69,9 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
             return EQUAL.having(times_R=("mean", x.find("mean"), site))
         count, num_axes = x.find("total") or (0, 0)
         added = x.find("added") or (count if num_axes == 1 and count in walk.leading else None)
-        return EQUAL.having(summed=site, added=added) if added else EQUAL.having(summed=site)
+        out = EQUAL.having(summed=site)
+        out = out.having(count=site) if x.find("total_site") else out
+        return out.having(added=added) if added else out
     made = _reduction(x)
     if made is not None:
         return EQUAL.having(times_R=(made[0], made[1], site))
@@ -82,7 +81,16 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 
 
 #: What a division by the number of replicas ends.
-_UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "times_R", "whole")
+_UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "count", "times_R", "whole")
+
+
+def _summed_in_derivative(walk: FactWalk, x: Fact) -> Fact:
+    """Returns the fact of a cotangent summed over the replicas."""
+    if x.number is not None:
+        return Fact(False, x.number * walk.num_replicas, x.tags)
+    if not x.differs and x.find("share"):  # R equal shares
+        return x.only("grad").having(mean=x.find("share"))
+    return Fact(False, None, x.only("grad", "mean", "share").tags)
 
 
 def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
@@ -128,8 +136,18 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 
 def names_replicas(site: Where) -> bool:
     """Returns whether the user's line mentions the number of replicas, not merely R's value."""
+    return bool(_COUNT.search(_line(site)))
+
+
+def writes_replicas(walk: FactWalk, site: Where) -> bool:
+    """Returns whether the user's line has R as a number, as ``sum / (2 * n)`` if R is 2."""
+    number = rf"(?<!\*\*)(?<!\*\* )(?<![\w.]){walk.num_replicas}(\.0?)?(?![\w.])"
+    return bool(re.search(number, _line(site)))
+
+
+def _line(site: Where) -> str:
     file, _, line = site.source.split(" (")[0].rpartition(":")
-    return line.isdigit() and bool(_COUNT.search(linecache.getline(file, int(line))))
+    return linecache.getline(file, int(line)).split("#")[0] if line.isdigit() else ""
 
 
 def _reduction(x: Fact) -> tuple[str, Where] | None:
@@ -144,9 +162,10 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
 
 def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
     """Reports values whose sum or mean over the replicas is meaningless."""
+    is_one_example = walk.leading == {1}  # what is computed of it is its own
     for name, (rule, expected, got, why, fix) in UNREDUCIBLE.items():
         made = x.find(name)
-        if made is not None:
+        if made is not None and not (is_one_example and name in OF_EXAMPLES):
             expected = f"a reduction over the replicas needs {expected}"
             level = "note" if name == "chosen" else "warning"
             find(walk, level, rule, [site, made], expected, got=got, why=why, fix=fix)
@@ -186,8 +205,13 @@ def _find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
 def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
     """Reports an update of state by a sum of R equal parts."""
     for own, other in ((a, b), (b, a)):
-        if own.find("times_R") and other.find("base") and not own.find("base"):
-            find_times_r(walk, own.find("times_R"), "warning", "which updates equal state")
+        if not other.find("base"):
+            continue
+        if own.number and own.number % walk.num_replicas == 0:
+            walk.counts_replicas = True  # what is summed beside it is read as a quotient by it
+        if own.find("times_R") and not own.find("base"):
+            is_total = not shape_of(eqn.outvars[0])
+            (walk.totals if is_total else walk.updates).append(own.find("times_R"))
 
 
 def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
@@ -262,13 +286,13 @@ def find_dropped_parts(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
 
 def find_equal_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
     """Reports equal random numbers combined with each replica's own examples."""
+    shape = shape_of(eqn.outvars[0])
+    if not shape or shape[0] not in walk.leading or any(shape_of(v) != shape for v in eqn.invars):
+        return
     for bits, data in ((a, b), (b, a)):
         made = bits.find("random")
-        shape = shape_of(eqn.outvars[0])
-        if made is None or bits.differs or not data.differs or not shape:
-            continue
-        shapes = [shape_of(v) for v in eqn.invars]
-        if shape[0] in walk.leading and all(s in ((), shape) for s in shapes):
+        is_of_examples = data.differs and not data.find("grad")
+        if made is not None and not bits.differs and is_of_examples:
             find(
                 walk,
                 "warning",
@@ -323,7 +347,9 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
 
 
 def find_sums(walk: FactWalk) -> None:
-    """Reports sums of R equal parts in variables, unless a count may make it a mean."""
+    """Reports sums of R equal parts in state, unless a count beside it may make it a mean."""
+    for times in walk.updates + ([] if walk.counts_replicas else walk.totals):
+        find_times_r(walk, times, "warning", "which updates equal state")
     for variable, times, level in walk.sums:
         if not any(other is not variable for other, _, _ in walk.counts):
             find_times_r(walk, times, level, f"written to variable {variable.name!r}")

@@ -200,7 +200,83 @@ def entropy_of_global_frequencies(s):
     return reduced
 
 
+# -- randomness that is meant to be equal --------------------------------------------
+
+
+def one_brightness_for_all(s):
+    brightness = lambda: jax.random.uniform(jax.random.key(0))
+    return lambda w, x: mean(summed_gradient(w, x * brightness() + brightness()))
+
+
+def one_direction_for_all(s):
+    """A gradient by two evaluations, in a direction that all replicas share."""
+
+    def reduced(w, x):
+        by, shift = jax.random.normal(jax.random.key(0), (2,)), jax.random.normal(jax.random.key(1))
+        loss = lambda t: jnp.mean((x @ (w + t * by[0]) + t * shift - 1) ** 2)
+        return mean(loss(0.1) - loss(-0.1)) * by[0]
+
+    return reduced
+
+
+def one_mask_of_the_features(s):
+    """As many features as examples."""
+
+    def reduced(w, x):
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, (x.shape[0],))
+        square = x @ x.T
+        return mean(jnp.sum(jnp.where(kept, square, 0)) + jnp.sum(kept * square)) * w
+
+    return reduced
+
+
+# -- what is computed of one example --------------------------------------------------
+
+
+def _of_each(measure):
+    """A mean over the examples, one after the other, of a function of each."""
+    return lambda s: lambda w, x: mean(jnp.mean(jax.lax.map(lambda row: measure(w, row), x)))
+
+
+root_mean_squares = _of_each(lambda w, row: jnp.sqrt(jnp.mean((row * w) ** 2)))
+perplexities = _of_each(lambda w, row: jnp.exp(jnp.mean(row * w)))
+quotients = _of_each(lambda w, row: jnp.sum(row * w) / (jnp.sum(row**2) + 1))
+variances = _of_each(lambda w, row: jnp.mean((row - jnp.mean(row)) ** 2))
+OF_EXAMPLES = {
+    "root_mean_squares": root_mean_squares,
+    "perplexities": perplexities,
+    "quotients": quotients,
+    "variances": variances,
+}
+
+
+@pytest.mark.parametrize("build", OF_EXAMPLES.values(), ids=OF_EXAMPLES)
+@pytest.mark.parametrize("count", (1, 4))
+def test_what_is_computed_of_one_example(build, count):
+    s = dj.VirtualStrategy(2)
+    draw = lambda c: np.random.default_rng(c.replica_id_in_sync_group).normal(size=(count, 3))
+    x = s.distribute_values_from_function(lambda c: draw(c).astype(np.float32))
+    require_silence(s, build(s), weights(), x)
+
+
+@pytest.mark.parametrize("measure", OF_EXAMPLES)
+def test_the_one_example_of_a_replica(measure):
+    s = dj.VirtualStrategy(2)
+    draw = lambda c: np.random.default_rng(c.replica_id_in_sync_group).normal(size=(1, 3))
+    x = s.distribute_values_from_function(lambda c: draw(c).astype(np.float32))
+    of_batch = {
+        "root_mean_squares": lambda x: jnp.sqrt(jnp.mean(x**2)),
+        "perplexities": lambda x: jnp.exp(jnp.mean(x)),
+        "quotients": lambda x: jnp.sum(x) / (jnp.sum(x**2) + 1),
+        "variances": lambda x: jnp.mean((x - jnp.mean(x)) ** 2),
+    }[measure]
+    require_silence(s, lambda w, x: mean(of_batch(x * w)), weights(), x)
+
+
 RIGHT = [
+    one_brightness_for_all,
+    one_direction_for_all,
+    one_mask_of_the_features,
     mean_over_own_rows,
     mean_through_the_derivative_of_a_gather,
     shares_through_the_derivative_of_a_gather,

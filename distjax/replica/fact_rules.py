@@ -55,27 +55,30 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
     is_seed = x.number not in (None, 0.0) and count > 1
     if not is_seed or x.find("grad") or not walk.is_transposed(eqn):
         return [x]
-    # The backward pass of a sum over `count` elements: the weight of each element.
+    return [_seed(walk, eqn, x, count)]
+
+
+def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
+    """Returns the fact of the first cotangent of a sum over `count` elements: their weight."""
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
     divisor, is_mean = x.find("divisor") or (None, False)
-    # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
-    shape = shape_of(eqn.outvars[0])
-    dims = eqn.params["broadcast_dimensions"]
+    shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
-    num_axes = len(summed)
+    # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
     is_weighted = is_mean and is_close(divisor, count)  # 0.5 * jnp.mean(losses)
     is_whole = shape in walk.completed and shape[0] not in walk.leading
     is_local = walk.may_be_batch(summed) and not is_whole
     is_divided = x.find("over_R") or arithmetic.may_average(walk, weight)
-    if is_local and not is_divided and (is_close(weight, 1.0) and num_axes == 1 or is_weighted):
-        return [x.having(mean=seed, grad=seed)]
-    if is_local and is_close(x.number, 1.0) and num_axes == 1 and count in walk.leading:
-        return [x.having(added=count, grad=seed)]
+    is_mean_of_rows = is_close(weight, 1.0) and len(summed) == 1 or is_weighted
+    if is_local and is_mean_of_rows and not is_divided:
+        return x.having(mean=seed, grad=seed)
+    if is_local and is_close(x.number, 1.0) and len(summed) == 1 and count in walk.leading:
+        return x.having(added=count, grad=seed)
     is_share = is_close(weight * walk.num_replicas, 1.0)
     is_share = is_share and is_close(divisor, count * walk.num_replicas)
     if is_share and not findings.writes_replicas(walk, seed):
-        return [x.having(share=seed, grad=seed)]
-    return [x.having(grad=seed)]
+        return x.having(share=seed, grad=seed)
+    return x.having(grad=seed)
 
 
 def _reduce_sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:

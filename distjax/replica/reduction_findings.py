@@ -162,7 +162,7 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
 
 def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
     """Reports values whose sum or mean over the replicas is meaningless."""
-    is_one_example = walk.leading == {1}  # what is computed of it is its own
+    is_one_example = walk.leading == frozenset((1,))  # what is computed of it is its own
     for name, (rule, expected, got, why, fix) in UNREDUCIBLE.items():
         made = x.find(name)
         if made is not None and not (is_one_example and name in OF_EXAMPLES):

@@ -154,9 +154,8 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
             return [DIFFERS.having(ratio=walk.site(eqn))]
         if not b.differs and b.find("count"):
             return [DIFFERS.having(share=walk.site(eqn))]
-    is_weight = a.differs and not a.find(
-        "grad"
-    )  # of one loss by another's, as in grad-norm schemes
+    # A quotient of norms weights one loss by another's gradient; only of a gradient is it a clip.
+    is_weight = a.differs and not a.find("grad")
     return [_product(walk, eqn, a, b.only("random") if is_weight else b.only("norm", "random"))]
 
 

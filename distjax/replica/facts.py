@@ -153,6 +153,8 @@ class FactWalk:
       across: whether a reduction of cross-replica code is being tracked.
       tells_means_apart: whether it is known by how much the replicas' local means differ.
       completed: shapes of what is summed over the rows of a completed batch.
+      updates, totals: sums of R equal parts that arrays of state, or numbers, are updated by.
+      counts_replicas: whether a number of state grows by a multiple of R.
       on_merge: returns the facts of a merge's results.
     """
 

@@ -203,7 +203,7 @@ def _find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
 
 
 def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None:
-    """Reports an update of state by a sum of R equal parts."""
+    """Remembers an update of state by a sum of R equal parts; `find_sums` reports it."""
     for own, other in ((a, b), (b, a)):
         if not other.find("base"):
             continue

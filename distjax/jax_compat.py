@@ -1,7 +1,8 @@
 """The only module that deals with JAX version differences and JAX internals.
 
 It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` and
-`jax.interpreters`. Two internal modules are reached through public functions; see "processes".
+`jax.interpreters`. Three internal modules are reached through public functions; see "traces" and
+"processes".
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ JaxprEqn = jec.JaxprEqn
 Literal = jec.Literal
 Var = jec.Var
 Tracer = core.Tracer
-find_top_trace = jec.find_top_trace
 ShapedArray = core.ShapedArray
 primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
@@ -54,14 +54,18 @@ def only_compiles(devices: Iterable[jax.Device]) -> bool:
 # -- traces -------------------------------------------------------------------
 
 
+# `jex.core.find_top_trace(())` returns the value of a thread-local that every call of a program
+# asks for. The module is located through it; the names used are the same in JAX 0.10.2 to 0.12.
+_core: Any = sys.modules[jec.find_top_trace.__module__]
+#: Its `value` is the trace that receives this thread's operations, found in C.
+trace_state: Any = _core.trace_state_strong_ref
+#: That trace when nothing is being traced.
+EVAL_TRACE: core.Trace = _core.eval_trace
+
+
 def current_trace() -> core.Trace:
     """Returns the JAX trace that receives this thread's operations."""
-    return jec.find_top_trace(())
-
-
-_EVAL_TRACE = current_trace()
-#: The type of the current trace (`find_top_trace`) when nothing is being traced.
-EVAL_TRACE_TYPE = type(_EVAL_TRACE)
+    return trace_state.value
 
 
 def in_trace(trace: core.Trace) -> AbstractContextManager[Any]:
@@ -75,12 +79,12 @@ def outside_traces() -> AbstractContextManager[Any]:
     Unlike under `jax.ensure_compile_time_eval`, a `jit` without arguments is compiled here
     rather than run operation by operation.
     """
-    return jec.set_current_trace(_EVAL_TRACE)
+    return jec.set_current_trace(EVAL_TRACE)
 
 
 def tracing() -> bool:
     """Returns whether any JAX trace (jit, grad, vmap, ...) is active."""
-    return type(jec.find_top_trace(())) is not EVAL_TRACE_TYPE
+    return trace_state.value is not EVAL_TRACE
 
 
 def staging() -> bool:

@@ -27,7 +27,7 @@ from distjax.cluster.phases import own_programs
 from distjax.collectives.throttle import throttle
 from distjax.context.thread_settings import modes_of_this_thread, probe_settings
 from distjax.errors import TraceLeakError, message
-from distjax.jax_compat import EVAL_TRACE_TYPE, find_top_trace
+from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.program.build import Build, NotCompiled
 from distjax.program.host_arguments import checksum
 from distjax.program.output_spec import OutputSpec, spec_of
@@ -63,7 +63,7 @@ def start(
         return _start_reader(build, signature, args, kwargs, finish)
     if build.is_remote:
         return _start_remote_writer(build, signature, args, kwargs, finish)
-    if type(find_top_trace(())) is not EVAL_TRACE_TYPE:
+    if trace_state.value is not EVAL_TRACE:
         require_outside_traces(build)
     stepped, cell, jitted = build.stepped, build.stepped.cell, signature.jitted
     returned: Any = None
@@ -195,7 +195,7 @@ def _start_watched_reader(
     cell: list[Any] = []
     launch = None
     try:
-        if build.is_in_job and type(find_top_trace(())) is EVAL_TRACE_TYPE:
+        if build.is_in_job and trace_state.value is EVAL_TRACE:
             launch = _begin(build, signature, args, kwargs)
         if build.reads:
             require_outside_traces(build)

@@ -10,18 +10,22 @@ from typing import Any
 
 
 class FunctionCache:
-    """Maps a function, by identity, to a value.
+    """Maps a function, by identity, to a value that is made when it is first asked for.
 
     The cache keeps neither functions nor objects alive: values must not hold them, and use
     `resolve()` instead.
+
+    Args:
+      make: ``make(resolve)`` returns the value of the function that `resolve()` returns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[Callable[[], Any]], Any]) -> None:
+        self._make = make
         self._entries: dict[Any, tuple[Callable[[], Any], Any]] = {}
         self._lock = threading.RLock()
 
-    def get(self, fn: object, make: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Returns the value for ``fn``, made with `make(resolve)` if absent."""
+    def get(self, fn: object) -> Any:
+        """Returns the value of ``fn``."""
         identity = weakref.ref(fn) if type(fn) is types.FunctionType else _identity(fn)
         entry = self._entries.get(identity)
         if entry is not None and entry[0]() is not None:
@@ -30,7 +34,7 @@ class FunctionCache:
             entry = self._entries.get(identity)
             if entry is None or entry[0]() is None:
                 resolve = self._resolver(fn, identity)
-                entry = (resolve, make(resolve))
+                entry = (resolve, self._make(resolve))
                 self._entries[identity] = entry
             return entry[1]
 

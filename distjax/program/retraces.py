@@ -71,7 +71,7 @@ class FreshFunctionCounter:
     """
 
     def __init__(self) -> None:
-        self._rows = FunctionCache()
+        self._rows = FunctionCache(lambda _: _Streak())
 
     def record(self, fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
         """Records a new function; warns at the 8th, 16th, 32nd in a row.
@@ -86,7 +86,7 @@ class FreshFunctionCounter:
         code = _code_of(fn)
         if code is None:
             return lambda: None
-        streak: _Streak = self._rows.get(code, lambda _: _Streak())
+        streak: _Streak = self._rows.get(code)
         streak.add(strategy)
         if streak.count == streak.warn_at:
             streak.warn_at *= 2

@@ -17,10 +17,12 @@ from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
+from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import require_call
 from distjax.servers.crew import board_of
 from distjax.servers.engine import Engine
 from distjax.servers.placement import ServerPlacement
+from distjax.servers.plan import Cuts
 from distjax.servers.server_contract import ParameterServer
 from distjax.servers.server_storage import ServerStorage, make_parts
 from distjax.servers.strategy_contract import ServerStrategy
@@ -57,7 +59,7 @@ class ParameterServerExtended(StrategyExtended):
     Attributes:
       engine: as given.
       cut: as given.
-      plans: what steps were cut into.
+      cuts: what steps were cut into.
       tracing: held while a step is traced.
     """
 
@@ -76,7 +78,7 @@ class ParameterServerExtended(StrategyExtended):
         super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
         self.engine, self.cut = engine, cut
         self.run_closure = run_closure
-        self.plans = FunctionCache()
+        self.cuts = FunctionCache(self._make_cuts)
         self.tracing = threading.RLock()
         self._numbers = itertools.count()
 
@@ -98,6 +100,9 @@ class ParameterServerExtended(StrategyExtended):
         if state is not None:
             return run_here(self.strategy, fn, args, kwargs, state)
         return self.run_closure(fn, args, kwargs)
+
+    def _make_cuts(self, resolve: Callable[[], Any]) -> Cuts:
+        return Cuts(fresh_functions.record(resolve(), self.strategy))
 
     def pause_writers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which no closure runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,3 +113,19 @@ def writes(stage: Stage) -> bool:
 def count_writes(plan: Plan) -> int:
     """Returns the number of stages that write."""
     return sum(map(writes, plan.stages))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cuts:
+    """What one function was cut into.
+
+    Attributes:
+      on_second_call: the function is no lambda that is made anew for each call.
+      plans: by signature.
+      by_kinds: plan and dtypes of the arguments, by what is quick to find out, where all leaves
+        of the arguments are arrays and numbers.
+    """
+
+    on_second_call: Callable[[], None]
+    plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
+    by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)

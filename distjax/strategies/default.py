@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from distjax.replica.static import unmark
 from distjax.strategies import colocation, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
 from distjax.strategies.reducing import require_pairs
-from distjax.strategies.steps import MultiStepContext, run_steps
+from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.strategies.strategy import Strategy
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
@@ -56,7 +57,7 @@ class DefaultExtended:
 
     def __init__(self) -> None:
         self.placement = PlainPlacement()
-        self.step_programs = FunctionCache()
+        self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
         self._containers = ContainerRegistry()
         self.variable_lock = threading.RLock()

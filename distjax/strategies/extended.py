@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from distjax.program.run_step import make_run_program, place_arguments
 from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, job_devices, reducing, update, values
 from distjax.strategies.component_registry import ContainerRegistry
-from distjax.strategies.steps import MultiStepContext, run_steps
+from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
 from distjax.variables.storage import StoredArray
@@ -77,9 +78,9 @@ class StrategyExtended:
             self.between_graph = topology.spans_processes
             self.should_checkpoint = self.should_save_summary = topology.is_on_first_process
         self.wraps = wraps
-        self._run_programs = FunctionCache()
+        self._run_programs = FunctionCache(functools.partial(make_run_program, self))
         self.variable_lock = threading.RLock()
-        self.step_programs = FunctionCache()
+        self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
         self._containers = ContainerRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
@@ -136,8 +137,7 @@ class StrategyExtended:
             frames.require_enterable(self.strategy, "run")
         if frame.state is not None:
             return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
-        program = self._run_programs.get(fn, lambda resolve: make_run_program(self, resolve))
-        return program(args, kwargs or {})
+        return self._run_programs.get(fn)(args, kwargs or {})
 
     def place_arguments(self, tree: PyTree) -> Any:
         """Returns the arguments of `run` with arrays from elsewhere moved to the devices."""

@@ -127,8 +127,7 @@ def run_steps(
             if context.iterations == 0:
                 raise
             break
-        make = lambda resolve: Program(LoopStep(extended, resolve))
-        program = extended.step_programs.get(fn, make)
+        program = extended.step_programs.get(fn)
         layout = Static(steps.layout)
         carried = context.last_step_outputs if initial_loop_values is not None else None
         outputs, others = program((layout, steps.arrays, carried), {})
@@ -271,3 +270,8 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         avals = inner_traces.traced_avals(trace)
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}
+
+
+def make_steps_program(extended: ExtendedContract, resolve: Callable[[], Any]) -> Program:
+    """Returns the program of a loop of steps: see `LoopStep`."""
+    return Program(LoopStep(extended, resolve))

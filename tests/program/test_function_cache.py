@@ -157,20 +157,19 @@ def test_a_new_function_at_the_same_address(pair):
 
 
 def test_the_cache_by_itself(collect_garbage):
-    cache = FunctionCache()
-    make_value = lambda resolve: resolve
+    cache = FunctionCache(lambda resolve: resolve)
 
     def f():
         pass
 
-    resolve = cache.get(f, make_value)
-    assert resolve() is f and cache.get(f, make_value) is resolve
+    resolve = cache.get(f)
+    assert resolve() is f and cache.get(f) is resolve
     unweakable = np.sin  # not every callable takes a weak reference
-    assert cache.get(unweakable, make_value)() is unweakable
+    assert cache.get(unweakable)() is unweakable
     assert len(cache) == 2
     owner = Trainer(None, 0)
-    resolve = cache.get(owner.step, make_value)
-    assert cache.get(owner.step, make_value) is resolve and resolve() == owner.step
+    resolve = cache.get(owner.step)
+    assert cache.get(owner.step) is resolve and resolve() == owner.step
     del owner, f
     collect_garbage()
     assert resolve() is None and len(cache) == 1

@@ -41,7 +41,7 @@ def ours(strategy):
     data = [np.zeros((count * ROWS, WIDTH), np.float32)] * (2 * NUM_STEPS)
     iterator = iter(strategy.distribute_dataset(data))
     strategy.extended.run_steps_on_iterator(step, iterator, NUM_STEPS)
-    program = strategy.extended.step_programs.get(step, None)
+    program = strategy.extended.step_programs.get(step)
     steps = iterator.take(NUM_STEPS)
     return program.lower((Static(steps.layout), steps.arrays, None), {}).compile()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.program.discovery import signature_of
-from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import (
     PartitionedTree,
     argument_names,
@@ -32,7 +30,7 @@ from distjax.replica.run import trace_replica
 from distjax.replica.static import mark_modules
 from distjax.servers.cutting.assembly import assemble_plan
 from distjax.servers.extended import ServedStrategy
-from distjax.servers.plan import Plan
+from distjax.servers.plan import Cuts, Plan
 from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
@@ -61,9 +59,7 @@ def cut_step(
       Whatever ``fn`` raises.
     """
     given, named = require_call(fn, args, kwargs, "schedule")
-    cuts: Cuts = strategy.extended.plans.get(
-        fn, lambda resolve: Cuts(fresh_functions.record(resolve(), strategy))
-    )
+    cuts: Cuts = strategy.extended.cuts.get(fn)
     if cuts.plans:
         cuts.on_second_call()
     leaves, treedef = jax.tree.flatten((given, named))
@@ -77,22 +73,6 @@ def cut_step(
         return plan, flat
     plan, dtypes = found
     return plan, [_as_flat(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Cuts:
-    """What one function was cut into.
-
-    Attributes:
-      on_second_call: the function is no lambda that is made anew for each call.
-      plans: by signature.
-      by_kinds: plan and dtypes of the arguments, by what is quick to find out, where all leaves
-        of the arguments are arrays and numbers.
-    """
-
-    on_second_call: Callable[[], None]
-    plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
-    by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
 
 
 def _kind_of(leaf: object) -> Hashable:

@@ -53,3 +53,23 @@ def test_import_starts_no_backend(answer):
 
 def test_import_brings_no_optional_library(answer):
     assert answer == "imported:"
+
+
+IN_A_TRACE = """
+import jax
+
+@jax.jit
+def first_use(x):
+    import distjax
+    return x
+
+first_use(1.0)
+import distjax as dj
+variable = dj.Variable(1.0)
+assert dj.jit(lambda: variable.assign_add(1.0))() == 2
+"""
+
+
+def test_the_first_import_may_be_in_a_trace():
+    """The trace that is current then is not what is current when nothing is traced."""
+    subprocess.run([sys.executable, "-c", IN_A_TRACE], check=True, timeout=120)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.topology import Topology, unplaced_topology
-from distjax.placement.transfer import local_rows, transfer
+from distjax.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax.typing import PyTree
 
 #: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. All of
@@ -157,6 +157,14 @@ class PerReplica:
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(_no_conversion_text(self))
 
+    def __array_function__(
+        self, function: Any, types: object, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        # These two take what cannot become an array for unequal.
+        if function in (np.array_equal, np.array_equiv):
+            raise TypeError(_no_conversion_text(self))
+        return function.__wrapped__(*args, **kwargs)
+
     def __getitem__(self, key: object) -> NoReturn:
         _refuse(self)
 
@@ -232,11 +240,11 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))
     if value.topology == topology:
+        return_to_replicas(value)
         return
     if not value.topology.is_placed and value.num_replicas == topology.num_replicas:
         if not isinstance(value.stacked, jax_compat.Tracer):
-            with jax_compat.outside_traces():
-                value.stacked = transfer(value.stacked, topology.per_replica)
+            _move(value, topology)
         value.form = topology, value.form[1]
         return
     raise LocalityError(
@@ -248,6 +256,17 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
             "strategy.distribute_values_from_function(lambda ctx: value of that replica)",
         )
     )
+
+
+def return_to_replicas(value: PerReplica) -> None:
+    """Moves the array to the devices of its replicas, in situ, if `jax.device_put` moved it away."""
+    if is_elsewhere(value.stacked, set(value.topology.devices)):
+        _move(value, value.topology)
+
+
+def _move(value: PerReplica, topology: Topology) -> None:
+    with jax_compat.outside_traces():
+        value.stacked = transfer(value.stacked, topology.per_replica)
 
 
 def _no_conversion_text(value: PerReplica) -> str:

@@ -20,6 +20,7 @@ from distjax.cluster.phases import phase
 from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StateFound
+from distjax.placement.per_replica import is_per_replica, return_to_replicas
 from distjax.program.agreement import agree_on_program
 from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
 from distjax.program.calls import (
@@ -268,7 +269,14 @@ class Program:
         return args, kwargs
 
     def _place(self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        return self._step.place((args, kwargs)) if jax_compat.is_device_mismatch(error) else None
+        return self._on_devices(args, kwargs) if jax_compat.is_device_mismatch(error) else None
+
+    def _on_devices(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
+        """Returns the arguments on devices where the program can run."""
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
+            if is_per_replica(leaf):
+                return_to_replicas(leaf)
+        return self._step.place((args, kwargs))
 
     def _mark_objects(
         self, *call: PyTree, is_data: Callable[[Any], bool] = is_array
@@ -297,7 +305,7 @@ class Program:
             except ValueError as error:
                 if not jax_compat.is_device_mismatch(error):
                     raise
-                args, kwargs = self._step.place((args, kwargs))
+                args, kwargs = self._on_devices(args, kwargs)
                 return self._lower_traced(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:

@@ -65,6 +65,15 @@ def test_numpy_is_told_of_the_rows(pair, fn):
         fn(shapes)
 
 
+@pytest.mark.parametrize("equal", [np.array_equal, np.array_equiv, np.allclose])
+def test_numpy_does_not_take_it_for_unequal(pair, equal):
+    x = ids(pair)
+    for values in ((x, x), (x, np.ones(2)), (np.ones(2), x)):
+        with pytest.raises(TypeError, match="^numpy needs one value, not one value per repl"):
+            equal(*values)
+    assert np.shape(x) == () and not np.iscomplexobj(x)  # these ask for attributes
+
+
 @pytest.mark.parametrize("fn", [jnp.sin, jnp.asarray, jnp.sum, jax.lax.exp])
 def test_jax_functions_refuse_it(pair, fn):
     with pytest.raises(TypeError):
@@ -315,22 +324,39 @@ def test_a_copy_is_on_the_host_until_a_strategy_uses_it(pair, duplicate):
         dj.MirroredStrategy(jax.devices()[2:4]).reduce("sum", other)  # it belongs to the first
 
 
-@pytest.mark.parametrize("use", ["local_results", "run", "jit", "closure", "merge"])
+USES = {
+    "local_results": lambda strategy, x: local(strategy, x),
+    "reduce": lambda strategy, x: [0.0, float(strategy.reduce("sum", x))],
+    "gather": lambda strategy, x: strategy.gather(x.map(jnp.atleast_1d), axis=0).tolist(),
+    "run": lambda strategy, x: local(strategy, strategy.run(lambda x: x + 0, args=(x,))),
+    "jit": lambda strategy, x: local(strategy, dj.jit(lambda x: x)(x)),
+    "closure": lambda strategy, x: [0.0, float(dj.jit(lambda: strategy.reduce("sum", x))())],
+    "lower": lambda strategy, x: local(
+        strategy, strategy.jit(lambda x: x + 0).lower(x).compile()(x)
+    ),
+    "merge": lambda strategy, x: local(
+        strategy,
+        strategy.run(
+            lambda: dj.get_replica_context().merge_call(lambda s: s.run(lambda x: x, args=(x,)))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
 def test_what_places_a_copy(pair, duplicate, use):
     x = duplicate(ids(pair))
-    context = dj.get_replica_context
-    found = {
-        "local_results": lambda: local(pair, x),
-        "run": lambda: local(pair, pair.run(lambda x: x + 0, args=(x,))),
-        "jit": lambda: local(pair, dj.jit(lambda x: x)(x)),
-        "closure": lambda: [0.0, float(dj.jit(lambda: pair.reduce("sum", x))())],
-        "merge": lambda: local(
-            pair,
-            pair.run(lambda: context().merge_call(lambda s: s.run(lambda x: x, args=(x,)))),
-        ),
-    }[use]()
-    assert found == [0.0, 1.0]
+    assert USES[use](pair, x) == [0.0, 1.0]
     assert float(pair.reduce("sum", x)) == 1  # no tracer is left in it
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("device", [0, -1])
+def test_what_device_put_moves_away_comes_back(pair, device, use):
+    x = jax.device_put(ids(pair), jax.devices()[device])
+    assert USES[use](pair, x) == [0.0, 1.0]
+    assert float(pair.reduce("sum", x)) == 1
+    assert x.stacked.sharding.device_set == {*pair.extended.worker_devices}
 
 
 def test_a_copy_fits_as_many_replicas_only(pair, duplicate):

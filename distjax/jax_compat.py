@@ -26,6 +26,8 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 #: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/throttle.py`.
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
+#: Before, a program on several devices that is to donate a deleted array aborts the process.
+REFUSES_TO_DONATE_DELETED: bool = JAX_VERSION >= (0, 12)
 
 Primitive = jec.Primitive
 Jaxpr = jec.Jaxpr

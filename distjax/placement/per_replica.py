@@ -259,7 +259,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
 
 
 def return_to_replicas(value: PerReplica) -> None:
-    """Moves the array to the devices of its replicas, in situ, if `jax.device_put` moved it away."""
+    """Moves the array back, in situ, if `jax.device_put` took it off the replicas' devices."""
     if is_elsewhere(value.stacked, set(value.topology.devices)):
         _move(value, value.topology)
 

@@ -366,8 +366,9 @@ class Program:
 
     def _prepare_donated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments, copying arrays that variables would lose by donation."""
-        if self._build is not None and self._build.spans_devices:
-            self._require_undeleted(args)  # JAX 0.10 aborts the process on a deleted one
+        if not jax_compat.REFUSES_TO_DONATE_DELETED:
+            if self._build is not None and self._build.spans_devices:
+                self._require_undeleted(args)
         return copy_handles(args, self._step.donate_argnums)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:

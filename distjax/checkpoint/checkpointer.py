@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from distjax.checkpoint.agreement import agree_on_step
 from distjax.checkpoint.delayed import DelayedRestore
 from distjax.checkpoint.description import describe
 from distjax.checkpoint.leaves import ArrayLeaf, Leaf, pause_writers
@@ -100,6 +101,8 @@ class Checkpointer:
         Raises:
           CheckpointError: a leaf that cannot be saved, a step that exists or is not
             after the latest, a full disk; or the previous save failed.
+          AgreementError: in a job, processes save different steps, keys, shapes or
+            values of `best_metric`; nothing is written.
           AggregationError: a sync-on-read variable with aggregation NONE.
           ContextError: in a replica function, or in a trace.
           ValueError: an invalid step number, or metrics without the `best_metric`.
@@ -107,8 +110,10 @@ class Checkpointer:
         wanted = as_tree(tree, "save")
         step = _require_step(step)
         metrics = self._require_metrics(metrics)
-        self._require_after_latest(step)
         leaves = wanted.leaves.values()
+        decisive = {name: metrics[name] for name in metrics if name == self._best_metric}
+        agree_on_step(self._storage.job, "the save of a checkpoint", step, leaves, decisive)
+        self._require_after_latest(step)
         _require_of_all_processes(leaves, self._storage.job)
         # In the default context, variables of every strategy can be read.
         with frames.with_stack(()), pause_writers(leaves):
@@ -134,6 +139,7 @@ class Checkpointer:
         Raises:
           CheckpointError: the step does not exist or cannot be removed.
         """
+        agree_on_step(self._storage.job, "the removal of a checkpoint", step)
         self._storage.delete(self._existing(step))
 
     def close(self) -> None:
@@ -178,11 +184,16 @@ class Checkpointer:
           CheckpointError: no such step; keys that are missing, extra or of another
             shape (all are listed), or values out of the range of a place's dtype:
             nothing is changed; damaged files; or the save in progress failed.
+          AgreementError: in a job, processes restore different steps, keys or shapes.
           AggregationError, ContextError: as for `save`.
           TypeError: `rename` does not map text to text.
         """
         wanted = as_tree(tree, "restore")
-        saved = Saved(self._storage, self._existing(step), _require_rename(rename))
+        rename = _require_rename(rename)
+        options = {"partial": partial, "rename": sorted(rename.items())}
+        leaves = wanted.leaves.values()
+        agree_on_step(self._storage.job, "the restoration of a checkpoint", step, leaves, options)
+        saved = Saved(self._storage, self._existing(step), rename)
         return saved.restore(wanted, saved.names, partial=partial)
 
     def delayed(
@@ -198,7 +209,10 @@ class Checkpointer:
           CheckpointError: no such step.
           TypeError: as for `restore`.
         """
-        return DelayedRestore(Saved(self._storage, self._existing(step), _require_rename(rename)))
+        rename = _require_rename(rename)
+        options = {"rename": sorted(rename.items())}
+        agree_on_step(self._storage.job, "the delayed restoration", step, options=options)
+        return DelayedRestore(Saved(self._storage, self._existing(step), rename))
 
     # -- querying -------------------------------------------------------------
 

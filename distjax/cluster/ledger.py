@@ -1,10 +1,11 @@
 """The ledger of a process: its calls that involve other processes, in order.
 
-A call is the launch of a program over several processes, or a meeting. Compiled programs need no
-meeting, so processes might launch them in a different order, launch one too often, or pass
-different host values. Ledgers reveal that: at the next meeting, where they are compared first, and
-to the watch, which compares them in between. Each call updates a checksum, and the checksums of
-the latest calls are kept, so that a process that is merely behind is compared at its own count.
+A call is the launch of a program over several processes, a meeting, or an eager write of a value
+of the host. Compiled programs need no meeting, so processes might launch them in a different
+order, launch one too often, or pass different host values. Ledgers reveal that: at the next
+meeting, where they are compared first, and to the watch, which compares them in between. Each call
+updates a checksum, and the checksums of the latest calls are kept, so that a process that is
+merely behind is compared at its own count.
 """
 
 from __future__ import annotations
@@ -31,6 +32,30 @@ class Token(Protocol):
     def block_until_ready(self) -> object: ...
 
 
+class Launch(NamedTuple):
+    """What is known of a launch before it happens.
+
+    Attributes:
+      name: the user's name of the function, or that of an operation.
+      program: checksum of what its processes agreed on before its first launch, which tells
+        functions of one name apart, and shapes, static values and modes of one function.
+      arguments: checksum of its host arguments; 0: it has none.
+    """
+
+    name: str
+    program: int = 0
+    arguments: int = 0
+
+    @property
+    def text(self) -> str:
+        """The description for people."""
+        return f"{self.name} of arguments {self.arguments:08x}" if self.arguments else self.name
+
+    def added_to(self, checksum: int) -> int:
+        """Returns the checksum of all calls up to this one, given that of those before."""
+        return zlib.crc32(self.name.encode(), checksum ^ self.program ^ self.arguments)
+
+
 class Call(NamedTuple):
     """A call, as reported to other processes.
 
@@ -38,13 +63,18 @@ class Call(NamedTuple):
       number: counted from 1.
       checksum: of all calls up to this one.
       text: a description for people.
+      program: see `Launch`.
       is_meeting: whether it is a meeting rather than a launch.
     """
 
     number: int
     checksum: int
     text: str
+    program: int = 0
     is_meeting: bool = False
+
+
+_MEETING = Launch("a meeting")
 
 
 class Ledger:
@@ -53,7 +83,7 @@ class Ledger:
     Attributes:
       count: the number of calls.
       checksum: of all of them.
-      starting: (name, checksum of the arguments) of a launch that has not returned.
+      starting: a launch that has not returned.
     """
 
     __slots__ = (
@@ -70,28 +100,24 @@ class Ledger:
 
     def __init__(self) -> None:
         self.count = self.checksum = self._num_meetings = 0
-        self.starting: tuple[str, int] | None = None
+        self.starting: Launch | None = None
         self._latest: Token | None = None
         self._thread = 0  # the one that launched `_latest`
         self._launched: list[tuple[int, Token | None]] = [(0, None)] * _NUM_AWAITED
-        # (number, checksum, name, checksum of the arguments, occasion of a meeting)
-        self._calls: list[tuple[int, int, str, int, str]] = [(0, 0, "", 0, "")] * _SIZE
+        # (number, checksum, launch, occasion of a meeting)
+        self._calls: list[tuple[int, int, Launch, str]] = [(0, 0, _MEETING, "")] * _SIZE
         self._one_at_a_time = threading.Lock()
 
-    def begin_launch(self, name: str, arguments: int = 0) -> tuple[str, int]:
+    def begin_launch(self, launch: Launch) -> Launch:
         """Records that a program over several processes is about to run.
 
         With one CPU device per process, JAX keeps launches in order only within a thread: another
         thread's program would run alongside those in flight, and their collectives would pair up.
-        So this first waits for the latest launch of another thread. Returns the record.
-
-        Args:
-          name: the user's name of the function, or that of an operation.
-          arguments: checksum of its host arguments.
+        So this first waits for the latest launch of another thread. Returns the launch.
         """
         if self._thread != threading.get_ident():
             self.wait()
-        self.starting = launch = (name, arguments)
+        self.starting = launch
         return launch
 
     def wait(self) -> None:
@@ -100,11 +126,11 @@ class Ledger:
             with contextlib.suppress(RuntimeError, ValueError):
                 self._latest.block_until_ready()
 
-    def end_launch(self, launch: tuple[str, int], token: Token | None) -> None:
+    def end_launch(self, launch: Launch, token: Token | None) -> None:
         """Records that the program was launched; `token` is ready when it completes."""
         self.starting = None
         self._latest, self._thread = token, threading.get_ident()
-        number = self._add(*launch, "")
+        number = self._add(launch)
         self._launched[number & _NUM_AWAITED - 1] = number, token
 
     def abandon_launch(self) -> None:
@@ -114,22 +140,31 @@ class Ledger:
     def add_meeting(self, occasion: str) -> None:
         """Records a meeting; the checksum ignores its occasion, which meetings compare."""
         self._num_meetings += 1
-        self._add("a meeting", 0, occasion)
+        self._add(_MEETING, occasion)
 
-    def _add(self, name: str, arguments: int, occasion: str) -> int:
+    def add_write(self, name: str, value: int) -> None:
+        """Records an eager write, of which each process does its own part.
+
+        Args:
+          name: what is written, in the user's words.
+          value: checksum of the value on the host; 0: there is none.
+        """
+        self._add(Launch(name, arguments=value))
+
+    def _add(self, launch: Launch, occasion: str = "") -> int:
         with self._one_at_a_time:
             number = self.count + 1
-            self.checksum = checksum = zlib.crc32(name.encode(), self.checksum ^ arguments)
-            self._calls[number & _SIZE - 1] = number, checksum, name, arguments, occasion
+            self.checksum = checksum = launch.added_to(self.checksum)
+            self._calls[number & _SIZE - 1] = number, checksum, launch, occasion
             self.count = number
         return number
 
     def find(self, number: int) -> Call | None:
         """Returns a call; None if it has not happened yet or is forgotten."""
-        found, checksum, name, arguments, meeting = self._calls[number & _SIZE - 1]
+        found, checksum, launch, meeting = self._calls[number & _SIZE - 1]
         if found != number:
             return None
-        return Call(number, checksum, meeting or _show(name, arguments), bool(meeting))
+        return Call(number, checksum, meeting or launch.text, launch.program, bool(meeting))
 
     def find_launched(self) -> list[tuple[int, Token]]:
         """Returns (number, token) of the latest launches, in order."""
@@ -142,8 +177,7 @@ class Ledger:
             starting, count, former = self.starting, self.count, self.checksum
         if starting is None:
             return None
-        checksum = zlib.crc32(starting[0].encode(), former ^ starting[1])
-        return Call(count + 1, checksum, _show(*starting))
+        return Call(count + 1, starting.added_to(former), starting.text, starting.program)
 
     def describe(self) -> str:
         """Returns one line: number of launches, the latest of them, overall checksum."""
@@ -152,10 +186,6 @@ class Ledger:
         latest = ", ".join([*itertools.islice(launches, _NUM_SHOWN)][::-1]) or "none"
         number = self.count - self._num_meetings
         return f"{number} launches, the latest {latest} (checksum {self.checksum:08x})"
-
-
-def _show(name: str, arguments: int) -> str:
-    return f"{name} of arguments {arguments:08x}" if arguments else name
 
 
 #: The ledger of this process.

@@ -62,7 +62,7 @@ def mark_of(ledger: Ledger, phases: Sequence[Phase], blocked: Call | None, at_en
 
 def as_text(mark: Mark) -> str:
     """Returns a mark as a line."""
-    calls = [(*call[:2], as_plain(call.text, _MAX_TEXT), call.is_meeting) for call in mark.calls]
+    calls = [call._replace(text=as_plain(call.text, _MAX_TEXT)) for call in mark.calls]
     return as_line({**vars(mark), "calls": calls})
 
 
@@ -70,7 +70,9 @@ def parse_mark(line: str) -> Mark | None:
     """Returns the mark in a line, or None if it is malformed."""
     try:
         told = parse_line(line)
-        calls = tuple(Call(int(n), int(c), str(t), bool(m)) for n, c, t, m in told.pop("calls"))
+        calls = tuple(
+            Call(int(n), int(c), str(t), int(p), bool(m)) for n, c, t, p, m in told.pop("calls")
+        )
         return Mark(calls=calls, **told)
     except (KeyError, TypeError, ValueError):
         return None
@@ -107,9 +109,16 @@ def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] |
         if ours is not None and ours.checksum != theirs.checksum:
             is_first = i > 0 or theirs.number == 1
             where = f"call {theirs.number}" + ("" if is_first else ", or one before")
-            return f"{where}: {ours.text}", f"{where}: {theirs.text}"
+            return f"{where}: {_tell_apart(ours, theirs)}", f"{where}: {_tell_apart(theirs, ours)}"
     if other.is_at_end and own.count > other.count:
         more = mine.get(other.count + 1) or ledger.find(other.count + 1)
         if more is not None and not more.is_meeting:  # meetings have their own timeout
             return f"call {more.number}: {more.text}", f"{THE_END} after {other.count} calls"
     return None
+
+
+def _tell_apart(call: Call, other: Call) -> str:
+    """Returns a call's text, with its program where the texts do not tell the two apart."""
+    if call.text != other.text or call.program == other.program:
+        return call.text
+    return f"{call.text}, program {call.program:08x}"

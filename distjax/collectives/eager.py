@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from distjax import jax_compat, user_mesh
 from distjax.cluster.agreement import agree
 from distjax.cluster.facts import ComparedFact
 from distjax.cluster.job import job
-from distjax.cluster.ledger import ledger
+from distjax.cluster.ledger import Launch, ledger
 from distjax.collectives.throttle import is_throttled, make_token, throttle
 from distjax.typing import PyTree
 
@@ -30,8 +31,10 @@ def _spans_processes(arrays: PyTree) -> bool:
     return not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
 
 
-def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> None:
+def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> int:
     """Makes all processes compare a kind of operation over them on its first use.
+
+    Returns a checksum of what they compared.
 
     This catches, say, a read or reduction under ``if jax.process_index() == 0``, which would
     otherwise pair up with a different collective of the other processes.
@@ -43,10 +46,13 @@ def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -
     occasion = "an operation over the replicas of several processes"
     facts = [ComparedFact(occasion, what)]
     agree(occasion, facts, known_by=facts)
+    return zlib.crc32(what.encode())
 
 
 @user_mesh.ignores_user_mesh
-def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> Any:
+def call_compiled(
+    fn: Callable[..., Any], arrays: PyTree, *static: object, name: str | None = None
+) -> Any:
     """Returns ``fn(arrays, *static)``, compiled once per function and static args.
 
     Inside a trace, the call is inlined into it.
@@ -55,13 +61,14 @@ def call_compiled(fn: Callable[..., Any], arrays: PyTree, *static: object) -> An
       fn: a module-level function of a pytree of arrays and hashable values.
       arrays: the pytree of arrays.
       *static: hashable values.
+      name: what the other processes of a job call it too; default: that of ``fn``.
     """
     if jax_compat.tracing():
         return fn(arrays, *static)
     compiled = _compile(fn, static)
     if job() is not None and _spans_processes(arrays):
-        _agree(fn, arrays, static)
-        launch = ledger.begin_launch(fn.__name__)
+        program = _agree(fn, arrays, static)
+        launch = ledger.begin_launch(Launch(name or fn.__name__, program))
         try:
             out, token = compiled(arrays)
         except BaseException:

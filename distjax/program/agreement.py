@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from zlib import crc32
 
 import jax
 
@@ -21,7 +23,7 @@ def agree_on_program(
     argument_names: Sequence[str],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-) -> None:
+) -> int:
     """Waits until every process is about to run this program with these arguments.
 
     Args:
@@ -30,6 +32,9 @@ def agree_on_program(
       argument_names: the names of its positional arguments.
       args: positional arguments.
       kwargs: keyword arguments.
+
+    Returns:
+      A checksum of the program and its variables, the same on every process.
 
     Raises:
       AgreementError: processes differ; nothing has changed.
@@ -45,6 +50,7 @@ def agree_on_program(
     arguments = _describe_arguments(build.name, argument_names, args, kwargs)
     # Not keyed by arguments: a process that lost its program has another number at its next call.
     agree(f"the first call of {build.name}", [*arguments, *program], known_by=program)
+    return functools.reduce(lambda found, fact: crc32(str(fact).encode(), found), program, 0)
 
 
 def _describe_variable(build: Build, variable: Variable) -> str:

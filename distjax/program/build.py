@@ -104,6 +104,12 @@ class Build:
         finally:
             self.offered.pop(threading.get_ident(), None)
 
+    def note_agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any], agreed: int) -> None:
+        """Records what the processes of a job agreed on for these arguments."""
+        signature = self.signatures.find(args, kwargs)
+        if signature is not None:
+            signature.agreed = agreed
+
     def covers(self, found: Discovered) -> bool:
         """Returns whether the variables of a trace are threaded, and those written written."""
         # A variable that is threaded, but only read so far, has no output to be written to.

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
-from distjax.cluster.ledger import ledger
+from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import own_programs
 from distjax.collectives.throttle import throttle
 from distjax.context.thread_settings import modes_of_this_thread, probe_settings
@@ -263,16 +263,17 @@ def _start_remote_writer(
 
 def _begin(
     build: Build, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, int] | None:
+) -> Launch | None:
     """Records that a program is about to run; None if only this process runs it."""
     if not build.spans_processes:
         own_programs.note(build.name, ledger.count)
         return None
     paths = signature.host_leaves
-    return ledger.begin_launch(build.name, checksum(paths, args, kwargs) if paths else 0)
+    arguments = checksum(paths, args, kwargs) if paths else 0
+    return ledger.begin_launch(Launch(build.name, signature.agreed, arguments))
 
 
-def _end_launch(launch: tuple[str, int], returned: tuple[Any, ...]) -> None:
+def _end_launch(launch: Launch, returned: tuple[Any, ...]) -> None:
     """Records that a program runs, and the array that is ready when it completes."""
     _, _, arrays, token = returned
     if token is None and arrays:
@@ -280,7 +281,7 @@ def _end_launch(launch: tuple[str, int], returned: tuple[Any, ...]) -> None:
     ledger.end_launch(launch, token)
 
 
-def _conclude_launch(launch: tuple[str, int], returned: tuple[Any, ...] | None) -> None:
+def _conclude_launch(launch: Launch, returned: tuple[Any, ...] | None) -> None:
     """Completes the record of a launch whose call raised."""
     if returned is None:
         ledger.abandon_launch()
@@ -292,7 +293,7 @@ def _conclude(
     build: Build,
     returned: tuple[Any, ...] | None,
     finish: Finish | None,
-    launch: tuple[str, int] | None,
+    launch: Launch | None,
 ) -> None:
     """Completes a call that raised: either its step happened, or its arrays are lost."""
     cell = build.stepped.cell

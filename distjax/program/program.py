@@ -325,7 +325,9 @@ class Program:
                     build = self._trace(args, kwargs)
                     continue
                 if build.spans_processes:
-                    agree_on_program(build, lowered, self._step.argument_names, args, kwargs)
+                    names = self._step.argument_names
+                    agreed = agree_on_program(build, lowered, names, args, kwargs)
+                    build.note_agreed(args, kwargs, agreed)
                 with contextlib.suppress(Exception):  # the call will raise it
                     lowered.compile()
                 break

@@ -7,8 +7,9 @@ meet the function of others, which refuses them, and get one of their own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -29,16 +30,19 @@ class Jitted(Protocol):
         ...
 
 
-class Signature(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class Signature:
     """One kind of arguments.
 
     Attributes:
       jitted: the compiled function.
       host_leaves: where it has numbers and arrays of the host.
+      agreed: checksum of what the processes of a job agreed on before its first call; 0: nothing.
     """
 
     jitted: Jitted
     host_leaves: tuple[LeafPath, ...]
+    agreed: int = 0
 
 
 class Signatures:

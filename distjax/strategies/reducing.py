@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax import jax_compat, user_mesh
+from distjax.cluster.writes import note_write
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
@@ -305,6 +306,8 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
             if extended.topology.mesh is None:  # else a step without arguments runs elsewhere
                 return jax.lax.with_sharding_constraint(x, target)
             return place_output(x, extended.topology)
+        if target is not None and not target.is_fully_addressable:
+            note_write("broadcast_to", x)
         return place_on(x, target)
 
     ((value,), _) = mark_modules(((value,), {}))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax import user_mesh
+from distjax.cluster.writes import note_write
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
@@ -68,6 +69,8 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
                 _write_component(variable, state, array, method)
     else:
         _write_across(variable, state, array, method)
+    if state is states.STORAGE and variable.spans_processes:
+        note_write(f"{method} of variable {variable.name!r}", array)
     return read(variable)
 
 
@@ -167,7 +170,8 @@ def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:
             )
         )
     topology = variable.strategy.extended.topology
-    return call_compiled(combine_components, stored, topology, rule.name)
+    name = f"the read of variable {variable.name!r}"
+    return call_compiled(combine_components, stored, topology, rule.name, name=name)
 
 
 # -- writes -------------------------------------------------------------------

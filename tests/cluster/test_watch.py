@@ -10,12 +10,12 @@ import pytest
 
 from distjax.cluster import exits, watch
 from distjax.cluster import phases as phases_module
-from distjax.cluster.ledger import Ledger
+from distjax.cluster.ledger import Launch, Ledger
 from distjax.cluster.marks import as_text, find_difference, hear, mark_of, parse_mark
 from distjax.cluster.phases import Phase, phase, phases, waiting
 from tests.cluster.test_ending import Store, make_job
 
-TRAIN, EVALUATE = ("train", 0), ("evaluate", 0)
+TRAIN, EVALUATE = Launch("train"), Launch("evaluate")
 
 
 class Ended(BaseException):
@@ -66,8 +66,8 @@ def make_processes(count=3, store=None):
 
 
 def launch(ledger, *launches, token=None):
-    for name, arguments in launches:
-        ledger.end_launch(ledger.begin_launch(name, arguments), token)
+    for each in launches:
+        ledger.end_launch(ledger.begin_launch(each), token)
 
 
 def look_all(processes, now=0.0):
@@ -111,10 +111,27 @@ def test_another_order_is_found_however_far_ahead_one_is(who, steps):
 def test_other_arguments_are_found():
     processes = make_processes(2)
     for i, (ledger, _) in enumerate(processes):
-        launch(ledger, TRAIN, ("train", 7 + i), TRAIN)
+        launch(ledger, TRAIN, Launch("train", arguments=7 + i), TRAIN)
     text = difference(processes)
     assert "'call 2: train of arguments 00000008' on process 1" in text
     assert "'call 2: train of arguments 00000007' on process 0" in text
+
+
+def test_another_program_of_the_same_name_is_found():
+    processes = make_processes(2)
+    for i, (ledger, _) in enumerate(processes):
+        launch(ledger, TRAIN, Launch("train", program=7 + i), TRAIN)
+    text = difference(processes)
+    assert "'call 2: train, program 00000008' on process 1" in text
+    assert "'call 2: train, program 00000007' on process 0" in text
+
+
+def test_another_written_value_is_found():
+    processes = make_processes(2)
+    for i, (ledger, _) in enumerate(processes):
+        ledger.add_write("assign of variable 'rate'", 7 + i)
+    text = difference(processes)
+    assert "assign of variable 'rate' of arguments 00000008" in text
 
 
 def test_a_meeting_of_one_where_another_launches():
@@ -152,7 +169,7 @@ def test_a_meeting_that_another_does_not_come_to_has_a_bound_of_its_own():
 
 def test_a_launch_that_was_refused_is_none():
     processes = make_processes(2)
-    processes[0][0].begin_launch("train")
+    processes[0][0].begin_launch(TRAIN)
     processes[0][0].abandon_launch()
     launch(processes[1][0], EVALUATE)
     launch(processes[0][0], EVALUATE)
@@ -163,7 +180,7 @@ def test_a_launch_that_was_refused_is_none():
 def test_a_launch_that_does_not_return_counts_after_a_while():
     """As on one CPU device, where the thread that launches a program runs it."""
     processes = make_processes(2)
-    processes[0][0].begin_launch("train")
+    processes[0][0].begin_launch(TRAIN)
     launch(processes[1][0], EVALUATE)
     for now in (0.0, 0.5, 1.0, 1.9):
         look_all(processes, now)
@@ -180,7 +197,7 @@ def test_a_launch_that_returns_while_it_is_looked_at_is_told_once():
                 ledger.end_launch(launched, None)
             return super().encode()
 
-    launched = ledger.begin_launch(Name("train"))
+    launched = ledger.begin_launch(Launch(Name("train")))
     assert ledger.find_blocked()[:2] == ledger.find(1)[:2]
 
 
@@ -253,7 +270,7 @@ def test_steps_that_wait_for_others_of_this_process_have_a_deadline_of_their_own
 
 def test_a_launch_that_does_not_return_has_the_deadline_too():
     processes = make_processes(2)
-    processes[0][0].begin_launch("train")
+    processes[0][0].begin_launch(TRAIN)
     for now in range(5):
         processes[0][1].look(float(now))
     with pytest.raises(Ended, match="call 1 of process 0 .* \\(train\\) needs to complete"):
@@ -390,7 +407,7 @@ def test_messages_of_a_look():
 
     processes = make_processes(256, Counted())
     for ledger, _ in processes:
-        launch(ledger, *[("a name of 28 characters here", 2**32 - 1)] * 100)
+        launch(ledger, *[Launch("a name of 28 characters here", 2**32 - 1, 2**32 - 1)] * 100)
     for _, each in processes:
         each.look(0.0)
     assert len(asked) == 2 * 256
@@ -408,7 +425,7 @@ def test_what_is_no_mark(line):
 
 def test_a_mark_as_text_and_back():
     ledger = Ledger()
-    launch(ledger, TRAIN, ("evaluate", 3))
+    launch(ledger, TRAIN, Launch("evaluate", 5, 3))
     mark = mark_of(ledger, [Phase("compiling step", 0.0, is_work=True)], None, False)
     assert parse_mark(as_text(mark)) == mark
     assert mark.describe() == "2 calls, compiling step"

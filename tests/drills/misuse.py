@@ -43,6 +43,13 @@ def evaluate(x):
 def scaled(x):
     w.assign_add(jnp.zeros(4) + 0.01 * jnp.mean(x))
 
+def adder(by):
+    def add(x):
+        w.assign_add(jnp.zeros(4) + by * jnp.mean(x))
+    return add
+
+small, large = adder(0.01), adder(0.02)
+
 def save(step):
     checkpointer.save(step, {"w": w, "seen": seen_by_all})
     checkpointer.wait()
@@ -80,6 +87,9 @@ _CALLS = (
     "seen.append(float(strategy.run(evaluate, args=(np.float32(0.25),))))",
     "strategy.run(scaled, args=(np.arange(3.0, dtype=np.float32),))",
     "strategy.run(scaled, args=(0.125,))",
+    "strategy.run(small, args=(np.float32(1.0),))",
+    "strategy.run(large, args=(np.float32(1.0),))",
+    "w.assign(np.full(4, 0.5, np.float32))",
     "seen.append(float(seen_by_all.result()))",
     "save({at})",
     "seen.append(float(strategy.reduce('sum', strategy.run(lambda: w.value[0]))))",
@@ -98,6 +108,10 @@ _CHANGES = (
     "strategy.run(scaled, args=(np.ones(3 + {who}, np.float32),))",
     "strategy.run(scaled, args=(np.ones(3, ('f', 'i')[{who}]),))",
     "strategy.run((train, evaluate)[{who}], args=(np.float32(0.5),))",
+    "strategy.run((small, large)[{who}], args=(np.float32(1.0),))",
+    "seen.append(float(strategy.reduce(('sum', 'mean')[{who}], strategy.run(lambda: w.value[0]))))",
+    "w.assign(np.full(4, 0.5 + {who}, np.float32))",
+    "save({at} + {who})",
     "with strategy.scope(): dj.Variable(float({who}), name='late')",
 )
 
@@ -155,7 +169,7 @@ def draw(seed: int) -> Program:
         pattern = drawn.choice(_HARMLESS if is_harmless else _CHANGES)
         at = drawn.randrange(len(calls))
         other = drawn.choice([call for call in calls if call != calls[at]] or calls)
-        new[at] = pattern.format(who=who, call=calls[at], other=other)
+        new[at] = pattern.format(who=who, call=calls[at], other=other, at=at)
         change = new[at].replace("\n", "; ")
     text = lambda lines, body: "\n".join([_START, *lines, _CREATE, *body, _END])
     meant = text(_SETUP, calls)

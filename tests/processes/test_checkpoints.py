@@ -359,3 +359,45 @@ def test_what_process_0_finds_wrong_is_known_to_all(group, tmp_path):
     first, second = group.call(open_a_file, str(path))
     assert first == second
     assert "Got: a file." in first
+
+
+# -- what differs --------------------------------------------------------------
+
+
+def differ(directory):
+    """Returns the errors of this process, and what the directory and the variable hold then."""
+    me = job().process_id
+    state = make_state(STRATEGIES["multi_worker"]())
+    w = {"w": state["w"]}
+    said = []
+
+    def refuse(do):
+        with pytest.raises(dj.errors.AgreementError) as caught:
+            do()
+        said.append(str(caught.value))
+
+    with dj.checkpoint.Checkpointer(directory, best_metric="loss") as checkpointer:
+        save = lambda step, tree, loss=1.0: checkpointer.save(step, tree, metrics={"loss": loss})
+        save(1, w), save(2, w)
+        refuse(lambda: save(3 + me, w))
+        refuse(lambda: save(3, {**w, "ab"[me]: state["key"]}))
+        refuse(lambda: save(3, {**w, "x": jnp.zeros(3 + me)}))
+        refuse(lambda: save(3, w, float(me)))
+        refuse(lambda: checkpointer.restore(w, step=1 + me))
+        refuse(lambda: checkpointer.restore(w, partial=bool(me)))
+        refuse(lambda: checkpointer.delayed(step=1 + me))
+        refuse(lambda: checkpointer.delete(1 + me))
+        return said, checkpointer.all_steps(), values(state, state["w"].strategy)[0]
+
+
+def test_processes_compare_what_they_save_and_restore(group, tmp_path):
+    first, second = group.call(differ, str(tmp_path))
+    assert first == second
+    said, steps, value = first
+    assert steps == [1, 2] and value == list(range(8))
+    of = ["the step of the save", "'a' in the save", "'x' in the save", "loss of the save"]
+    of += ["the step of the restoration", "partial of the restoration"]
+    of += ["the step of the delayed restoration", "the step of the removal"]
+    for text, what in zip(said, of, strict=True):
+        assert f"differs from process 0 in {what}" in text
+    assert "Got: '4' on process 1; '3' on process 0." in said[0]

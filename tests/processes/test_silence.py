@@ -43,6 +43,32 @@ OTHER_FUNCTION = "strategy.run((step, evaluate)[I], args=(np.float32(1.0),))\n" 
 SKIPPED = ON_ONE + f"print({ONE_MORE.strip()})\n"  # in a collective that the other never enters
 OTHER_NUMBER = "strategy.run(step, args=(np.float32(1.0 + I),))\n" + GO_ON
 
+#: All of these have been called by all processes, so that no meeting shows the difference.
+KNOWN = """
+def adder(by):
+    def add(x):
+        w.assign_add(by * jnp.sum(x))
+    return add
+adders = adder(1.0), adder(2.0)
+for add in adders:
+    strategy.run(add, args=(np.float32(1.0),))
+def batch(rows):
+    return strategy.distribute_values_from_function(lambda ctx: np.ones(rows, np.float32))
+for rows in (4, 8):
+    strategy.run(adders[0], args=(batch(rows),))
+def count(epoch, number):
+    w.assign_add(100.0 * epoch + number)
+strategy.run(count, args=(1, 1))
+x = strategy.run(lambda: w.value)
+strategy.reduce("sum", x), strategy.reduce("mean", x)
+"""
+OF_ONE_NAME = KNOWN + "strategy.run(adders[I], args=(np.float32(1.0),))\n" + GO_ON
+OTHER_SHAPE = KNOWN + "strategy.run(adders[0], args=(batch(4 + 4 * I),))\n" + GO_ON
+OTHER_DIGITS = KNOWN + "strategy.run(count, args=((1, 11), (11, 1))[I])\n" + GO_ON
+OTHER_OPERATION = KNOWN + "strategy.reduce(('sum', 'mean')[I], x)\n" + GO_ON
+ASSIGNED = "w.assign(1.0 + I)\n" + GO_ON
+BROADCAST = "strategy.extended.broadcast_to(np.float32(I))\n" + GO_ON
+
 #: What the user writes, and how it ends: at a meeting, or (program, what all of them say).
 TABLE = {
     "an initial value of another seed": at_meetings.another_seed,
@@ -56,6 +82,12 @@ TABLE = {
     "a metric read by one process": (METRIC_ON_ONE, ": step of arguments "),
     "evaluate where the others call step": (OTHER_FUNCTION, ": evaluate of arguments "),
     "a step more than the others": (SKIPPED, "the end of the program after "),
+    "another function of the same name": (OF_ONE_NAME, ": adder.<locals>.add of arguments "),
+    "another shape that is known": (OTHER_SHAPE, ": adder.<locals>.add, program "),
+    "other numbers of the same digits": (OTHER_DIGITS, ": count of arguments "),
+    "another operation on the replicas": (OTHER_OPERATION, ": reduce_arrays, program "),
+    "a number of its own assigned": (ASSIGNED, "assign of variable 'Variable' of arguments "),
+    "a number of its own broadcast": (BROADCAST, ": broadcast_to of arguments "),
 }
 BETWEEN_MEETINGS = {row: end for row, end in TABLE.items() if isinstance(end, tuple)}
 

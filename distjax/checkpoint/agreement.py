@@ -1,0 +1,42 @@
+"""Agreement of a job's processes on what they save or restore: each writes and reads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from distjax.checkpoint.leaves import Leaf
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import ComparedFact
+from distjax.cluster.job import Job
+
+
+def agree_on_step(
+    joined: Job | None,
+    occasion: str,
+    step: int | None,
+    leaves: Iterable[Leaf] = (),
+    options: Mapping[str, object] | None = None,
+) -> None:
+    """Waits until every process is about to do the same with the same step.
+
+    Values are not compared: a checkpoint has process 0's numbers and arrays of the host.
+
+    Args:
+      joined: the job whose processes do it together; None: this process alone.
+      occasion: what they are about to do, such as "the save of a checkpoint".
+      step: its number; None: the latest.
+      leaves: of the tree.
+      options: other arguments that decide what happens, by name.
+
+    Raises:
+      AgreementError: the processes differ; nothing has been written or changed.
+      StuckError, PeerLostError: a process does not arrive.
+    """
+    if joined is None:
+        return
+    facts = [ComparedFact(f"the step of {occasion}", "the latest" if step is None else str(step))]
+    facts += [ComparedFact(f"{x.key!r} in {occasion}", str(x.spec.to_json())) for x in leaves]
+    facts += [
+        ComparedFact(f"{name} of {occasion}", str(value)) for name, value in (options or {}).items()
+    ]
+    agree(occasion, facts)

@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import ComparedFact, describe_on_host
+from distjax.cluster.job import job
+from distjax.cluster.writes import note_write
 from distjax.context.contracts import StrategyLike
 from distjax.flax import rules
 from distjax.placement.per_replica import PerReplica
@@ -63,14 +67,61 @@ def gradient_form(extended: ExtendedContract, parameter: jax.Array) -> LocalForm
     return reduction_layout(extended, target).local_form
 
 
+def place_arrays(
+    values: Sequence[PyTree], layouts: Sequence[Layout | None], paths: Sequence[str]
+) -> list[Any]:
+    """Returns arrays moved to where they live, or themselves if there; not in traces.
+
+    Args:
+      values: the arrays of objects.
+      layouts: where each lives; None: anywhere.
+      paths: what users call them, such as "Model.linear.kernel".
+
+    Raises:
+      AgreementError: objects that span processes, used for the first time, differ between them.
+    """
+    pairs = list(zip(values, layouts, strict=True))
+    if job() is not None:
+        shared = [i for i, layout in enumerate(layouts) if _spans_processes(layout)]
+        moved = [(paths[i], values[i]) for i in shared if not _is_there(*pairs[i])]
+        _compare(moved, are_new=len(moved) == len(shared))
+    return [place_array(value, layout) for value, layout in pairs]
+
+
+def _compare(moved: Sequence[tuple[str, PyTree]], are_new: bool) -> None:
+    """Compares the values that are to be moved between processes.
+
+    For new objects the processes meet. What is put into an object later, at each step perhaps,
+    they note.
+    """
+    if are_new and moved:
+        values = [
+            ComparedFact(f"value {i}, {path}", describe_on_host(value))
+            for i, (path, value) in enumerate(moved)
+        ]
+        agree("the first use of NNX objects", values, known_by=values)
+    else:
+        for path, value in moved:
+            note_write(f"a write of {path}", value)
+
+
+def _spans_processes(layout: Layout | None) -> bool:
+    sharding = layout.sharding if layout is not None else None
+    return sharding is not None and not sharding.is_fully_addressable
+
+
 def place_array(value: PyTree, layout: Layout | None) -> Any:
     """Returns an array moved to where it lives, or itself if there; not in traces."""
-    if layout is None or layout.sharding is None or isinstance(value, PerReplica):
-        return value
-    is_there = isinstance(value, jax.Array) and value.sharding == layout.sharding
-    if is_there and value.committed:  # else what a step returns would be compiled for anew
+    if layout is None or layout.sharding is None or _is_there(value, layout):
         return value
     return transfer(jnp.asarray(value), layout.sharding)
+
+
+def _is_there(value: PyTree, layout: Layout | None) -> bool:
+    if layout is None or isinstance(value, PerReplica):
+        return True
+    is_there = isinstance(value, jax.Array) and value.sharding == layout.sharding
+    return is_there and value.committed  # else what a step returns would be compiled for anew
 
 
 def as_value(stored: PyTree, layout: Layout | None) -> Any:

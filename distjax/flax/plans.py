@@ -24,7 +24,7 @@ from distjax.flax import (
     trace_level,
 )
 from distjax.flax.graph_cache import FlatGraph
-from distjax.flax.layouts import layout_of, place_array
+from distjax.flax.layouts import layout_of, place_arrays
 from distjax.objects.claims import HeldClaims
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -145,7 +145,8 @@ def take_apart(
     plan = _plan(objects, strategy, graph, leaves, structure)
     if strategy is None or jax_compat.tracing():
         return Objects(objects, plan, graph, leaves)
-    stored = [place_array(x, layout) for x, layout in zip(leaves, plan.layouts, strict=True)]
+    paths = [entry.path for entry in plan.entries for _ in entry.layouts]
+    stored = place_arrays(leaves, plan.layouts, paths)
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
         write_entries(graph.variables, _group_by_entry(plan.entries, stored))
     if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):

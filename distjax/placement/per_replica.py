@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -158,12 +159,16 @@ class PerReplica:
         raise TypeError(_no_conversion_text(self))
 
     def __array_function__(
-        self, function: Any, types: object, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Any:
         # These two take what cannot become an array for unequal.
         if function in (np.array_equal, np.array_equiv):
             raise TypeError(_no_conversion_text(self))
-        return function.__wrapped__(*args, **kwargs)
+        return inspect.unwrap(function)(*args, **kwargs)
 
     def __getitem__(self, key: object) -> NoReturn:
         _refuse(self)

@@ -123,6 +123,10 @@ def another_seed_of_a_module(strategy, me):
         dj.flax.create(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(me)))
 
 
+def another_seed_of_a_plain_module(strategy, me):
+    strategy.run(lambda model: model(jnp.ones(2)), args=(nnx.Linear(2, 3, rngs=nnx.Rngs(me)),))
+
+
 def another_reduction(strategy, me):
     own = strategy.distribute_values_from_function(lambda ctx: np.zeros(5, np.float32))
     strategy.reduce(("sum", "mean")[me], own)
@@ -152,6 +156,7 @@ DIFFERENT = {
     another_step_on_a_variable: "differs from process 0 in the program of",
     another_variable: "differs from process 0 in variable",
     another_seed_of_a_module: "differs from process 0 in the initial values",
+    another_seed_of_a_plain_module: "differs from process 0 in value 1, Linear.kernel",
     another_reduction: "differs from process 0 in an operation over the replicas",
     another_call: "the creation of 'w'\" on process 1",
 }

@@ -68,6 +68,17 @@ OTHER_DIGITS = KNOWN + "strategy.run(count, args=((1, 11), (11, 1))[I])\n" + GO_
 OTHER_OPERATION = KNOWN + "strategy.reduce(('sum', 'mean')[I], x)\n" + GO_ON
 ASSIGNED = "w.assign(1.0 + I)\n" + GO_ON
 BROADCAST = "strategy.extended.broadcast_to(np.float32(I))\n" + GO_ON
+PUT = (
+    """
+from flax import nnx
+model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+forward = lambda model: model(jnp.ones(2))
+strategy.run(forward, args=(model,))
+model.bias.set_value(jnp.full(3, I, jnp.float32))
+strategy.run(forward, args=(model,))
+"""
+    + GO_ON
+)
 
 #: What the user writes, and how it ends: at a meeting, or (program, what all of them say).
 TABLE = {
@@ -87,6 +98,8 @@ TABLE = {
     "other numbers of the same digits": (OTHER_DIGITS, ": count of arguments "),
     "another operation on the replicas": (OTHER_OPERATION, ": reduce_arrays, program "),
     "a number of its own assigned": (ASSIGNED, "assign of variable 'Variable' of arguments "),
+    "a module of another seed": at_meetings.another_seed_of_a_plain_module,
+    "a value of its own put into a module": (PUT, "a write of Linear.bias of arguments "),
     "a number of its own broadcast": (BROADCAST, ": broadcast_to of arguments "),
 }
 BETWEEN_MEETINGS = {row: end for row, end in TABLE.items() if isinstance(end, tuple)}

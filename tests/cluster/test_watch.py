@@ -108,22 +108,16 @@ def test_another_order_is_found_however_far_ahead_one_is(who, steps):
     assert who == 0 or others in text
 
 
-def test_other_arguments_are_found():
+@pytest.mark.parametrize(
+    "what, shown", [("arguments", "train of arguments"), ("program", "train, program")]
+)
+def test_other_arguments_and_another_program_are_found(what, shown):
     processes = make_processes(2)
     for i, (ledger, _) in enumerate(processes):
-        launch(ledger, TRAIN, Launch("train", arguments=7 + i), TRAIN)
+        launch(ledger, TRAIN, Launch("train", **{what: 7 + i}), TRAIN)
     text = difference(processes)
-    assert "'call 2: train of arguments 00000008' on process 1" in text
-    assert "'call 2: train of arguments 00000007' on process 0" in text
-
-
-def test_another_program_of_the_same_name_is_found():
-    processes = make_processes(2)
-    for i, (ledger, _) in enumerate(processes):
-        launch(ledger, TRAIN, Launch("train", program=7 + i), TRAIN)
-    text = difference(processes)
-    assert "'call 2: train, program 00000008' on process 1" in text
-    assert "'call 2: train, program 00000007' on process 0" in text
+    assert f"'call 2: {shown} 00000008' on process 1" in text
+    assert f"'call 2: {shown} 00000007' on process 0" in text
 
 
 def test_another_written_value_is_found():

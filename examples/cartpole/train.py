@@ -2,9 +2,9 @@
 
     python examples/cartpole/train.py --strategy mirrored --replicas 8
 
-The data of a step is a seed; each replica plays episodes of its own with it, the gradients of all
+The data of a step is a seed; each replica plays its own episodes with it, and the gradients of all
 replicas are averaged. `run_steps_on_iterator` compiles `--steps-per-call` steps of playing and
-learning into one program: Python is asked once for all of them.
+learning into one program: Python makes one call for all of them.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def push_right_logits(parameters: list[jax.Array], states: jax.Array) -> jax.Arr
 
 
 def play(parameters: list[jax.Array], key: jax.Array, count: int):
-    """Plays `count` episodes at once; states `[T, n, 4]`, actions `[T, n]`, alive `[T, n]`."""
+    """States `[T, n, 4]`, actions and alive `[T, n]` of `count` episodes played at once."""
     start_key, play_key = jax.random.split(key)
     start = cartpole.reset(start_key, count)
 
@@ -69,7 +69,7 @@ def play(parameters: list[jax.Array], key: jax.Array, count: int):
 
 
 def surrogate_loss(parameters, states, actions, alive) -> jax.Array:
-    """Minus the log probability of what was done, weighted by how well it went for that time."""
+    """Minus the log probability of the actions, weighted by how well each went for its time."""
     steps_to_go = jnp.cumsum(alive[::-1], axis=0)[::-1].astype(jnp.float32)
     usual = steps_to_go.sum(1, keepdims=True) / jnp.maximum(alive.sum(1, keepdims=True), 1)
     advantages = jnp.where(alive, steps_to_go - usual, 0.0)
@@ -87,7 +87,7 @@ class Trainer:
         self.policy = Policy(seed)
 
     def replica_step(self, seed: jax.Array) -> jax.Array:
-        """In replica context: plays, learns; the mean length of the replica's episodes."""
+        """In replica context: plays and learns; returns the mean length of its episodes."""
         key = dj.get_replica_context().fold_in(jax.random.key(seed[0]))
         parameters = self.policy.values()
         states, actions, alive = play(parameters, key, self.num_episodes)
@@ -102,7 +102,7 @@ class Trainer:
 
 
 def seeds(num_steps: int):
-    """The data: one seed for each step, as a batch with a row per replica would be."""
+    """The data: the seed of each step, repeated as a batch that is split over the replicas."""
     for step in range(num_steps):
         yield np.full(GLOBAL_EPISODES, step, np.uint32)
 

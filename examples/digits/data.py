@@ -25,7 +25,7 @@ def load(path: Path | None = None) -> tuple[Split, Split]:
 
     Args:
         path: Of an `.npz` file with `x_train` and `x_test`, `[n, height, width]` in 0 to 255, and
-            their labels `y_train` and `y_test`: the form in which MNIST is handed around. None: the
+            their labels `y_train` and `y_test`: the form in which MNIST is distributed. None: the
             1797 digits `[8, 8]` of scikit-learn, always split into the same 1437 and 360.
     """
     if path is not None:
@@ -46,7 +46,7 @@ def load(path: Path | None = None) -> tuple[Split, Split]:
 
 
 def steps_per_epoch(split: Split, size: int) -> int:
-    """How many full batches of `size` examples a split gives; at least one, or it says so."""
+    """The number of full batches of `size` examples in a split; exits if there is none."""
     if size > len(split.images):
         raise SystemExit(f"--global-batch {size} is more than all {len(split.images)} examples.")
     return len(split.images) // size
@@ -63,7 +63,7 @@ def train_batches(split: Split, size: int, seed: int) -> Iterator[Split]:
 
 
 def test_batches(split: Split, size: int) -> Iterator[Split]:
-    """All examples once, in order, the last batch filled up with blank images of no class."""
+    """All examples once, in order, with the last batch filled up with blank images of no class."""
     missing = -len(split.images) % size
     images = np.pad(split.images, [(0, missing), (0, 0), (0, 0), (0, 0)])
     labels = np.pad(split.labels, (0, missing), constant_values=PADDING_LABEL)

@@ -3,8 +3,8 @@
     python examples/digits/equinox_form.py --strategy mirrored --replicas 8
 
 A step is written for one replica, as one would write it for one device, and one line of it takes
-the mean over the replicas. What is no array in the model (the rate of its dropout, its flags) is a
-Python value to the step, by Equinox's own rule.
+the mean over the replicas. Whatever is not an array in the model (its dropout rate, its flags) is
+a Python value to the step, by Equinox's own rule.
 """
 
 import equinox as eqx

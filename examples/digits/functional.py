@@ -31,7 +31,7 @@ class TrainState(train_state.TrainState):
 def make_state(
     network: model.ConvNet, optimizer: optax.GradientTransformation, images: jax.Array, seed: int
 ) -> TrainState:
-    """The state before the first step: one replica's, and the same on each."""
+    """The state before the first step, as one replica makes it; it is the same on each."""
     initial = model.initialize(network, images, seed)
     state = TrainState.create(apply_fn=network.apply, tx=optimizer, **initial)
     return state.replace(step=jnp.zeros((), jnp.int32))  # an array, as after each step

@@ -20,13 +20,13 @@ def fit(
     train: Callable[[Any, Any], Any],
     test: Callable[[list[tuple[Any, Any]]], float],
 ) -> History:
-    """Trains and tests; the course of the run.
+    """Trains and tests; returns the history of the run.
 
     Args:
         options: The command line.
         strategy: The strategy that cuts global batches into batches per replica.
         splits: Examples to train on and to test on.
-        train: Takes images and labels per replica, does one step, returns the loss of them all.
+        train: Takes images and labels per replica, does one step, returns the loss over them all.
         test: Takes a list of batches per replica, returns the accuracy over them all.
     """
     train_split, test_split = splits

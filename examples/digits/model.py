@@ -36,7 +36,7 @@ class ConvNet(nn.Module):
 
 
 def initialize(network: ConvNet, images: jax.Array, seed: int) -> dict[str, Any]:
-    """The `params` and `batch_stats` before the first step, for images of such a shape."""
+    """The `params` and `batch_stats` before the first step, for images of this shape."""
     key = jax.random.key(seed, impl="rbg")  # compiles in a third of the default's time
     return jax.jit(lambda key: network.init(key, images[:1], train=False))(key)
 

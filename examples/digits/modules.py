@@ -2,7 +2,7 @@
 
     python examples/digits/modules.py --strategy mirrored --replicas 8
 
-Modules, optimizer and metrics change in place, as in any NNX loop. What distjax adds to it is
+Modules, optimizer and metrics change in place, as in any NNX loop. What distjax adds is
 marked: where the objects are made, the reduction of the gradients, and `run`.
 """
 

@@ -42,22 +42,22 @@ def parse(description: str) -> argparse.Namespace:
 
 
 def make_strategy(name: str, num_replicas: int, engine: str = "threads") -> dj.Strategy:
-    """The strategy of that name; to be called before anything touches a device.
+    """The strategy of that name; call it before anything touches a device.
 
     Args:
         name: One of `STRATEGIES`.
-        num_replicas: Replicas of a mirrored strategy, which has each on a device of its own, or
-            of a virtual one, which has them all on one. Of a multi-worker one: as many as the
-            processes have devices. With a parameter server: workers.
-        engine: Of a parameter server: threads of this process, or processes of Ray's.
+        num_replicas: Replicas of a mirrored strategy, which has each on its own device, or of a
+            virtual one, which has them all on one. Ignored for a multi-worker one, which has as
+            many as the processes have devices. With a parameter server: workers.
+        engine: Of a parameter server: threads of this process, or Ray processes.
 
     Raises:
-        SystemExit: If a mirrored strategy is to have more replicas than there are devices.
+        SystemExit: If a mirrored strategy needs more devices than there are.
     """
     if name == "multi_worker":  # JAX_NUM_CPU_DEVICES says how many a process has
         dj.initialize()
         return dj.MultiWorkerMirroredStrategy()
-    # Has no effect on other platforms. A CPU shows itself as so many devices.
+    # Has no effect on other platforms. A CPU appears as this many devices.
     jax.config.update("jax_num_cpu_devices", num_replicas)
     if name == "one_device":
         return dj.OneDeviceStrategy()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a learning curve, a table and, on request, the losses."""
+"""The output of a run: a learning curve, a table and, on request, the losses."""
 
 import argparse
 import json
@@ -12,13 +12,13 @@ import distjax as dj
 
 @dataclass(frozen=True)
 class History:
-    """The course of one training run.
+    """The history of one training run.
 
     Attributes:
         losses: Mean loss over the global batch, one for each step.
         accuracies: Pairs of (step, accuracy on the test set), one for each epoch.
         seconds: Wall time of training and testing, compilation included.
-        devices: Those that computed the losses.
+        devices: The devices that computed the losses.
     """
 
     losses: list[float]
@@ -30,7 +30,7 @@ class History:
 def write(options: argparse.Namespace, strategy: dj.Strategy, history: History) -> None:
     """Saves the learning curve (and the losses, if asked for), then prints the table.
 
-    In a job of several processes the first one does, for all.
+    In a job of several processes, only the first one does this.
     """
     if not strategy.extended.should_save_summary:
         return
@@ -67,7 +67,7 @@ def learning_curve(title: str, history: History) -> Figure:
 
 
 def table(name: str, strategy: dj.Strategy, history: History) -> str:
-    """One run as a table with a line of heads and a line of values."""
+    """One run as a table with a header line and a line of values."""
     columns = {
         "strategy": name,
         "replicas": str(strategy.num_replicas_in_sync),

@@ -42,7 +42,7 @@ class Accuracy:
         return float(self.right.value / self.count.value)
 
     def reset(self) -> None:
-        """In cross-replica context: starts counting anew."""
+        """In cross-replica context: restarts the count."""
         self.right.assign(0.0)
         self.count.assign(0.0)
 
@@ -57,7 +57,7 @@ def make_variables(tree):
 
 
 def values(variables):
-    """What a tree of variables holds, as the current context sees it."""
+    """The values of a tree of variables, as the current context sees them."""
     return jax.tree.map(lambda variable: variable.value, variables)
 
 
@@ -77,7 +77,7 @@ class Trainer:
         self.test_accuracy = Accuracy()
 
     def train_step(self, images: jax.Array, labels: jax.Array) -> jax.Array:
-        """One replica's part of a training step; the mean loss of its own examples."""
+        """One replica's part of a training step; returns the mean loss of its own examples."""
 
         def loss_fn(params):
             state = {"params": params, "batch_stats": values(self.batch_stats)}

@@ -12,9 +12,9 @@ class Dense:
     """Layers of the given widths, with leaky ReLU between them.
 
     Args:
-        name: What the variables' names begin with.
+        name: The prefix of the variables' names.
         widths: `[inputs, ..., outputs]`.
-        key: Of the initial kernels.
+        key: Draws the initial kernels.
     """
 
     def __init__(self, name: str, widths: list[int], key: jax.Array):
@@ -46,7 +46,7 @@ def generate(parameters: list[jax.Array], noise: jax.Array) -> jax.Array:
 
 
 def generator_loss(generator, discriminator, noise) -> jax.Array:
-    """How far the discriminator is from taking generated images for real ones."""
+    """How far the discriminator is from mistaking generated images for real ones."""
     scores = apply(discriminator, generate(generator, noise))
     return jax.nn.softplus(-scores).mean()
 

@@ -2,8 +2,8 @@
 
     python examples/gan/train.py --strategy mirrored --replicas 8
 
-Each replica has noise and images of its own. One step updates the discriminator, then the
-generator, each by an optimizer whose slot variables live beside the variables that it trains.
+Each replica has its own noise and images. One step updates the discriminator, then the
+generator, each with an optimizer whose slot variables live beside the variables that it trains.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Game:
         self.discriminator_optimizer.init(self.discriminator.variables)
 
     def step(self, images: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """In replica context: updates both players; their losses over the global batch."""
+        """In replica context: updates both players; returns their losses over the global batch."""
         context = dj.get_replica_context()
         first, second = jax.random.split(context.fold_in(key))  # noise of the replica's own
         noise = jax.random.normal(first, (len(images), networks.NOISE))
@@ -74,7 +74,7 @@ def load(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         path: Of an `.npz` file with square images `x_train` `[n, side, side]` in 0 to 255 and
-            labels `y_train`, as MNIST is handed around. None: the digits of scikit-learn.
+            labels `y_train`, as MNIST is distributed. None: the digits of scikit-learn.
     """
     if path is None:
         digits = load_digits()
@@ -92,7 +92,7 @@ def batches(images: np.ndarray, num_steps: int, seed: int):
 
 
 def judged(drawn: np.ndarray, images: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
-    """How sure a classifier of real images is of drawn ones, and how many classes it sees."""
+    """How sure a classifier of real images is of generated ones, and how many classes it sees."""
     judge = LogisticRegression(max_iter=2000).fit(images[:2000], labels[:2000])
     probabilities = judge.predict_proba(drawn)
     return float(probabilities.max(axis=1).mean()), len(set(probabilities.argmax(axis=1)))

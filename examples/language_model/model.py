@@ -32,7 +32,7 @@ class LanguageModel(nnx.Module):
     """Predicts each next token.
 
     Args:
-        context: The most tokens that it sees.
+        context: The maximum number of tokens that it sees.
         width: Size of the vector of a token.
         num_layers: Blocks.
         num_heads: Attention heads; must divide `width`.
@@ -79,13 +79,13 @@ def continued(
 ) -> jax.Array:
     """The prompt `[n]` and `count` tokens drawn after it, `[n + count]`.
 
-    To be compiled with a static `count`.
+    Compile it with a static `count`.
 
     Args:
         model: In evaluation mode.
         prompt: At least one token.
         count: Tokens to draw.
-        key: Of the draw.
+        key: Draws the tokens.
         temperature: Below 1 prefers likely tokens.
     """
     size, context = len(prompt), model.context

@@ -66,7 +66,7 @@ def parse(description: str) -> argparse.Namespace:
 
 
 def make_strategy(name: str, num_replicas: int) -> dj.Strategy:
-    """The strategy of that name; to be called before anything touches a device."""
+    """The strategy of that name; call it before anything touches a device."""
     if name in OF_A_JOB:  # JAX_NUM_CPU_DEVICES says how many devices a process has
         dj.initialize()
         return OF_A_JOB[name]()

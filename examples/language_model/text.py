@@ -31,7 +31,7 @@ class Windows:
         context: Tokens that the model sees.
         batch_size: G, windows of a global batch.
         num_batches: Length of the sequence.
-        seed: Of the draw.
+        seed: Of the random draw.
     """
 
     def __init__(

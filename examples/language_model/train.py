@@ -2,10 +2,10 @@
 
     python examples/language_model/train.py --strategy mirrored --replicas 2
 
-As a job of several processes, with `--strategy multi_worker` or one of its kind: see README.md.
+To run as a job of several processes, with `--strategy multi_worker` or similar, see README.md.
 
-With `--checkpoints FOLDER` the run can be killed at any moment, and started again with another
-strategy or another number of replicas: it goes on from its last checkpoint.
+With `--checkpoints FOLDER` the run can be killed at any moment and started again with another
+strategy or another number of replicas: it continues from its last checkpoint.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Trainer:
 def training(
     strategy: dj.Strategy, trainer: Trainer, chosen: argparse.Namespace, tokens: np.ndarray
 ) -> list[float]:
-    """Trains from the last checkpoint, if there is one, to the last step; the logged losses."""
+    """Trains from the last checkpoint, if any, to the last step; returns the logged losses."""
     windows = text.Windows(tokens, chosen.context, chosen.global_batch, chosen.steps, chosen.seed)
     batches = iter(strategy.distribute_dataset(windows))
     state = {"model": trainer.model, "optimizer": trainer.optimizer, "loss": trainer.loss}
@@ -79,7 +79,7 @@ def training(
 
 
 def say(text: str) -> None:
-    """Prints, once for all processes of a job."""
+    """Prints once for all processes of a job."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
@@ -87,7 +87,7 @@ def say(text: str) -> None:
 def saved_and_resumed(
     batches: dj.DistributedIterator, state: dict, chosen: argparse.Namespace
 ) -> Iterator[tuple[int, jax.Array]]:
-    """Yields the number and the batch of each step that is left; saves after some of them."""
+    """Yields the number and the batch of each remaining step; saves after some of them."""
     if chosen.checkpoints is None:
         yield from enumerate(batches, start=1)
         return

@@ -1,8 +1,8 @@
-"""A strategy of one's own: replicas train apart, and meet every few steps.
+"""A custom strategy: replicas train independently, and are averaged every few steps.
 
 In synchronous training the replicas average their gradients at each step. In local SGD each replica
-trains a model of its own for `local_steps` steps, then the models are averaged: 1 / local_steps of
-the communication, and a curve that is a little different.
+trains its own model for `local_steps` steps, then the models are averaged: 1 / local_steps of
+the communication, and a slightly different curve.
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019.
 """
@@ -22,7 +22,7 @@ class LocalSGDExtended(dj.StrategyExtended):
     """Makes each trainable variable a component per replica, averaged when it is read."""
 
     def create_variable(self, initial_value: Any, **options: Any) -> dj.Variable:
-        """A variable with the modes asked for, unless it is trained."""
+        """A variable with the modes requested, unless it is trainable."""
         if options["trainable"] is not False:
             options.update(modes=(ON_READ, MEAN), trainable=True)
         return super().create_variable(initial_value, **options)
@@ -35,7 +35,7 @@ class LocalSGDStrategy(dj.Strategy):
     between devices. In cross-replica context its value is the mean of the copies.
 
     Args:
-        local_steps: Steps that replicas train apart between two averages.
+        local_steps: Steps that replicas train independently between two averages.
         devices: The devices, one for each replica; all local ones by default.
     """
 

@@ -2,7 +2,7 @@
 
     python examples/local_sgd/train.py
 
-The strategy is in `local_sgd.py`. A step here is the same whatever their number is.
+The strategy is in `local_sgd.py`. A step is the same for any number of them.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Classifier:
         return [variable.value for variable in self.variables]
 
     def train_step(self, images: jax.Array, labels: jax.Array) -> jax.Array:
-        """In replica context: one step on the replica's own copy; its loss."""
+        """In replica context: one step on the replica's own copy; returns its loss."""
         loss, gradients = jax.value_and_grad(mean_loss)(self.values(), images, labels)
         for variable, gradient in zip(self.variables, gradients, strict=True):
             variable.assign_sub(LEARNING_RATE * gradient)
@@ -73,7 +73,7 @@ def mean_loss(parameters: list[jax.Array], images: jax.Array, labels: jax.Array)
 
 
 def train(local_steps: int, num_steps: int) -> tuple[float, float, int]:
-    """Trains on all devices; the last loss, the test accuracy and the number of averages."""
+    """Trains on all devices; returns the last loss, the test accuracy and the averaging count."""
     train_set, (test_images, test_labels) = split_digits()
     strategy = LocalSGDStrategy(local_steps)
     with strategy.scope():

@@ -187,9 +187,14 @@ with strategy.scope():
         aggregation=dj.VariableAggregation.SUM,
     )
 
+
+def add_number():
+    count.assign_add(dj.get_replica_context().replica_id_in_sync_group + 1.0)
+
+
 history = []
 for _ in range(10):
-    strategy.run(lambda: count.assign_add(dj.get_replica_context().replica_id_in_sync_group + 1.0))
+    strategy.run(add_number)
     history.append([float(part) for part in count.local_results()] + [float(count.value)])
 
 fig, ax = plt.subplots(figsize=(5, 2.4))

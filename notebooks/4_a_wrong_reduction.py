@@ -233,8 +233,8 @@ fig.tight_layout()
 # %% [markdown]
 # ## With variables
 #
-# A variable has to say how writes of replicas meet. One that does not cannot be written in a
-# replica: an error, since copies would drift apart.
+# A variable has to say how the writes of replicas are combined. Without that, a write in a replica
+# is an error, since the copies would drift apart.
 
 # %%
 with strategy.scope():
@@ -245,11 +245,11 @@ except dj.errors.AggregationError as error:
     print(error)
 
 # %% [markdown]
-# ## What is not found
+# ## A sum where a mean was meant
 #
-# A "sum" where a "mean" was meant is equal on every replica, and a choice. Plain gradient descent
-# then takes steps that are R times as long. Compare with one device when in doubt: the numbers of
-# a right step do not depend on R.
+# The sum of the replicas' mean gradients is equal on every replica, so nothing drifts apart, but
+# gradient descent takes steps that are R times as long. The first call warns. When in doubt,
+# compare with one device: the numbers of a right step do not depend on R.
 
 
 # %%
@@ -266,10 +266,15 @@ def descend(op, strategy):
     return losses
 
 
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    summed = descend("sum", dj.VirtualStrategy(8))
+print("\n".join(line for line in str(caught[0].message).splitlines() if "Got" not in line))
+
 fig, ax = plt.subplots(figsize=(6, 2.6))
 ax.semilogy(descend("mean", dj.VirtualStrategy(1)), lw=4, alpha=0.4, label="one replica")
 ax.semilogy(descend("mean", dj.VirtualStrategy(8)), "k--", label="8 replicas, mean")
-ax.semilogy(descend("sum", dj.VirtualStrategy(8)), label="8 replicas, sum")
+ax.semilogy(summed, label="8 replicas, sum")
 ax.set(xlabel="step", ylabel="loss", ylim=(1e-2, 1e3))
 ax.legend(fontsize=8)
 fig.tight_layout()

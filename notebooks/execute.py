@@ -4,7 +4,8 @@
     python notebooks/execute.py --write    # writes the .ipynb files anew, with their outputs
 
 The .py files (jupytext's percent format) are what is written and reviewed; the .ipynb files are the
-same cells with outputs. A cell that fails, or a pair that differs, ends the program with status 1.
+same cells with outputs. A cell that fails or warns, or a pair that differs, ends the program with
+status 1.
 """
 
 import argparse
@@ -49,6 +50,12 @@ def is_pair(script: pathlib.Path) -> bool:
     return path.exists() and sources(nbformat.read(path, 4)) == sources(read_script(script))
 
 
+def warnings_of(notebook: nbformat.NotebookNode) -> list[str]:
+    """What its cells have written to stderr: a reader would take it for a fault."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [output.text for output in outputs if output.get("name") == "stderr"]
+
+
 async def execute(notebook: nbformat.NotebookNode, folder: pathlib.Path) -> None:
     """Runs the cells on a kernel of this very Python, whatever kernels the user has installed."""
     # With no folders to search, the only kernel is ipykernel's own, started by sys.executable.
@@ -81,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the .ipynb files anew")
     write = parser.parse_args().write
-    unequal = []
+    faults = []
     for script in scripts():
         start = time.perf_counter()
         notebook = read_script(script)
@@ -89,11 +96,14 @@ def main() -> int:
         if write:
             nbformat.write(notebook, script.with_suffix(".ipynb"))
         elif not is_pair(script):
-            unequal.append(script.name)
+            faults.append(f"{script.name} and its .ipynb differ; write it anew: {REWRITE}")
+        faults += [
+            f"a cell of {script.name} writes to stderr: {text}" for text in warnings_of(notebook)
+        ]
         print(f"{script.name}: executed in {time.perf_counter() - start:.1f} s", flush=True)
-    for name in unequal:
-        print(f"{name} and its .ipynb differ; write it anew: {REWRITE}", file=sys.stderr)
-    return 1 if unequal else 0
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -61,3 +61,10 @@ def test_a_pair_that_differs_is_noticed(tmp_path):
     assert execute.is_pair(copied)
     copied.write_text(copied.read_text() + "\n# %%\nprint('one cell more')\n")
     assert not execute.is_pair(copied)
+
+
+def test_a_cell_that_warns_is_noticed():
+    warned = nbformat.v4.new_output("stream", name="stderr", text="UserWarning: an old name")
+    printed = nbformat.v4.new_output("stream", name="stdout", text="1")
+    cells = [nbformat.v4.new_code_cell("f()", outputs=[printed, warned])]
+    assert execute.warnings_of(nbformat.v4.new_notebook(cells=cells)) == [warned.text]

@@ -1,7 +1,6 @@
 """The mesh that code runs under: that of a `shard_map`, or one set by the user.
 
-It also smooths over JAX version differences, but is separate from `jax_compat` because it
-is a topic of its own.
+JAX checks arrays against that mesh, while distjax uses its own meshes: its code runs without it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-#: What JAX returns where no mesh is set: equal meshes are one object, which a call compares with.
-_NO_MESH = jax.sharding.AbstractMesh((), ())
+#: What JAX returns if no mesh is set. Equal abstract meshes are one object, so `is` can compare.
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
@@ -37,28 +36,27 @@ def outside_manual_axes() -> AbstractContextManager[Any]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return nullcontext()
-    return jax.sharding.use_abstract_mesh(_NO_MESH)
+    return jax.sharding.use_abstract_mesh(NO_MESH)
 
 
 def has_user_mesh() -> bool:
     """Returns whether the user set a mesh (`jax.set_mesh`); False in `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh is not _NO_MESH and not (mesh.empty or mesh.manual_axes)
+    return mesh is not NO_MESH and not (mesh.empty or mesh.manual_axes)
 
 
 def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wraps ``fn`` to run without the user's mesh.
 
-    JAX checks the devices of everything that runs against that mesh, while distjax uses its
-    own meshes. Arguments on Explicit meshes are moved off them, because JAX combines such
-    arrays only with arrays on the same mesh.
+    Arguments on Explicit meshes are moved off them, because JAX combines such arrays only with
+    arrays on the same mesh.
     """
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not has_user_mesh():
             return fn(*args, **kwargs)
-        with outside_traces():  # JAX sets no mesh in a trace; we only remove one
+        with outside_traces():  # JAX refuses to set a mesh in a trace, but this only removes one
             no_mesh = jax.set_mesh(None)
         with no_mesh:
             args, kwargs = off_explicit_meshes((args, kwargs))

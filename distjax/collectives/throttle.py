@@ -13,7 +13,6 @@ device keep no order, and each is awaited.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import threading
@@ -27,10 +26,11 @@ from distjax.cluster.job import job
 MAX_IN_FLIGHT = 16
 _HALF = MAX_IN_FLIGHT // 2
 
-_launches = itertools.count(1)
+# Counted in C, since each call of a program does: 0 for a launch that ends a half.
+count_launch = itertools.cycle((*range(1, _HALF), 0)).__next__
 _older: list[jax.Array] = []  # ends of the half before
 _newer: list[jax.Array] = []
-_awaiting: list[int] = []  # launches that wait for a half: other threads launch no more meanwhile
+awaiting: list[None] = []  # not empty while a half is awaited: other threads launch no more
 _lock = threading.RLock()  # a signal handler, which runs in the thread that waits, may launch
 
 
@@ -44,12 +44,6 @@ def is_throttled() -> bool:
     )
 
 
-@functools.cache
-def _recorded_every() -> int:
-    """Returns how many launches the end of one stands for; a job is joined before any."""
-    return _HALF if job() is None else 1
-
-
 def make_token() -> jax.Array:
     """Returns an extra program output: ready when the program is done, never donated.
 
@@ -59,32 +53,48 @@ def make_token() -> jax.Array:
 
 
 def throttle(end: jax.Array | None) -> None:
-    """Records a launched program; waits for the older half when too many are in flight.
+    """Counts a launched program; waits for the older half when too many are in flight.
+
+    Args:
+      end: is ready when the program is done; None: the program is not throttled.
+    """
+    if end is not None and not isinstance(end, jax_compat.Tracer) and is_throttled():
+        launch = count_launch()
+        if not launch or awaiting or job() is not None:
+            record_end(end, launch)
+
+
+def record_end(end: jax.Array, launch: int) -> None:
+    """Records the end of a launched program; awaits the older half if this one ends a half.
+
+    Of the launches of a half only the last needs to be recorded, unless other threads are
+    waiting, or the process is in a job.
 
     Args:
       end: is ready when the program is done.
+      launch: the result of `count_launch`.
     """
-    if end is None or isinstance(end, jax_compat.Tracer) or not is_throttled():
-        return
-    launch = next(_launches)
-    if launch % _recorded_every() and not _awaiting:
-        return
     with _lock:
         _newer.append(end)
-        if launch % _HALF == 0:
-            _awaiting.append(launch)
+        if launch == 0:
+            awaiting.append(None)
             try:
                 _await_older()
             finally:
-                _awaiting.clear()
+                awaiting.clear()
             _older[:] = _newer
             _newer.clear()
 
 
 def _await_older() -> None:
     """Waits until the older half is done; failures are reported to whoever reads the outputs."""
-    # What the user has donated since tells nothing: then what came later does.
-    ends = _older + _newer if any(end.is_deleted() for end in _older) else _older[:]
+    ends = _older
+    for end in _older:
+        if end.is_deleted():  # donated since, so it tells nothing: then what came later does
+            ends = _older + _newer
+            break
     for end in ends:
-        with contextlib.suppress(RuntimeError):
+        try:
             end.block_until_ready()
+        except RuntimeError:
+            pass

@@ -34,7 +34,7 @@ class Frame:
       allows_both: whether no context was entered, so methods of either kind may be called.
       axis_name: the replica axis name in this call (`dj.pmap`); None: the strategy's.
       from_set_strategy: whether `set_strategy` pushed this frame.
-      observer: an `Observer`, told what traces prove from here inwards; None defers to the
+      observer: an `Observer`, told what traces within this frame prove; None defers to the
         enclosing frames, MUTED silences them.
     """
 
@@ -79,6 +79,8 @@ class Frame:
 
 
 _stack: ContextVar[tuple[Frame, ...]] = ContextVar("distjax_frames", default=())
+#: ``stack()`` returns all frames of this thread, outermost first; in C, as each call asks.
+stack = _stack.get
 #: At most one frame: that of the default strategy and its one replica.
 _default_frame: list[Frame] = []
 
@@ -95,14 +97,9 @@ def current() -> Frame:
         return _default_frame[0]
     frame = stack[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
-        # An inner function depends on state that JAX does not know of but would cache.
+        # An inner function reads state that is not part of JAX's cache key.
         inner_traces.forget_inner_traces(frame.state.trace)
     return frame
-
-
-def stack() -> tuple[Frame, ...]:
-    """Returns all frames of this thread, outermost first."""
-    return _stack.get()
 
 
 def push(frame: Frame) -> None:
@@ -193,7 +190,7 @@ def _reset(tokens: Sequence[Token[tuple[Frame, ...]]]) -> None:
 
 # -- observers ----------------------------------------------------------------
 
-#: A frame's observer if nobody is to be notified.
+#: A frame's observer where nobody is notified.
 MUTED = object()
 
 

@@ -147,6 +147,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
     reads = dict.fromkeys(v for v in (*known[1], *discovered.reads) if v not in writes)
     threaded = (*writes, *reads)
     offered: dict[int, Discovered | None] = {}
+    needs_end = job() is not None or is_throttled()
 
     def emit(
         written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: PyTree
@@ -161,14 +162,13 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
             raise UnknownVariables(found)
         values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
-        outputs, token = arrays, None
-        needs_end = job() is not None or is_throttled()
+        token = None
         if needs_end and (found.spans_devices or found.spans_processes):
             donated = [arg for i, arg in enumerate(args) if i in step.donate_argnums]
             spec.end = _find_end(arrays, (args, kwargs), donated)
+            spec.is_throttled = is_throttled()
             token = make_token() if spec.end is None else None
-        elif job() is None:
-            outputs = spec.pack(arrays)
+        outputs = spec.pack(arrays) if job() is None else arrays
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
         written = [new.get(v, values[v]) for v in writes]

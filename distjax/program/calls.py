@@ -13,9 +13,9 @@ The order of events makes a call safe, whatever raises and whichever other threa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import own_programs
-from distjax.collectives.throttle import throttle
+from distjax.collectives.throttle import awaiting, count_launch, record_end, throttle
 from distjax.context.thread_settings import modes_of_this_thread, probe_settings
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.program.build import Build, NotCompiled
 from distjax.program.host_arguments import checksum
-from distjax.program.output_spec import OutputSpec, spec_of
+from distjax.program.output_spec import OutputSpec, end_of, spec_of
 from distjax.program.signatures import Signature
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
@@ -80,7 +80,7 @@ def start(
             try:
                 if build.is_in_job:
                     launch = _begin(build, signature, args, kwargs)
-                cell.extend(itertools.starmap(jitted, ((cell[0], read, kwargs, *args),)))
+                cell.extend(starmap(jitted, ((cell[0], read, kwargs, *args),)))
                 returned = cell[0]
                 cell[0] = returned[0]
                 if launch is not None:
@@ -95,9 +95,10 @@ def start(
                 raise
         finally:
             stepped.is_starting = False
-    end = returned[3] if spec.end is None else returned[2][spec.end]
-    if end is not None:
-        throttle(end)
+    if spec.is_throttled:
+        number = count_launch()
+        if number == 0 or awaiting or build.is_in_job:
+            record_end(end_of(returned), number)
     return result, spec
 
 
@@ -178,9 +179,10 @@ def _start_reader(
     else:
         returned = signature.jitted([], [], kwargs, *args)
     (spec,) = returned[1]
-    end = returned[3] if spec.end is None else returned[2][spec.end]
-    if end is not None:
-        throttle(end)
+    if spec.is_throttled and trace_state.value is EVAL_TRACE:
+        number = count_launch()
+        if number == 0 or awaiting:
+            record_end(end_of(returned), number)
     return returned[2] if spec.unpack is None else spec.unpack(returned[2]), spec
 
 
@@ -201,7 +203,7 @@ def _start_watched_reader(
             require_outside_traces(build)
         with build.lock if build.reads else contextlib.nullcontext():
             operands = [], build.collect_read(), kwargs, *args
-            cell[:] = itertools.starmap(signature.jitted, (operands,))
+            cell[:] = starmap(signature.jitted, (operands,))
         returned = cell[0]
         if launch is not None:
             _end_launch(launch, returned)
@@ -216,9 +218,8 @@ def _start_watched_reader(
         if cell and finish is not None:
             finish(spec_of(cell[0]).results(cell[0][2]))
         raise
-    end = returned[3] if spec.end is None else returned[2][spec.end]
-    if end is not None:
-        throttle(end)
+    if spec.is_throttled:
+        throttle(end_of(returned))
     return result, spec
 
 

@@ -1,12 +1,17 @@
-"""A cache keyed by functions, which forgets a function when it is collected."""
+"""A cache keyed by functions, which forgets a function when it is collected.
+
+A plain function is its own key, by weak reference: a dictionary compares those in C, and asking
+for an `id` would call the audit hooks of the process (with filelock, which JAX 0.12 imports if it
+is there, for 0.3 us). Other callables may equal one another, so identity is their key.
+"""
 
 from __future__ import annotations
 
 import threading
-import types
-import weakref
 from collections.abc import Callable, Hashable
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 
 class FunctionCache:
@@ -21,52 +26,55 @@ class FunctionCache:
 
     def __init__(self, make: Callable[[Callable[[], Any]], Any]) -> None:
         self._make = make
-        self._entries: dict[Any, tuple[Callable[[], Any], Any]] = {}
+        self._of_functions: dict[ref[FunctionType], Any] = {}
+        self._of_others: dict[Hashable, tuple[Callable[[], Any], Any]] = {}
         self._lock = threading.RLock()
 
     def get(self, fn: object) -> Any:
         """Returns the value of ``fn``."""
-        identity = weakref.ref(fn) if type(fn) is types.FunctionType else _identity(fn)
-        entry = self._entries.get(identity)
+        if type(fn) is not FunctionType:
+            return self._get_other(fn)
+        value = self._of_functions.get(ref(fn))
+        return self._make_for_function(fn) if value is None else value
+
+    def _make_for_function(self, fn: FunctionType) -> Any:
+        with self._lock:
+            value = self._of_functions.get(ref(fn))
+            if value is None:
+                key = ref(fn, lambda key: self._of_functions.pop(key, None))
+                value = self._of_functions[key] = self._make(key)
+            return value
+
+    def _get_other(self, fn: object) -> Any:
+        key = _identity(fn)
+        entry = self._of_others.get(key)
         if entry is not None and entry[0]() is not None:
             return entry[1]
         with self._lock:
-            entry = self._entries.get(identity)
+            entry = self._of_others.get(key)
             if entry is None or entry[0]() is None:
-                resolve = self._resolver(fn, identity)
-                entry = (resolve, self._make(resolve))
-                self._entries[identity] = entry
+                resolve = self._resolver(fn, key)
+                entry = self._of_others[key] = resolve, self._make(resolve)
             return entry[1]
 
-    def _resolver(self, fn: object, identity: Hashable) -> Callable[[], Any]:
+    def _resolver(self, fn: object, key: Hashable) -> Callable[[], Any]:
         def forget(_: object) -> None:
-            self._entries.pop(identity, None)
+            self._of_others.pop(key, None)
 
-        if isinstance(fn, types.MethodType):
-            function = fn.__func__
-            try:
-                owner = weakref.ref(fn.__self__, forget)
-            except TypeError:
-                return lambda: fn
-            return lambda: None if owner() is None else types.MethodType(function, owner())
+        owner = fn.__self__ if isinstance(fn, MethodType) else fn
         try:
-            return weakref.ref(fn, forget)
+            resolve = ref(owner, forget)
         except TypeError:
             return lambda: fn
+        if not isinstance(fn, MethodType):
+            return resolve
+        function = fn.__func__
+        return lambda: None if (owner := resolve()) is None else MethodType(function, owner)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._of_functions) + len(self._of_others)
 
 
 def _identity(fn: object) -> Hashable:
-    """Returns a key for an object that may be equal to another one.
-
-    A plain function is its own key, by weak reference. Asking for its `id` would call the audit
-    hooks of the process: with filelock, which JAX 0.12 imports if it is there, for 0.3 us.
-
-    A bound method is keyed by (object, function), since every attribute access makes
-    a new method object.
-    """
-    if isinstance(fn, types.MethodType):
-        return id(fn.__self__), id(fn.__func__)
-    return id(fn)
+    """Returns the key of a callable; each access of a bound method makes a new method object."""
+    return (id(fn.__self__), id(fn.__func__)) if isinstance(fn, MethodType) else id(fn)

@@ -1,4 +1,8 @@
-"""dj.jit: a whole step as one program that tracks variables."""
+"""dj.jit: a whole step as one program that tracks variables.
+
+The result keeps one `Program` for each strategy and kind of context that it is called in. Inside a
+distjax trace it calls the function itself.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import get_abstract_mesh
 
 from distjax import jax_compat, user_mesh
 from distjax.context import frames
@@ -34,6 +39,7 @@ from distjax.replica.arguments import (
 from distjax.replica.static import unmark
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
+from distjax.user_mesh import NO_MESH
 from distjax.variables.state import TraceState
 
 
@@ -59,23 +65,23 @@ class CompiledFunction:
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
         self._require = require
         self._programs: dict[Any, Program] = {}
+        self._outermost: Program | None = None  # of the default context
         self._off_mesh: set[Program] = set()
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Runs the program; inside a distjax trace, calls the function itself."""
-        frame = frames.current()
-        if frame.state is not None:
-            if self._require is None:
-                args, kwargs = unmark((args, kwargs))
-            args, kwargs = without_expectations(args, kwargs, frame.state.meant)
-            return self._fn(*args, **kwargs)
-        try:
+        program = None if frames.stack() else self._outermost
+        if program is None:
+            frame = frames.current()
+            if frame.state is not None:
+                return self._call_here(args, kwargs, frame.state)
             program = self._program(frame)
+        try:
             if self._static:
                 args, kwargs = self.mark_arguments(args, kwargs)
-            if user_mesh.has_user_mesh():
-                return self._under_user_mesh(program, program, args, kwargs)
-            return program(args, kwargs)
+            if get_abstract_mesh() is not NO_MESH and user_mesh.has_user_mesh():
+                return self._under_user_mesh(program, program.call, args, kwargs)
+            return program.call(args, kwargs)
         except Exception as error:
             add_argument_note(error)
             keep_user_lines(error)
@@ -83,6 +89,15 @@ class CompiledFunction:
             if explained is not error:
                 raise explained from error
             raise
+
+    def _call_here(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], state: TraceState
+    ) -> Any:
+        """Calls the function in the trace of the code that calls it."""
+        if self._require is None:
+            args, kwargs = unmark((args, kwargs))
+        args, kwargs = without_expectations(args, kwargs, state.meant)
+        return self._fn(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"dj.jit({function_name(self._fn)})"
@@ -129,7 +144,7 @@ class CompiledFunction:
             return result
 
     def fresh_copy(self) -> CompiledFunction:
-        """Returns the same function, to be recompiled at its first call."""
+        """Returns a copy that shares no compiled program with this one."""
         return CompiledFunction(self._fn, self._donate_argnums, self._static, self._require)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -148,6 +163,8 @@ class CompiledFunction:
             on_second_call = fresh_functions.record(self._fn, frame.strategy)
             program = Program(step, on_second_call, self._require)
             self._programs[key] = program
+            if not frames.stack():
+                self._outermost = program
         return program
 
     def mark_arguments(
@@ -243,23 +260,22 @@ def jit(
 ) -> Any:
     """Returns ``fn`` compiled into one program that tracks variables.
 
-    What `nnx.jit` is to `jax.jit`: several `run`, `reduce` and assignments become one
-    XLA program; variables read become inputs, variables written become donated inputs
-    and outputs.
+    It is to variables what `nnx.jit` is to Flax modules. All calls to `run` and `reduce` and all
+    assignments become one XLA program; variables that are read become inputs, and variables that
+    are written become donated inputs and outputs.
 
     Args:
-      fn: a function of trees of arrays, PerReplica and hashable Python objects.
+      fn: a function of pytrees of arrays, PerReplica and hashable Python objects.
       donate_argnums: positional arguments whose buffers the program may reuse.
-      static_argnums: numbers of parameters that are Python values, part of the program.
+      static_argnums: positions of parameters that are Python values, part of the program.
       static_argnames: the same, by name.
 
     Locality: that of ``fn``; every JAX array that is not PerReplica is Mirrored inside.
     Context: any; inside another `dj.jit` or `run` it calls the function itself.
 
     Raises:
-      TypeError: ``fn`` is not a function.
-      ValueError: a static number or name that ``fn`` does not have; a donated argument
-        that is not an argument number.
+      TypeError: ``fn`` is not callable.
+      ValueError: ``fn`` has no parameter of a given number or name; or a number is not an int.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)
@@ -289,10 +305,10 @@ def jit(
 
 
 def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of the arguments to donate, a negative one counted from the last.
+    """Returns the positions of the arguments to donate, with negative ones resolved.
 
     Raises:
-      ValueError: what is no number, or a negative one that no parameter has.
+      ValueError: one is not an int, or is negative and out of range.
     """
     numbers = as_numbers(given, "donate_argnums")
     if all(n >= 0 for n in numbers):
@@ -311,7 +327,11 @@ def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple
 
 
 def as_numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
-    """Returns one number or several as a tuple."""
+    """Returns one number or several as a tuple.
+
+    Raises:
+      ValueError: one is not an int.
+    """
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if all(map(is_int, numbers)):
         return numbers

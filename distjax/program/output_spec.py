@@ -1,9 +1,9 @@
 """How the array results of a program become the user's results.
 
-Parts of a signature's results that are not arrays (Python results, the result tree) leave a
-compiled call in the auxiliary data of its output tree, since a cache hit runs none of our
-Python code inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``:
-its outputs are the array results, or at once the user's results if JAX can build those in C.
+What is not an array in a signature's results (Python objects, the result tree) leaves a compiled
+call in the auxiliary data of its output tree, since a cache hit runs none of our Python code
+inside `jit`. A compiled program returns ``(written, {spec: None}, outputs, token)``, where
+`outputs` are the array results or, if JAX can build these in C, directly the user's results.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class OutputSpec:
       unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays. None:
         the program returns the user's results.
       recreated: as given.
-      end: the number of the array that shows the end of the program; None: its token does.
+      end: the index of the array that shows when the program has completed; None: its token does.
+      is_throttled: whether launches of the program are counted: see `throttle`.
     """
 
-    __slots__ = ("_is_built_in", "end", "recreated", "unpack")
+    __slots__ = ("_is_built_in", "end", "is_throttled", "recreated", "unpack")
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class OutputSpec:
     ):
         self.recreated = recreated
         self.end: int | None = None
+        self.is_throttled = False
         combine = partitioned.combine
         if partitioned.is_of_arrays:
             combine = partitioned.treedef.unflatten
@@ -102,6 +104,12 @@ def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
     signal could raise and drop all results.
     """
     return {spec: None}
+
+
+def end_of(returned: tuple[Any, ...]) -> jax.Array:
+    """Returns what is ready when the program that returned this is done."""
+    spec = spec_of(returned)
+    return returned[3] if spec.end is None else jax.tree.leaves(returned[2])[spec.end]
 
 
 def spec_of(returned: tuple[Any, ...]) -> OutputSpec:

@@ -40,7 +40,7 @@ from distjax.replica.feedback import Feedback
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog, require_no_trace
-from distjax.variables.donation import copy_handles, require_undeleted
+from distjax.variables.donation import copy_handles, handed_out, require_undeleted
 
 #: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
 Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
@@ -83,12 +83,12 @@ class Program:
 
     # -- calling --------------------------------------------------------------
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program and returns the user's results."""
         build = self._build
         if build is None or not self._is_plain:
             return self._call_with_care(args, kwargs)
-        if self._step.donate_argnums:
+        if self._step.donate_argnums and (handed_out or build.spans_devices):
             args = self._prepare_donated(args)
         try:
             result, spec = start(build, args, kwargs)

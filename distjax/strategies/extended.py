@@ -70,8 +70,7 @@ class StrategyExtended:
         communication: CommunicationOptions | None = None,
         wraps: bool = True,
     ):
-        self._topology = topology
-        self.placement = placement
+        self._topology, self.placement = topology, placement
         self.communication = as_communication_options(communication)
         if topology is not None:
             job_devices.prepare(topology, self.communication)
@@ -132,12 +131,13 @@ class StrategyExtended:
         """Runs ``fn`` on every replica: see `Strategy.run`."""
         if type(args) is not tuple or kwargs is not None or not callable(fn):
             args, kwargs = require_call(fn, args, kwargs, "run")
-        frame = frames.current()
-        if not frame.allows_both:
-            frames.require_enterable(self.strategy, "run")
-        if frame.state is not None:
-            return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
-        return self._run_programs.get(fn)(args, kwargs or {})
+        if frames.stack():  # else this is the default context, which allows all
+            frame = frames.current()
+            if not frame.allows_both:
+                frames.require_enterable(self.strategy, "run")
+            if frame.state is not None:
+                return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
+        return self._run_programs.get(fn).call(args, kwargs or {})
 
     def place_arguments(self, tree: PyTree) -> Any:
         """Returns the arguments of `run` with arrays from elsewhere moved to the devices."""

@@ -1,8 +1,8 @@
-"""dj.pmap: the semantics of `jax.pmap` on the replica machine.
+"""dj.pmap: the semantics of `jax.pmap` on the replicas of a strategy.
 
-A call finds its replicas (those of `strategy`, of the active strategy, or as many local
-devices as there are rows) and runs one program for them. Inside that program rows become
-per-replica values and results are stacked, so a call touches no array itself.
+A call finds its replicas (those of `strategy`, of the active strategy, or one for each row on
+the local devices) and runs one program for them. Rows become per-replica values, and results are
+stacked, inside that program, so the call itself touches no array.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MappedFunction:
             strategy = self._find_strategy(frame, args, kwargs)
             if frame.state is not None:
                 return self._emit_here(strategy, args, kwargs, frame.state)
-            return self._program_of(strategy)(args, kwargs)
+            return self._program_of(strategy).call(args, kwargs)
         except Exception as error:
             if strategy is not None:
                 add_cause_note(error, strategy, self._options.axis_name)
@@ -109,7 +109,7 @@ class MappedFunction:
     def _find_strategy(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StrategyLike:
-        """Returns the strategy on whose replicas a call with these arguments runs."""
+        """Returns the strategy whose replicas run a call with these arguments."""
         has_strategy = frame.has_strategy
         if has_strategy and frame.replica_context is not None:
             raise ContextError(_nested_text(self._arguments.function, frame.name))
@@ -158,7 +158,7 @@ class MappedFunction:
 
 @functools.cache
 def strategy_of(devices: tuple[jax.Device, ...]) -> MirroredStrategy:
-    """Returns the one strategy on these devices for calls that name none."""
+    """Returns the strategy on these devices that all calls without a strategy share."""
     return MirroredStrategy(devices)
 
 
@@ -176,7 +176,7 @@ def pmap(
     strategy: Strategy | None = None,
     results: str = "stacked",
 ) -> MappedFunction:
-    """Returns ``fn`` mapped over rows, one per replica: `jax.pmap` with replicas.
+    """Returns ``fn`` mapped over rows, one per replica, as `jax.pmap` maps it.
 
     R is the size of the mapped axes. The replicas are those of `strategy` or of the active
     strategy; without either, one on each of the first R local devices. The body is a replica
@@ -191,7 +191,7 @@ def pmap(
         value. If that is not proved equal, replica 0's is returned with a LocalityWarning,
         which `dj.expect` silences.
       static_broadcasted_argnums: numbers of positional arguments that are Python values,
-        part of the program.
+        compiled into the program.
       devices: the replicas' devices; the first R are used.
       backend: the backend whose local devices are used if `devices` is None.
       axis_size: R again, to be checked.

@@ -1,4 +1,10 @@
-"""run_steps_on_iterator: K steps as one compiled loop."""
+"""run_steps_on_iterator: K steps as one compiled loop.
+
+The elements of all K steps are stacked and moved in one transfer. The loop is a `dj.lax.scan` over
+them, which carries the variables that a step writes and the outputs that it sets. The outputs of a
+step are not known before it is traced, so it is first traced for their shapes: see
+`_zeros_like_outputs`.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +136,7 @@ def run_steps(
         program = extended.step_programs.get(fn)
         layout = Static(steps.layout)
         carried = context.last_step_outputs if initial_loop_values is not None else None
-        outputs, others = program((layout, steps.arrays, carried), {})
+        outputs, others = program.call((layout, steps.arrays, carried), {})
         context.last_step_outputs.update(outputs)
         context.non_tensor_outputs.update(others)
         context.iterations += steps.num_steps
@@ -204,8 +210,8 @@ class LoopStep:
     """A loop of steps, as the step of a program.
 
     Args:
-      extended: the inside of the strategy in whose context the steps run.
-      resolve: returns the step function; a program does not keep it alive.
+      extended: that of the strategy in whose context the steps run.
+      resolve: returns the step function, which a program does not keep alive.
     """
 
     argument_names = ("layout", "elements", "initial_loop_values")
@@ -257,7 +263,7 @@ def _loop(fn: Callable[..., Any], layout: InputLayout, arrays: PyTree, initial: 
 
 
 def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
-    """Returns the initial carry of the loop."""
+    """Returns the first carry of the loop: `initial`, and zeros for all other outputs."""
     found: list[Any] = []
     outer = frames.current().state
 

@@ -1,4 +1,9 @@
-"""extended.update: runs a function on each copy of a variable."""
+"""extended.update: runs a function on each copy of a variable.
+
+The copies of a mirrored variable are equal, so the function runs once, on the one value that they
+share. The components of a sync-on-read variable differ, so there the function is mapped over the
+replicas, in a program of its own unless a trace is active.
+"""
 
 from __future__ import annotations
 
@@ -217,14 +222,14 @@ def _on_each_copy(
     if state is not None:
         return _on_each_copy_in_trace(extended, variable, fn, args, kwargs, state)
 
-    return Program(UpdateStep(extended, variable, fn))(args, kwargs)
+    return Program(UpdateStep(extended, variable, fn)).call(args, kwargs)
 
 
 class UpdateStep:
     """A function on each copy of a variable, as the step of a program.
 
     Args:
-      extended: the inside of the variable's strategy.
+      extended: that of the variable's strategy.
       variable: the variable; None runs the function on each replica without one.
       fn: the function.
     """
@@ -259,8 +264,8 @@ class UpdateStep:
 class _ComponentState(TraceState):
     """The trace state of a function running on each component of one variable.
 
-    Only that variable's component is tracked: the function may read other
-    variables that hold a single value, and write none.
+    Only that variable's component is tracked: the function may read other variables that
+    hold a single value, and must not write them.
     """
 
     def __init__(self, variable: Variable | None, outer: TraceState):

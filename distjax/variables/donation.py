@@ -1,8 +1,8 @@
-"""Arrays through which users share the storage of variables, and their donation.
+"""Lets users share a variable's buffers without losing them to a donation.
 
-Reads copy nothing: the user gets another array object over the stored buffers, remembered by
-weak reference. Before a program donates a buffer that is still referenced, it is copied on the
-device.
+A read copies nothing: the user gets another array object over the stored buffers, a handle, which
+is remembered by weak reference. A program that is about to donate the buffers of a living handle
+copies them on the device first.
 
 Readers and programs synchronize without a lock in the common case. A read registers its handle
 *before* it checks whether the program that writes the variable is starting, or started in the
@@ -27,14 +27,14 @@ from distjax.trees import first_leaf
 from distjax.typing import PyTree
 from distjax.variables.storage import SteppedArrays, StoredArray
 
-#: Arrays that share the buffers of variables, by identity.
-_handed_out: dict[int, weakref.ref[jax.Array]] = {}
-#: Two threads that first split the same array into shards leave JAX with each shard twice.
+#: The living arrays that share buffers with a variable, by `id`.
+handed_out: dict[int, weakref.ref[jax.Array]] = {}
+#: Without it, two threads that split an array into shards for the first time get different ones.
 _taking_apart = threading.RLock()
 
 
 def hand_out(stored: StoredArray) -> jax.Array:
-    """Returns a new handle on the stored array, remembered by weak reference.
+    """Returns another array over the stored buffers, remembered by weak reference.
 
     Raises:
       ContextError, RuntimeError: see `StoredArray.require`.
@@ -54,13 +54,13 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 
 def _register(stored: StoredArray) -> jax.Array:
-    array: Any = stored.require()  # first: may wait for stored.lock, whose holder may want the next
+    array: Any = stored.require()  # may wait for stored.lock, whose holder may wait for the next
     with _taking_apart:
         handle = jax_compat.another_handle(array)
         held = (handle, *(shard.data for shard in handle.addressable_shards))
     for array in held:
         key = id(array)
-        _handed_out[key] = weakref.ref(array, functools.partial(_forget, key))
+        handed_out[key] = weakref.ref(array, functools.partial(_forget, key))
     living = [r for r in stored.handles if r() is not None]
     stored.handles = [*living, *map(weakref.ref, held)]
     if stored.place is not None:
@@ -69,7 +69,7 @@ def _register(stored: StoredArray) -> jax.Array:
 
 
 def _forget(key: int, _: weakref.ref[jax.Array]) -> None:
-    _handed_out.pop(key, None)
+    handed_out.pop(key, None)
 
 
 def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -92,7 +92,7 @@ def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple
 
 
 def copy_aliased(stepped: SteppedArrays) -> None:
-    """Copies, on the device, arrays to be donated that are still referenced.
+    """Copies, on the device, the arrays about to be donated that users still hold.
 
     Args:
       stepped: the arrays of a program that is starting.
@@ -119,13 +119,13 @@ def _copy(array: jax.Array) -> jax.Array:
 
 
 def copy_handles(args: tuple[Any, ...], numbers: Collection[int]) -> tuple[Any, ...]:
-    """Returns the arguments, with copies of arrays that share a variable's buffers.
+    """Returns the arguments, with copies of donated arrays that share variables' buffers.
 
     Args:
       args: positional arguments.
-      numbers: of those that are about to be donated, so that the variable keeps its value.
+      numbers: the positions of those that are about to be donated.
     """
-    if not _handed_out:
+    if not handed_out:
         return args
     return tuple(
         jax.tree.map(lambda x: _copy(x) if _is_handle(x) else x, arg) if i in numbers else arg
@@ -134,22 +134,22 @@ def copy_handles(args: tuple[Any, ...], numbers: Collection[int]) -> tuple[Any, 
 
 
 def _is_handle(array: object) -> bool:
-    reference = _handed_out.get(id(array))
+    reference = handed_out.get(id(array))
     return reference is not None and reference() is array
 
 
 def require_undeleted(
     function: str, names: Sequence[str], numbers: Iterable[int], args: Sequence[PyTree]
 ) -> None:
-    """Raises a RuntimeError if an argument to donate was already donated.
+    """Raises a RuntimeError if an argument to be donated was donated before.
 
-    Checks its first array only: those of one argument are donated together. An argument passed by
-    keyword is not donated.
+    Checks only the first array of each argument, since the arrays of one argument are donated
+    together. An argument passed by keyword is not donated.
 
     Args:
       function: the name of the function called.
-      names: of its positional parameters.
-      numbers: of the arguments that the call donates.
+      names: the names of its positional parameters.
+      numbers: the positions of the arguments that the call donates.
       args: its positional arguments.
     """
     for number in numbers:

@@ -47,6 +47,9 @@ def test_many_steps_that_nobody_awaits(how):
         np.testing.assert_array_equal(r.value, np.full(4, 300 * 28.0))
 
 
+HALF = throttle.MAX_IN_FLIGHT // 2
+
+
 class Token:
     """An array that says whether it was awaited."""
 
@@ -60,22 +63,24 @@ class Token:
         return False
 
 
+def count_from_one():
+    """Counts launches as `throttle.count_launch` does, of which this one is the first."""
+    return itertools.cycle((*range(1, HALF), 0)).__next__
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Nothing is in flight, and programs are throttled."""
     monkeypatch.setattr(throttle, "is_throttled", lambda: True)
-    monkeypatch.setattr(throttle, "_launches", itertools.count(1))
+    monkeypatch.setattr(throttle, "count_launch", count_from_one())
     monkeypatch.setattr(throttle, "_older", [])
     monkeypatch.setattr(throttle, "_newer", [])
-
-
-HALF = throttle.MAX_IN_FLIGHT // 2
 
 
 @pytest.mark.parametrize("in_job", [False, True])
 def test_the_older_half_is_awaited_when_too_many_are_in_flight(launches, monkeypatch, in_job):
     """In one process by its newest, in whose order the others end; in a job each of them."""
-    monkeypatch.setattr(throttle, "_recorded_every", lambda: 1 if in_job else HALF)
+    monkeypatch.setattr(throttle, "job", lambda: object() if in_job else None)
     tokens = [Token() for _ in range(5 * HALF)]
     for number, token in enumerate(tokens, start=1):
         throttle.throttle(token)
@@ -144,13 +149,13 @@ def test_a_signal_handler_may_launch_while_a_half_is_awaited(launches):
     tokens[HALF - 1].block_until_ready = lambda: handlers and handlers.pop()()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pool.submit(lambda: [throttle.throttle(token) for token in tokens]).result(60)
-    assert not throttle._awaiting
+    assert not throttle.awaiting
 
 
 @pytest.mark.parametrize("in_job", [False, True])
 def test_a_result_that_is_donated_since_tells_nothing(launches, monkeypatch, in_job):
     """Then the newer half is awaited as well."""
-    monkeypatch.setattr(throttle, "_recorded_every", lambda: 1 if in_job else HALF)
+    monkeypatch.setattr(throttle, "job", lambda: object() if in_job else None)
     tokens = [Token() for _ in range(2 * HALF)]
 
     def refuse():
@@ -176,7 +181,7 @@ def test_results_that_are_donated_keep_the_bound(mirrored):
 def test_nothing_is_counted_without_a_token_or_in_a_trace(launches):
     throttle.throttle(None)
     jax.jit(lambda x: (throttle.throttle(x), x)[1])(1.0)
-    assert next(throttle._launches) == 1
+    assert throttle.count_launch() == 1
 
 
 def test_where_programs_are_throttled():
@@ -200,13 +205,38 @@ def test_compiled_once_per_function_and_static_values():
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_only_programs_on_several_devices_are_counted(count, is_compiled):
+@pytest.mark.parametrize("writes", [False, True])
+def test_only_programs_on_several_devices_are_counted(count, is_compiled, writes, monkeypatch):
     strategy = dj.MirroredStrategy(jax.devices()[:count])
+    with strategy.scope():
+        v = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
     x = strategy.distribute_values_from_function(lambda ctx: np.float32(1))
-    step = lambda x: strategy.run(lambda x: x + 1, args=(x,))
+    step = lambda x: strategy.run(lambda x: v.assign_add(x) if writes else x + 1, args=(x,))
     step = dj.jit(step) if is_compiled else step
     seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "throttle", seen.append)
-        step(x)
+    monkeypatch.setattr(calls, "count_launch", lambda: seen.append(None) or 1)
+    step(x)
     assert len(seen) == (1 if count > 1 and throttle.is_throttled() else 0)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_each_half_is_recorded_by_its_last_program(writes, monkeypatch):
+    """By a result if there is a small one, in whatever tree the user gets it."""
+    if not throttle.is_throttled():
+        pytest.skip("nothing is awaited there")
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        v = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+    recorded = []
+    monkeypatch.setattr(calls, "count_launch", count_from_one())
+    monkeypatch.setattr(calls, "record_end", lambda end, launch: recorded.append((end, launch)))
+
+    def step(x):
+        loss = jax.lax.psum(x, "replica")
+        return {"loss": (v.assign_add(x) if writes else x, [loss])}
+
+    for number in range(1, 2 * HALF + 1):
+        result = strategy.run(step, args=(jnp.float32(number),))
+        assert len(recorded) == number // HALF
+    ends = [end for end, launch in recorded if launch == 0]
+    assert any(ends[-1] is leaf for leaf in jax.tree.leaves(result))

@@ -1,4 +1,4 @@
-"""What share of a step's trace does the analysis take: proofs, facts and findings?"""
+"""What share of a step's trace do proofs, facts and findings take?"""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ _CALLS = 20
 
 
 class Clock:
-    """Adds up the processor time of functions, of those called inside of each other once."""
+    """Adds up the processor time of functions, counting nested calls once."""
 
     def __init__(self) -> None:
         self.seconds, self.num_calls, self._depth = 0.0, 0, 0
@@ -53,7 +53,7 @@ class Clock:
         return call
 
 
-#: All that a trace does for proofs and findings, by owner.
+#: Everything that a trace does for proofs and findings, as pairs of an owner and a name.
 ANALYSIS = (
     (Analysis, "run"),
     (replica_run, "_tell_findings"),
@@ -65,7 +65,7 @@ ANALYSIS = (
 
 @contextlib.contextmanager
 def timed(clock: Clock, owners: Sequence[tuple[Any, str]]) -> Generator[None]:
-    """Counts the time of functions in a block."""
+    """Counts the time that functions take in a `with` block."""
     with contextlib.ExitStack() as stack:
         for owner, name in owners:
             fn = clock.timed(getattr(owner, name))
@@ -124,7 +124,7 @@ def _flax(strategy: dj.MirroredStrategy, num_layers: int = 8) -> tuple[Any, ...]
 
 
 def _scans(strategy: dj.MirroredStrategy, depth: int = 5) -> tuple[Any, ...]:
-    """Loops in loops; what differs goes from carry to carry, one at each round."""
+    """Nested scans whose carries become varying one by one, one in each iteration."""
     x = np.ones((strategy.num_replicas_in_sync, 8), np.float32)
 
     def make() -> Callable[..., Any]:
@@ -176,9 +176,9 @@ PROGRAMS = {
 def trace_seconds(
     strategy: dj.MirroredStrategy, make: Callable[[], Callable[..., Any]], *args: Any
 ) -> tuple[float, float, float]:
-    """Returns the seconds of the analysis, of the trace around it, of trace and lowering."""
+    """Returns the seconds of the analysis, of the whole trace, and of trace and lowering."""
     jax.clear_caches()
-    warnings.simplefilter("ignore", RecompilationWarning)  # a first call is what is measured
+    warnings.simplefilter("ignore", RecompilationWarning)  # first calls are what is measured
     gc.collect()
     step, analysis, trace = make(), Clock(), Clock()
     compiled = dj.jit(lambda *args: strategy.run(step, args=args))
@@ -192,9 +192,9 @@ def trace_seconds(
 def calls_of_analysis(
     strategy: dj.MirroredStrategy, make: Callable[[], Callable[..., Any]], *args: Any
 ) -> float:
-    """How often a call of a compiled step asks the analysis anything."""
+    """How many times one call of a compiled step calls the analysis."""
     step, clock = make(), Clock()
-    for _ in range(2):  # the second is compared with the first: what is fed back
+    for _ in range(2):  # the second call compares its feedback with that of the first
         strategy.run(step, args=args)
     with timed(clock, ANALYSIS):
         for _ in range(_CALLS):
@@ -203,14 +203,14 @@ def calls_of_analysis(
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """A row for each program; programs take turns, and a share is of one and the same trace."""
+    """A row for each program. Programs take turns; both figures of a share are of one trace."""
     strategy = dj.MirroredStrategy()
     steps = {name: build(strategy) for name, build in PROGRAMS.items()}
     traces: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
     for round_number in range(5 if quick else 12):
         for name, step in steps.items():
             seconds = trace_seconds(strategy, *step)
-            if round_number:  # the first loads what JAX imports late
+            if round_number:  # the first round pays for what JAX imports lazily
                 traces[name].append(seconds)
     return [
         _row(name, traces[name], calls_of_analysis(strategy, *step)) for name, step in steps.items()

@@ -23,7 +23,7 @@ def measure(num_replicas: int, num_layers: int, num_pairs: int) -> list[dict[str
     command += [f"--layers={num_layers}", f"--pairs={num_pairs}"]
     settings = {
         "JAX_NUM_CPU_DEVICES": str(num_replicas),
-        # The process shares a GPU with this one, which has reserved its part.
+        # The process shares any GPU with this one, which has preallocated its part.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     finished = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
@@ -35,7 +35,7 @@ def measure(num_replicas: int, num_layers: int, num_pairs: int) -> list[dict[str
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """Rows for each number of replicas; on accelerators only as many as there are."""
+    """Rows for each number of replicas; on accelerators only for the number of devices."""
     counts = REPLICA_COUNTS
     if jax.default_backend() != "cpu":
         counts = (jax.device_count(),)

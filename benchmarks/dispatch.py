@@ -13,18 +13,19 @@ from benchmarks.ours import per_replica
 from benchmarks.report import Benchmark
 from benchmarks.timing import Call, carry, dispatch_seconds, interleave, medians
 
-# Few leaves: so much more than by hand, in seconds or in hand-written calls with one leaf.
+# The bar for few leaves: how much more than by hand, in seconds, or as a multiple of a
+# hand-written call with one leaf.
 _MORE_SECONDS, _MORE_CALLS = 3e-6, 0.6
 _FEW_LEAVES = 10
-# Many leaves, or several devices: so many times by hand.
+# The bar for many leaves, and for several devices: a multiple of the hand-written call.
 _RATIOS = {"list": 1.10, "dict": 1.03}
 _RATIO_ON_DEVICES = 1.10
 _BATCH_SECONDS = 0.04
 _MIN_CALLS = 20
 _WARM_UP_CALLS = 50
 _IN_FLIGHT = 8  # on several devices; distjax itself waits at 10 where JAX needs it
-# Two copies of one loop differ by some percent for as long as they live, by where
-# their buffers lie in memory. So each row pools pairs of copies made anew.
+# Two copies of one loop differ by a few percent for as long as they live, depending on
+# where their buffers are in memory. So each row pools several pairs of fresh copies.
 _NUM_COPIES = 4
 
 
@@ -66,9 +67,9 @@ def functional_donated(size: Size) -> Call:
 
 
 def all_per_replica(size: Size) -> Call:
-    """Every leaf `PerReplica`, the same at each call and not donated.
+    """Every leaf a `PerReplica`, the same at each call and not donated.
 
-    It is not passed on: with one replica the results are plain arrays.
+    Results are not passed on, since with one replica they are plain arrays.
     """
     strategy = _strategy(size)
     state = per_replica(strategy, tiny.leaves(size.leaves, num_replicas=size.devices))
@@ -122,7 +123,7 @@ def _time_copies(
 
 @functools.cache
 def _one_leaf_seconds() -> float:
-    """The hand-written call with one leaf on one device."""
+    """The time of a hand-written call with one leaf on one device."""
     call = by_hand(Size(1, 1, "list"))
     dispatch_seconds(call, _WARM_UP_CALLS)
     return min(dispatch_seconds(call, 1000) for _ in range(10))

@@ -1,4 +1,4 @@
-"""Steps with Flax objects: NNX beside `nnx.jit` and by hand, linen beside `pmap`."""
+"""Steps with Flax objects: NNX beside `nnx.jit` and hand-written, linen beside `pmap`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from benchmarks.ours import per_replica
 from benchmarks.report import Benchmark
 from benchmarks.timing import Call, carry, interleave, loop_seconds, medians
 
-_BATCH = 4  # per replica: so little that the work on the host shows
+_BATCH = 4  # per replica; small enough for the work on the host to show
 _SIZE = 8
 _AWAIT_EVERY = 10
 _CALLS = 40
@@ -42,7 +42,7 @@ def _loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 class _Network(nnx.Module):
-    """Two convolutions, each with batch normalisation, dropout, two dense layers."""
+    """Two convolutions, each with batch normalization, dropout, two dense layers."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 4, (3, 3), strides=2, rngs=rngs)
@@ -99,7 +99,7 @@ def _nnx_cached_partial(devices: list[jax.Device]) -> Call:
 
 
 def _nnx_by_hand(devices: list[jax.Device]) -> Call:
-    """Split once; the state is carried, and donated."""
+    """Objects split once; the state is carried and donated."""
     mesh = handwritten.make_mesh(devices)
     graphdef, state = nnx.split(_nnx_objects())
     return carry(
@@ -110,7 +110,7 @@ def _nnx_by_hand(devices: list[jax.Device]) -> Call:
 
 
 def _nnx_by_hand_each_step(devices: list[jax.Device]) -> Call:
-    """Split before each step, updated after it: the objects are up to date, as with `run`."""
+    """Objects split before each step and updated after it: always up to date, as with `run`."""
     mesh, objects = handwritten.make_mesh(devices), _nnx_objects()
     graphdef, state = nnx.split(objects)
     nnx.update(objects, handwritten.replicate(state, mesh))
@@ -127,7 +127,7 @@ def _nnx_by_hand_each_step(devices: list[jax.Device]) -> Call:
 
 
 def _local_step(graphdef: Any) -> Callable[..., Any]:
-    """Merged in `jit(shard_map)`; the rules that distjax has, by hand."""
+    """The body of a `shard_map`: merges the objects, and applies distjax's rules by hand."""
     step = _nnx_step(lambda tree: lax.pmean(tree, REPLICA_AXIS))
 
     def local_step(state: Any, batch: Any) -> Any:
@@ -163,7 +163,7 @@ def _nnx_ours(devices: list[jax.Device], donate: bool) -> Call:
 
 
 class _LinenNetwork(nn.Module):
-    """Six dense layers, each with batch normalisation."""
+    """Six dense layers, each with batch normalization."""
 
     axis_name: str | None
 
@@ -187,7 +187,7 @@ def _linen_state(is_synchronised: bool) -> _State:
 
 
 def _linen_step(state: _State, batch: Any) -> tuple[_State, jax.Array]:
-    """The step of a loop with `pmap`, as it is for all sides."""
+    """The step of a `pmap` training loop; both sides run it unchanged."""
 
     def loss_fn(params: Any) -> Any:
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -225,7 +225,7 @@ def _linen_ours(devices: list[jax.Device], donate: bool, is_synchronised: bool) 
 
 
 def _rows(devices: list[jax.Device]) -> list[tuple[str, str, Call, Call, float | None]]:
-    """Rows to measure: what is carried, against what, ours, theirs, the bar."""
+    """What to measure: the objects, what against, our call, theirs, the bar."""
     run, donated = _nnx_ours(devices, False), _nnx_ours(devices, True)
     if len(devices) == 1:
         return [

@@ -1,4 +1,4 @@
-"""The ways to write one training step, ready to be lowered again and again."""
+"""The ways to write one training step, as functions that lower it anew at each call."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 import distjax as dj
 from benchmarks import handwritten, models, ours
 
-# Writes the step anew, so that no cache knows its function, and lowers it.
+# Defines the step anew, so that no cache has its function, and lowers it.
 Lower = Callable[[], jax.stages.Lowered]
 
 

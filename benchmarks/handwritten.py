@@ -1,4 +1,4 @@
-"""Training steps as one writes them by hand: `jit` around one `shard_map`."""
+"""Training steps written by hand: `jit` around one `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def make_step(
     Args:
       model: The model to train.
       mesh: One axis, `REPLICA_AXIS`.
-      donate: Whether the buffers of the state are given to the result.
+      donate: Whether to donate the state.
 
     Returns:
       The step: a `jax.jit` function of a replicated state and a batch `[R * B, ...]`

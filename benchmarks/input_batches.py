@@ -18,7 +18,7 @@ from benchmarks.models import REPLICA_AXIS
 from benchmarks.report import Benchmark
 from benchmarks.timing import Call, interleave, loop_seconds, medians
 
-#: Examples per replica and numbers per example: a few KiB, and some MiB in all.
+#: Examples per replica and numbers per example: batches of a few KiB and of some MiB.
 SIZES = {"small": (4, 64), "large": (64, 3072)}
 PREFETCH = 2
 _LOOP_BYTES = 2**27
@@ -40,7 +40,7 @@ def _source(num_replicas: int, size: str) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _next_by_hand(devices: list[jax.Device], size: str, prefetch: int) -> Callable[[], Any]:
-    """`device_put` in the loop, or on a thread that is `prefetch` batches ahead."""
+    """`device_put` in the loop, or on a thread that runs `prefetch` batches ahead."""
     sharding = NamedSharding(handwritten.make_mesh(devices), P(REPLICA_AXIS))
     source = _source(len(devices), size)
     if not prefetch:

@@ -62,9 +62,9 @@ def _call(form: str, devices: list[jax.Device], num_leaves: int) -> Call:
 
 
 def _host_seconds(call: Call, num_calls: int) -> float:
-    """The processor time that the calling thread spends on a call.
+    """The processor time that the calling thread spends per call.
 
-    Results are awaited between the clock's turns, every few calls.
+    The clock stops every few calls, while a result is awaited.
     """
     seconds = 0.0
     for _ in range(num_calls // _AWAIT_EVERY):

@@ -1,6 +1,6 @@
 """Three small models as pure functions, and the arithmetic of one training step.
 
-Both sides of every comparison use exactly this code, so that whatever differs in
+Both sides of every comparison use exactly this code, so that any difference between
 the compiled programs comes from how the step was distributed.
 """
 
@@ -94,7 +94,7 @@ def mlp(width: int = 256, depth: int = 3) -> Model:
 
 
 class _ConvNet(nn.Module):
-    """Two convolutions with batch normalisation synchronised over the replicas."""
+    """Two convolutions with batch normalization synchronized over the replicas."""
 
     axis_name: str
 
@@ -109,7 +109,7 @@ class _ConvNet(nn.Module):
 
 
 def cnn(axis_name: str = REPLICA_AXIS) -> Model:
-    """A convolutional network with batch normalisation on 8x8 images, with Adam."""
+    """A convolutional network with batch normalization on 8x8 images, with Adam."""
     network = _ConvNet(axis_name)
 
     def init(key: jax.Array) -> tuple[Any, Any]:

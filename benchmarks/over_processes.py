@@ -14,7 +14,7 @@ _SECONDS = 900
 
 
 def measure(num_processes: int, num_devices: int, num_pairs: int) -> list[dict[str, Any]]:
-    """The rows of one shape, measured in processes of their own.
+    """The rows of one shape, measured in fresh processes.
 
     Raises:
       RuntimeError: If a process fails; the message holds what it wrote.

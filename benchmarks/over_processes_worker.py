@@ -43,7 +43,7 @@ _FORMS = {"hand-written": _handwritten, "functional": _functional, "variables": 
 
 
 def measure(form: str, num_pairs: int, spread: float | None) -> dict[str, Any]:
-    """One row; `spread` is that of hand-written steps against themselves, None for theirs."""
+    """One row; `spread` is how far hand-written steps are from themselves, None in their row."""
     model = models.mlp(WIDTH)
     call, baseline = _FORMS[form](model), _handwritten(model)
     timed = lambda call: loop_seconds(call, STEPS, AWAIT_EVERY)

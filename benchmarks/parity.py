@@ -1,4 +1,4 @@
-"""Is the compiled program the one that is written by hand?"""
+"""Is the compiled program the same as the hand-written one?"""
 
 from typing import Any
 

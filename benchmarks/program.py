@@ -37,7 +37,7 @@ def program_cost(compiled: jax.stages.Compiled) -> ProgramCost:
 
 
 def ratio(ours: float, baseline: float) -> float:
-    """Ours / baseline, where nothing against nothing is 1.
+    """``ours / baseline``; 1 if both are zero.
 
     Example:
       >>> ratio(3, 2), ratio(0, 0), ratio(1, 0)

@@ -1,4 +1,4 @@
-"""Steps by workers that are processes of Ray's, and a pull, beside a bare `ray.get`."""
+"""Steps by workers that are Ray processes, and a pull beside a bare `ray.get`."""
 
 import statistics
 from typing import Any
@@ -17,18 +17,18 @@ _ARRAYS, _ARRAY_BYTES = 4, 25 << 20
 
 
 class Holder:
-    """A process that has arrays, with nothing of distjax."""
+    """A process that holds arrays, without distjax."""
 
     def __init__(self) -> None:
         self._arrays = [np.ones(_ARRAY_BYTES // 4, np.float32) for _ in range(_ARRAYS)]
 
     def read(self) -> list[np.ndarray]:
-        """Returns them."""
+        """Returns the arrays."""
         return self._arrays
 
 
 def measure_steps(size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
-    """One row: microseconds a step, of two workers and of one device."""
+    """One row: microseconds per step, of two workers and of one device."""
     hidden, examples, num_steps = size
     batch = batch_of(examples)
     alone = dj.OneDeviceStrategy()
@@ -44,7 +44,7 @@ def measure_steps(size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
 
 
 def measure_pull(num_pairs: int) -> dict[str, Any]:
-    """One row: microseconds a pull of 100 MB into JAX, and of Ray alone into numpy."""
+    """One row: microseconds per pull of 100 MB, into JAX and, with Ray alone, into numpy."""
     import ray
 
     strategy = dj.ParameterServerStrategy(1, engine=dj.servers.RayEngine())

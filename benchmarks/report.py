@@ -24,7 +24,7 @@ class Benchmark:
       name: What the command line and the JSON file call it.
       title: The line above the table.
       columns: The keys of the rows that the table shows.
-      run: From whether to be quick (fewer sizes, rounds and calls) to the rows.
+      run: Returns the rows; its argument asks for fewer sizes, rounds and calls.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Benchmark:
 
 
 def environment() -> dict[str, Any]:
-    """Where and with which versions the figures are made."""
+    """The devices and the versions with which the figures are measured."""
     devices = jax.devices()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -23,7 +23,7 @@ _SCHEDULED, _QUEUED = 125, 4
 
 
 def make_step(strategy: dj.Strategy, hidden: int) -> Callable[[Any, Any], Any]:
-    """A step 784-h-h-10 with Adam, its state in variables of a strategy."""
+    """A step of an MLP 784-h-h-10 with Adam, its state in variables of a strategy."""
     sizes = (_INPUTS, hidden, hidden, _CLASSES)
     rng = np.random.default_rng(0)
     shapes = list(zip(sizes[:-1], sizes[1:], strict=True))
@@ -59,7 +59,7 @@ def batch_of(size: int) -> tuple[np.ndarray, np.ndarray]:
 def step_seconds(
     coordinator: dj.Coordinator, step: Callable[[Any, Any], Any], batch: Any, count: int
 ) -> float:
-    """The seconds of a step, of `count` that are scheduled one after the other."""
+    """The seconds per step of `count` steps scheduled one after the other."""
     start = time.perf_counter()
     for _ in range(count):
         coordinator.schedule(step, args=batch)
@@ -74,7 +74,7 @@ def warm_up(run: Callable[[int], float], call: Callable[[], object], num_workers
 
 
 def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dict[str, Any]:
-    """One row: microseconds a step, and a call of `schedule` that need not wait."""
+    """One row: microseconds per step, and per call of `schedule` that need not wait."""
     hidden, examples, num_steps = size
     batch = batch_of(examples)
     alone = dj.OneDeviceStrategy()
@@ -101,9 +101,9 @@ def measure(num_workers: int, size: tuple[int, int, int], num_pairs: int) -> dic
 def _schedule_seconds(
     strategy: dj.ParameterServerStrategy, step: Callable[[Any, Any], Any], batch: Any
 ) -> float:
-    """The median of calls that need not wait, a queue full at a time, as in a loop.
+    """The median time of calls that need not wait; they fill the queue again and again.
 
-    More would copy batches to memory that the process has never had, which is 10 times as slow.
+    A longer queue would copy batches to memory that is new to the process, 10 times as slowly.
     """
     seconds = []
     with dj.Coordinator(strategy) as coordinator:

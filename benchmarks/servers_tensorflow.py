@@ -1,8 +1,8 @@
 """Steps by workers of parameter servers, beside TensorFlow's ParameterServerStrategy.
 
-TensorFlow runs in a process of its own, of the Python that TENSORFLOW_PYTHON names: the two sides
-take turns, and the other one stands still meanwhile. Beside workers that are threads its cluster is
-in that process too; beside Ray's, each of its workers and servers is a process.
+TensorFlow runs in a process of its own, with the Python that TENSORFLOW_PYTHON names. The two sides
+take turns, and each is idle during the other's. Where our workers are threads, all of TensorFlow's
+cluster is in that process; where ours are Ray processes, each of its workers and servers is one.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ SIZES = ((64, 32, 200), (512, 128, 60))
 BARS = {False: ((3.0, 4.0), (2.0, 2.5)), True: ((0.8, 1.0), (1.1, 1.3))}
 NUM_PROCESSES = 2  # workers, where they are processes
 _WARM_UP_STEPS = 20
-_ANSWER_SECONDS = 300  # a cluster that does not come up waits for ever
+_ANSWER_SECONDS = 300  # a cluster that does not come up waits forever
 
 
 @contextlib.contextmanager
 def tensorflow(
     num_workers: int, hidden: int, examples: int, *, are_apart: bool
 ) -> Generator[Callable[[int], float]]:
-    """Starts TensorFlow; gives the seconds of a step, from how many are to be run."""
+    """Starts TensorFlow; yields a function from a number of steps to the seconds per step."""
     command = [_PYTHON, "-m", "benchmarks.servers_tensorflow_worker"]
     numbers = map(str, (num_workers, hidden, examples, int(are_apart)))
     pipe = subprocess.PIPE
@@ -67,7 +67,7 @@ def measure(
     *,
     are_apart: bool,
 ) -> dict[str, Any]:
-    """One row: steps per second of both, and how many of ours TensorFlow does one in."""
+    """One row: steps per second of both sides, and their ratio."""
     hidden, examples, num_steps = size
     floor, goal = bars
     batch = batch_of(examples)

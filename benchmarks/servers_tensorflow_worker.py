@@ -1,8 +1,8 @@
 """TensorFlow's parameter servers: the other side of `servers_tensorflow`.
 
-Runs in an environment that has TensorFlow 2.21 and nothing of JAX. Reads a number of steps from
-each line of its input, schedules as many, and answers with the seconds of one. The servers of the
-cluster are in this process, or in one each.
+Runs in an environment that has TensorFlow 2.21 and no JAX. Reads a number of steps from each line
+of its input, schedules that many, and answers with the seconds per step. The servers of the
+cluster are in this process, or in a process each.
 """
 
 import json
@@ -23,8 +23,8 @@ _SERVER = "server"  # an argument: be one of a cluster
 
 
 def start_cluster(num_workers, are_apart):
-    """Returns the servers, workers and one of parameters, and where they are."""
-    # Held until all are known: a connection of one server might take the port of the next.
+    """Returns the servers (workers and one parameter server) and a resolver of their addresses."""
+    # All are held until all are known, so that no port is given out twice.
     sockets = [socket.socket() for _ in range(num_workers + 1)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -41,13 +41,13 @@ def start_cluster(num_workers, are_apart):
 
 def start_server(cluster, job, index):
     """Returns one server, in this process."""
-    # Each function holds a thread while it reads what another server has: with fewer, all wait.
+    # A function blocks a thread while it reads from another server; with fewer, all would wait.
     threads = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=len(cluster["worker"]) + 2)
     return tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, "grpc", threads)
 
 
 def start_process(cluster, job, index):
-    """Returns one server, in a process that ends with this one: its input is a pipe of ours."""
+    """Returns one server, in a process that ends with this one, since its input is our pipe."""
     command = [sys.executable, "-m", "benchmarks.servers_tensorflow_worker", _SERVER]
     return subprocess.Popen(
         [*command, json.dumps(cluster), job, str(index)],
@@ -57,7 +57,7 @@ def start_process(cluster, job, index):
 
 
 def make_step(strategy, hidden):
-    """Returns a step 784-h-h-10 with Adam as its arithmetic is, its state at the servers."""
+    """Returns a step 784-h-h-10 with Adam written out as arithmetic, its state at the servers."""
     sizes = (_INPUTS, hidden, hidden, _CLASSES)
     rng = np.random.default_rng(0)
     with strategy.scope():
@@ -92,7 +92,7 @@ def make_step(strategy, hidden):
 
 
 def main(num_workers, hidden, examples, are_apart):
-    """Answers lines until there are none."""
+    """Answers each line of the input."""
     servers, resolver = start_cluster(num_workers, are_apart)
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -111,7 +111,7 @@ def main(num_workers, hidden, examples, are_apart):
 
 
 def serve(cluster, job, index):
-    """Is one server, until the process that started it has ended."""
+    """Runs one server until the process that started it ends."""
     server = start_server(json.loads(cluster), job, int(index))
     sys.stdin.read()
     os._exit(0 if server else 1)

@@ -1,4 +1,4 @@
-"""Does a long loop that never awaits a result run through, and how fast?"""
+"""Does a long loop that never awaits a result complete, and how fast?"""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ _FORMS = {
 
 
 def measure(form: str, num_steps: int, num_pairs: int) -> dict[str, Any]:
-    """One row: microseconds a step, never awaited and awaited every 10 steps."""
+    """One row: microseconds per step, never awaited and awaited every 10 steps."""
     call = _FORMS[form]()
     loop_seconds(call, _WARM_UP_CALLS, await_every=1)
     result = medians(
@@ -73,7 +73,7 @@ def measure(form: str, num_steps: int, num_pairs: int) -> dict[str, Any]:
 
 
 def measure_handwritten(num_steps: int) -> dict[str, Any]:
-    """The awaited loop by hand; never awaited it hangs on JAX 0.10 and 0.11."""
+    """The hand-written loop, awaited; never awaited, it hangs on JAX 0.10 and 0.11."""
     call = _handwritten()
     loop_seconds(call, _WARM_UP_CALLS, await_every=1)
     return {

@@ -1,4 +1,4 @@
-"""K steps as one compiled loop, against a `lax.scan` by hand and one call per step."""
+"""K steps as one compiled loop, against a hand-written `lax.scan` and one call per step."""
 
 import concurrent.futures
 import itertools

@@ -55,7 +55,7 @@ def interleave(
 
 
 def _clean(batch: Callable[[], _T]) -> _T:
-    # Else the first batch of a pair pays for the garbage of the one before.
+    # Otherwise the first batch of a pair would pay for the garbage of the batch before it.
     gc.collect()
     return batch()
 
@@ -77,14 +77,14 @@ def medians(pairs: list[tuple[float, float]]) -> Medians:
 def dispatch_seconds(call: Call, num_calls: int, at_once: int | None = None) -> float:
     """The time until the last of several calls returns, per call.
 
-    The results are awaited only while the clock stands still. Some calls come before
-    it starts, for caches that the other side has emptied.
+    Results are awaited only while the clock is stopped. A few calls come before it
+    starts, to refill caches that the other side has evicted.
 
     Args:
       call: Does one step.
-      num_calls: How many steps.
-      at_once: After how many calls a result is awaited: some 30 programs with
-        collectives in flight hang JAX 0.10 and 0.11 on several CPU devices.
+      num_calls: The number of steps.
+      at_once: After how many calls a result is awaited; None: after the last. Some 30
+        programs with collectives in flight hang JAX 0.10 and 0.11 on several CPU devices.
     """
     for _ in range(_UNTIMED_CALLS):
         call()
@@ -102,13 +102,12 @@ def dispatch_seconds(call: Call, num_calls: int, at_once: int | None = None) -> 
 
 
 def loop_seconds(call: Call, num_calls: int, await_every: int | None = None) -> float:
-    """The time until the last of several results is there, per call.
+    """The time until the last of several results is ready, per call.
 
     Args:
       call: Does one step.
-      num_calls: How many steps.
-      await_every: After how many steps a result is awaited; None for never before
-        the end.
+      num_calls: The number of steps.
+      await_every: After how many steps a result is awaited; None: only at the end.
     """
     result = None
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A step too small to hide what a call costs: add the mean of a batch to leaves."""
+"""A step too small to hide the cost of a call: adds the mean of a batch to each leaf."""
 
 from collections.abc import Callable
 from typing import Any

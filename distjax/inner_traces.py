@@ -1,4 +1,11 @@
-"""Keys for what JAX caches of functions inside a trace, which may read distjax's state."""
+"""Cache keys for functions that JAX traces inside a distjax trace.
+
+JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function, avals and axis names,
+but not by distjax's frames. Such a function may read a variable, and so return a tracer of another
+trace. Each active trace therefore binds an axis name of its own, which becomes part of the key.
+When the trace ends, its name is reused, and with it the cached traces of jnp's own functions,
+unless an inner function read distjax's state in that trace (`forget_inner_traces`).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +27,7 @@ from distjax.typing import PyTree
 def trace_jaxpr(
     fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
 ) -> tuple[jax_compat.Jaxpr, list[Any]]:
-    """Traces `fn` and returns its jaxpr and the constants it closed over.
-
-    JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function, avals and
-    axis names, but not by distjax's frames. So each active trace has an axis name of its
-    own, which keeps inner functions from returning another trace's tracers. When the trace
-    ends its name is reused, and with it the cached traces of jnp's own functions, unless
-    `forget_inner_traces` was called for the trace.
-    """
+    """Traces `fn` under a name of its own; returns its jaxpr and the constants it closed over."""
     lease = _TraceName()
 
     def named(*args: PyTree) -> Any:
@@ -74,7 +74,7 @@ class _TraceName:
     def renew(self) -> None:
         """Gives the rest of the trace another key in JAX's caches."""
         self._num_renewed += 1
-        # The one part of the key that means nothing to the program: attributes of its HLO.
+        # The one part of the key that does not change the program: metadata of its HLO.
         self._contexts.enter_context(set_xla_metadata(distjax_reads=str(self._num_renewed)))
 
     def end(self) -> None:
@@ -98,10 +98,10 @@ def forget_inner_traces(trace: core.Trace) -> None:
 
 
 def renew_inner_traces() -> None:
-    """Keeps inner functions from returning what they were traced to in this trace before.
+    """Keeps inner functions from reusing their earlier traces within this trace.
 
-    For a change of what they depend on beside JAX's cache key: a variable's value, or the
-    active strategy. Nothing is done while no inner function depends on any of these.
+    For a change of something outside JAX's cache key that they may read: a variable's value, or
+    the active strategy. A no-op while no inner function has read any of these.
     """
     own = [x for x in tuple(_TraceName.under_way) if x.thread == threading.get_ident()]
     if any(not lease.is_reusable for lease in own):

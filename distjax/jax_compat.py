@@ -26,7 +26,7 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 #: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/throttle.py`.
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
-#: Before, a program on several devices that is to donate a deleted array aborts the process.
+#: Before JAX 0.12, a program on several devices aborts the process if it donates a deleted array.
 REFUSES_TO_DONATE_DELETED: bool = JAX_VERSION >= (0, 12)
 
 Primitive = jec.Primitive
@@ -107,7 +107,7 @@ def aval_of(value: ArrayLike) -> ShapedArray:
 
 
 def open_jaxpr(closed: jec.Jaxpr | jec.ClosedJaxpr) -> tuple[jec.Jaxpr, list[Any]]:
-    """Returns (jaxpr, consts), closed or not; JAX 0.12 has one class for both."""
+    """Returns (jaxpr, consts) of an open or closed jaxpr; JAX 0.12 has one class for both."""
     jaxpr: Any = getattr(closed, "jaxpr", closed)
     return jaxpr, list(getattr(closed, "consts", None) or ())
 
@@ -147,7 +147,7 @@ def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
     """Returns `jaxpr` reduced to the equations that `outvars` depend on."""
     eqns = live_equations(jaxpr.eqns, outvars, keep_effects=False)
     like = new_jaxpr(jaxpr, (), jaxpr.invars, outvars, eqns)
-    # A new jaxpr would take its constants as arguments in JAX 0.12; one that has them keeps them.
+    # Not `like` itself: in JAX 0.12 it would take the constants as arguments; `replace` keeps them.
     return jaxpr.replace(
         outvars=like.outvars, eqns=like.eqns, effects=like.effects, debug_info=like.debug_info
     )
@@ -165,8 +165,8 @@ def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
 def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
     """Returns (jaxpr, operand indices) of a `custom_linear_solve` or `custom_root`.
 
-    None for other equations. Their remaining jaxprs are for derivatives, and JAX has applied
-    those rules by the time the equation is visible.
+    Returns None for other equations. The other jaxprs of a solver are derivative rules, which JAX
+    has already applied by the time the equation is visible.
     """
     if eqn.primitive.name == "custom_linear_solve":
         lengths = eqn.params["const_lengths"]
@@ -304,7 +304,7 @@ def detect_cluster(*known_method_and_timeout: object) -> tuple[Any, Any, Any, An
 
 
 def first_use_of_a_backend() -> str | None:
-    """Returns where a backend was first used; None: the process can still join a job."""
+    """Returns the line that first used a backend; None: the process can still join a job."""
     if not _backends.backends_are_initialized():
         return None
     return _first_uses[-1] if _first_uses else "a line that is not known"

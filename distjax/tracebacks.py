@@ -1,4 +1,4 @@
-"""Tracebacks of errors in user functions, reduced to user lines as JAX does."""
+"""Filters tracebacks of errors in user functions down to the user's lines, as JAX does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pytree holds, found without flattening it."""
+"""The first leaf of a pytree, found without flattening it where possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distjax.typing import PyTree
 def first_leaf(tree: PyTree) -> Any:
     """Returns one leaf of a tree, or None if it has none.
 
-    Cost: under a microsecond where tuples, lists and dicts lead to an array on devices.
+    Cost: under a microsecond if only tuples, lists and dicts lead to a `jax.Array`.
     """
     node: Any = tree
     while type(node) in (tuple, list, dict) and node:

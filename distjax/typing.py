@@ -16,7 +16,7 @@ ArrayLike: TypeAlias = jax.typing.ArrayLike
 DTypeLike: TypeAlias = jax.typing.DTypeLike
 
 #: Any user value: an array, a `PerReplica`, a variable, a number, another Python object, or
-#: a container of these that JAX can flatten. Python's type system cannot express less.
+#: a container of these that JAX can flatten. Python's type system has no narrower type for it.
 PyTree: TypeAlias = Any
 
 #: The positional arguments of a call: a tuple or list.

@@ -22,7 +22,8 @@ class Bell:
     `threading.Condition` is written in Python, so a signal may leave its lock held, or make
     it raise "release unlocked lock" instead of KeyboardInterrupt. A queue implemented in C
     has no such windows. Change the awaited state first, then ring; a ring that nobody has
-    heard yet stands for all later ones.
+    heard yet stands for all later ones. All threads at one bell must wait for the same
+    condition, since any of them may take the ring.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,8 @@ class Bell:
 class UninterruptedCalls:
     """Runs functions on a dedicated thread, one at a time.
 
-    A signal ends the main thread's wait, while the call runs to completion; the next call
-    waits for it. For example, interrupting orbax in the middle of a save leaves a step that
+    A signal ends the caller's wait but not the call, which runs to completion; the next call
+    waits for it. For example, orbax interrupted in the middle of a save would leave a step that
     looks complete but is not.
 
     Args:
@@ -61,7 +62,7 @@ class UninterruptedCalls:
         self._one_at_a_time = threading.Lock()
 
     def call(self, fn: Callable[[], T]) -> T:
-        """Returns ``fn()``; a signal ends the wait for it."""
+        """Returns ``fn()``; a signal ends the wait for it, but not the call."""
         self._prepare()
         call = _Call(fn, self._one_at_a_time)
         self._submit(call)

@@ -1,4 +1,4 @@
-"""Agreement of a job's processes on what they save or restore: each writes and reads its part."""
+"""Agreement of a job's processes on what they are about to save or restore."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def agree_on_step(
 ) -> None:
     """Waits until every process is about to do the same with the same step.
 
-    Values are not compared: a checkpoint has process 0's numbers and arrays of the host.
+    Values are not compared: numbers and host arrays are saved as process 0 has them.
 
     Args:
       joined: the job whose processes do it together; None: this process alone.
       occasion: what they are about to do, such as "the save of a checkpoint".
-      step: its number; None: the latest.
-      leaves: of the tree.
+      step: the step's number; None: the latest.
+      leaves: the leaves of the tree.
       options: other arguments that decide what happens, by name.
 
     Raises:

@@ -143,7 +143,7 @@ class Checkpointer:
         self._storage.delete(self._existing(step))
 
     def close(self) -> None:
-        """Waits, then stops the writer threads. Raises as `wait` does."""
+        """Waits, then stops the writer threads; raises as `wait` does."""
         self._storage.close()
 
     def __enter__(self) -> Checkpointer:
@@ -165,14 +165,14 @@ class Checkpointer:
         """Returns `tree` with the saved values; variables are restored in place.
 
         So are Flax NNX objects, optimizers, metrics and iterators. Arrays and numbers in
-        the returned tree are new, and live where those of `tree` do. An interrupt (Ctrl-C)
-        leaves everything unchanged, or everything restored.
+        the returned tree are new, and live where those of `tree` do. After an interrupt
+        (Ctrl-C), either everything is restored or nothing has changed.
 
         Args:
-          tree: of the structure that was saved; variables and arrays are
+          tree: a tree of the structure that was saved; variables and arrays are
             interchangeable, and `jax.ShapeDtypeStruct` may stand for an array.
           step: which step; default: the latest.
-          partial: restore the keys that both have, and leave the others alone.
+          partial: restore the keys that both have, and ignore the others.
           rename: maps keys of the checkpoint, or prefixes of keys up to a "/", to
             their names in `tree`.
 
@@ -236,8 +236,8 @@ class Checkpointer:
     def description(self, step: int | None = None) -> dict[str, Any]:
         """Returns a step's description of the run that wrote it, as JSON.
 
-        Versions of distjax and JAX, strategies and their numbers of replicas, step,
-        metrics, and the form, shape, dtype and kind of each key.
+        It has the versions of distjax and JAX, the strategies and their numbers of replicas,
+        the step, the metrics, and the form, shape, dtype and kind of each key.
         """
         return self._storage.description(self._existing(step))
 

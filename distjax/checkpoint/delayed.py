@@ -13,8 +13,8 @@ from distjax.typing import PyTree
 class DelayedRestore:
     """Restores each key of a checkpoint once, when a tree containing it is passed.
 
-    For state that is created late: variables made on a first call, the slots of an
-    optimizer. Made by `Checkpointer.delayed`, which chooses the step.
+    For state that is created late, such as variables made on a first call, or the slots of
+    an optimizer. Returned by `Checkpointer.delayed`, which chooses the step.
 
     Example:
       >>> import tempfile

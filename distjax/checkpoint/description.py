@@ -27,9 +27,9 @@ def describe(
     Values that are not arrays (numbers, iterator states) are stored in it.
 
     Args:
-      step: its number.
+      step: the step's number.
       leaves: the leaves of the tree.
-      metrics: by name.
+      metrics: the metrics by name.
       joined: the job whose processes save together; None: one process.
     """
     leaves = tuple(leaves)
@@ -53,5 +53,5 @@ def describe(
 
 
 def saved_specs(description: Mapping[str, Any]) -> dict[str, Spec]:
-    """Returns the spec of each key of a described checkpoint."""
+    """Returns the spec of each key in a checkpoint's description."""
     return {key: Spec.from_json(entry) for key, entry in description["keys"].items()}

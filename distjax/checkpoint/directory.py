@@ -1,4 +1,4 @@
-"""The checkpoint directory: what it may hold; all processes must see the same."""
+"""Checks a checkpoint directory: what it holds, and that all processes share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
 from distjax.errors import CheckpointError, describe_value, message
 
-#: The suffix of what orbax has not completed.
+#: The suffix of directories that orbax has not completed.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
 #: How long a process looks for another's file: network file systems take a moment.

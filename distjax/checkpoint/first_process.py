@@ -1,8 +1,8 @@
 """Lookups that one process makes for all processes of a job.
 
 A file system may answer processes differently about a directory just created, or a step
-just removed. Since a barrier for all of them follows, process 0 looks and tells the
-others.
+just removed. Processes with different answers would not reach the same barriers, so process 0
+looks and tells the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def hear_from_first(occasion: str, look: Callable[[], Any]) -> Any:
 
     Args:
       occasion: what all of them are about to do, for errors.
-      look: called on process 0 only, or locally if there is no job.
+      look: called on process 0 only, or here if there is no job.
 
     Raises:
       CheckpointError: on every process, if ``look`` raises it on process 0.

@@ -36,7 +36,7 @@ def encode(value: object) -> Any:
 
 
 def encode_array(array: np.ndarray) -> Any:
-    """Returns an array as JSON; non-numpy dtypes are widened."""
+    """Returns an array as JSON; dtypes that numpy does not have become float32."""
     return encode(array if array.dtype.kind in "biufc" else array.astype(np.float32))
 
 

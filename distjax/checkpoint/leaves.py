@@ -28,7 +28,7 @@ from distjax.variables.variable import Variable
 
 
 def pause_writers(leaves: Iterable[Leaf]) -> contextlib.ExitStack:
-    """Returns a context in which the variables among `leaves` are mutually consistent."""
+    """Returns a context in which the variables among `leaves` are consistent."""
     stack = contextlib.ExitStack()
     for strategy in {x.value.strategy: None for x in leaves if isinstance(x, VariableLeaf)}:
         stack.enter_context(strategy.extended.pause_writers())
@@ -63,7 +63,7 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def convert(self, saved: PyTree) -> Any:
-        """Returns a saved array (None: an empty one) or JSON value as `put` takes it.
+        """Converts a saved array (None: an empty one) or JSON value to what `put` takes.
 
         Raises:
           OverflowError: it has values that this leaf's dtype cannot hold.
@@ -71,7 +71,11 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def put(self, value: PyTree) -> Any:
-        """Returns the leaf with a value of `convert`: in place, or a new one."""
+        """Returns the leaf's value after a restore: changed in place, or a new one.
+
+        Args:
+          value: what `convert` returned.
+        """
 
 
 def make_leaf(key: str, value: PyTree) -> Leaf:
@@ -204,7 +208,7 @@ class ArrayLeaf(Leaf):
         return target if target.memory_kind in (None, default) else None
 
     def _place(self) -> Sharding | None:
-        """Returns the restored array's sharding; None: wherever JAX puts it.
+        """Returns the sharding of the restored array; None: wherever JAX puts it.
 
         An uncommitted array stays uncommitted, or it could no longer be combined
         with arrays of a strategy.
@@ -227,7 +231,7 @@ class ArrayLeaf(Leaf):
 
 @dataclasses.dataclass(frozen=True)
 class PerReplicaLeaf(Leaf):
-    """A PerReplica with all its values. It fits only the same number of replicas."""
+    """A PerReplica with all its values; it fits only the same number of replicas."""
 
     key: str
     value: PerReplica

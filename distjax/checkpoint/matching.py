@@ -35,7 +35,7 @@ def match_keys(
     partial: bool,
     where: str,
 ) -> dict[str, str]:
-    """Returns the saved key for each key of a tree to restore.
+    """Returns the saved key for each key of the tree that is to be restored.
 
     Args:
       wanted: the specs of the tree, by key.

@@ -1,4 +1,4 @@
-"""What orbax is told: which processes take part, the form of arrays, how often to look."""
+"""Settings for orbax: participating processes, the form of arrays, retries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
-    """Returns which processes take part: the whole job, or this one alone."""
+    """Returns options that say who takes part: the whole job, or this process alone."""
     if job() is None or not alone:
         return ocp.options.MultiprocessingOptions()
     own = jax.process_index()
@@ -28,7 +28,7 @@ def of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
 
 
 def retry_look(look: Callable[[], T]) -> T:
-    """Returns ``look()``, retrying if another process removes a step meanwhile."""
+    """Returns ``look()``, retried if another process removes a step meanwhile."""
     for _ in range(_NUM_LOOKS - 1):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return look()

@@ -16,7 +16,7 @@ _BY_PROCESS = "processes"
 
 
 def gather_states(joined: Job | None, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns states in checkpoint form: by process where these differ."""
+    """Returns states in checkpoint form: one per process where the processes differ."""
     if joined is None or not states:
         return dict(states)
     texts = exchange(joined, "the save of the position in the data", json.dumps(states))
@@ -52,11 +52,11 @@ def own_state(joined: Job | None, key: str, saved: PyTree, where: str) -> Any:
 
 
 def first_failure(joined: Job | None, failure: tuple[str, str]) -> tuple[str, str]:
-    """Returns the key and text of the first process that could not take its state.
+    """Returns the key and text of the failure of the first process that had one.
 
     Args:
       joined: the job; None: one process.
-      failure: this process's failure; two empty texts: none.
+      failure: the key and text of this process's own; two empty texts if it had none.
     """
     if joined is None:
         return failure

@@ -19,7 +19,7 @@ from distjax.typing import PyTree
 
 
 class Saved:
-    """One step of a storage, to be restored under the tree's names for its keys.
+    """One saved step, whose keys may have other names in the tree.
 
     Attributes:
       names: the saved keys by their names in the tree.
@@ -37,9 +37,9 @@ class Saved:
         self.names = rename_keys(self._specs, rename, self._where)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
-        """Returns the tree with the saved values of its keys `names`.
+        """Returns the tree with saved values for its keys in `names`.
 
-        A signal that raises meanwhile leaves everything unchanged, or everything restored.
+        If a signal raises meanwhile, either everything is restored or nothing has changed.
 
         Raises:
           CheckpointError: the keys differ, a value is out of the range of its place, or
@@ -104,7 +104,8 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
     ours = [leaf.value for leaf, _ in states if isinstance(leaf.value, DistributedIterator)]
     for iterator in ours:
         iterator.stop_reading()
-    # A source that the tree has, too, was read ahead: its iterator is the one that knows.
+    # A source that is in the tree itself was read ahead; its distributed iterator, set last,
+    # knows the position.
     states = sorted(states, key=lambda pair: isinstance(pair[0].value, DistributedIterator))
     before: list[tuple[StateLeaf, Any]] = []
     failure, cause = ("", ""), None
@@ -134,7 +135,7 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
 
 
 def _put_back(leaf: StateLeaf, before: PyTree) -> bool:
-    """Returns whether a leaf has again, or still, the state it had."""
+    """Returns whether a leaf has the state it had before: still, or again."""
     try:
         if leaf.snapshot() != before:
             leaf.put(leaf.convert(before))

@@ -65,7 +65,7 @@ class Spec:
 
     @property
     def is_in_jax(self) -> bool:
-        """Whether JAX has the dtype; without jax_enable_x64, values of 64 bits wrap around."""
+        """Whether JAX has the dtype; 64-bit values wrap around without jax_enable_x64."""
         return self.is_key or jax.dtypes.canonicalize_dtype(self.dtype) == jnp.dtype(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def fits(saved: Spec, wanted: Spec) -> bool:
-    """Returns whether a saved value can be restored where `wanted` is.
+    """Returns whether a saved value can be restored to a place of spec `wanted`.
 
     A Python number and a scalar array are interchangeable (a step counter starts
     as one and becomes the other). A conversion that loses information, such as

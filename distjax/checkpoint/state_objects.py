@@ -32,7 +32,7 @@ def is_nnx(value: object) -> bool:
 def keeps_own_state(value: object) -> bool:
     """Returns whether `value` has a state of its own, as data iterators do.
 
-    Its class is asked: any object may come here, and a look at its attributes may run its code.
+    Only its class is looked at, since reading an attribute of an arbitrary object may run code.
     """
     methods = (getattr(type(value), name, None) for name in ("get_state", "set_state"))
     return all(callable(method) for method in methods)
@@ -57,9 +57,9 @@ def is_node(value: object) -> bool:
 def inside_of(value: PyTree) -> list[tuple[str, Any]] | None:
     """Returns the state that `value` keeps, with paths; None if there is none to find.
 
-    This is the variables, NNX objects and iterators in ``value.kept_variables()``,
+    These are the variables, NNX objects and iterators in ``value.kept_variables()``,
     or else among its attributes, recursively, each once. Arrays and numbers there
-    are excluded, since they could not be restored in place.
+    are left out, since they could not be restored in place.
     """
     if keeps_variables(value):
         return list(_find_objects("", value.kept_variables(), set()))

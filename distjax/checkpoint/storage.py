@@ -1,4 +1,9 @@
-"""Steps in a directory, written in the background and read by orbax."""
+"""Storage: the steps in a directory, written in the background and read by orbax.
+
+One `CheckpointManager` writes, from the first save on. A query reloads it, or opens a manager of
+its own if there is none or if process 0 looks for the whole job. Orbax is called on a thread that
+receives no signals, which it would take for failures of its own.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +47,14 @@ class Storage:
     so that a killed process leaves only complete steps.
 
     Attributes:
-      job: the job all of whose processes take part; None: this process alone.
+      job: the job, whose processes all take part; None: this process alone.
 
     Args:
       directory: the directory of the steps; created by the first `write`.
       max_to_keep: how many steps to keep; None: all.
       best_metric: the metric that selects them; the latest is kept too.
       best_mode: "max" or "min".
-      local: whether they are this process's alone, in a job of several.
+      local: in a job of several processes, whether they belong to this one alone.
 
     Raises:
       CheckpointError: `directory` is a file, or holds something else.
@@ -78,7 +83,8 @@ class Storage:
         self._best_mode = best_mode
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
-        # Orbax takes a signal's exception for its own error, and syncs devices: see `begin_launch`.
+        # Orbax mistakes a signal's exception for its own error, and syncs devices: see
+        # `begin_launch`.
         self._calls = UninterruptedCalls(ledger.wait if self.job is not None else lambda: None)
 
     def place(self, step: int) -> str:
@@ -115,7 +121,7 @@ class Storage:
             if self._writer is None:
                 make_writer = functools.partial(self._make_manager, is_writer=True)
                 self._writer = self._calls.call(make_writer)
-            self._under_way = step  # set first, so that an interrupted save is awaited too
+            self._under_way = step  # set first, so that an interrupted save is waited for, too
             _with_a_save_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
             self._calls.call(functools.partial(save, step, metrics=dict(metrics), force=True))
@@ -181,7 +187,7 @@ class Storage:
                 yield
         except Exception as error:
             self._set_complete()
-            failed, self._writer = self._writer, None  # it counts the step as present
+            failed, self._writer = self._writer, None  # it would count the step as present
             if failed is not None:
                 with contextlib.suppress(Exception):  # it may raise the same error again
                     failed.close()
@@ -204,7 +210,7 @@ class Storage:
         return self._ask("a look at the steps", lambda manager: sorted(manager.all_steps())) or []
 
     def best_step(self) -> int | None:
-        """Returns the best step by the metric, or None: no step has it."""
+        """Returns the best step by the metric, or None if no step has it."""
         metric = self._best_metric
         if metric is None:
             return None
@@ -326,7 +332,7 @@ class Storage:
         options = ocp.CheckpointManagerOptions(
             create=False,
             multiprocessing_options=processes,
-            # Remains of a killed process. A reader may run while another process writes.
+            # What a killed process left. Not for readers: another process may be writing it.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,
             preservation_policy=self._preservation_policy(),
@@ -343,7 +349,7 @@ class Storage:
         return policies.AnyPreservationPolicy([policies.LatestN(1), best])
 
     def _quality(self, metrics: Mapping[str, float]) -> float:
-        """Returns a number that grows with the quality of the metrics; NaN is the worst."""
+        """Returns a number that is greater for better metrics; NaN is the worst."""
         value = float(metrics.get(self._best_metric or "", math.nan))
         if math.isnan(value):
             return -math.inf
@@ -376,7 +382,7 @@ def _wait_for_all() -> None:
         storage.wait()
 
 
-# A program may end with a save. `atexit` functions run after Python has closed its thread
+# A program may end with a save. `atexit` functions run after Python has shut down the thread
 # pools, without which orbax cannot complete a step.
 _register: Any = getattr(threading, "_register_atexit", None)
 if _register is not None:

@@ -1,4 +1,4 @@
-"""Trees for checkpoints: their keys, and rebuilding them from values."""
+"""Flattens a tree to leaves by key, and rebuilds it from the value at each key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tree:
     """The leaves of a tree by key, in order, and how to rebuild the tree.
 
     Attributes:
-      leaves: by key.
+      leaves: the leaves by key.
       rebuilt: returns the tree, given the value at each key.
     """
 

@@ -1,4 +1,4 @@
-"""Agreement: processes compare what they will do, and go on only if it is equal.
+"""Agreement: processes compare what they are about to do, and proceed only if it is equal.
 
 Processes that do different things do not crash by themselves: collectives of equal size pair up,
 and all train on wrong numbers. So the processes meet where a program is traced, a variable is
@@ -23,7 +23,7 @@ from distjax.errors import AgreementError
 
 #: Texts are truncated to this before sending, as the service limits message sizes.
 _MAX_TEXT = 2_000_000
-#: The most characters shown of a line.
+#: How many characters of a line are shown at most.
 _MAX_LINE = 200
 
 _agreed: set[str] = set()
@@ -38,11 +38,11 @@ def agree(
     Args:
       occasion: what this process is about to do, such as "the first call of step".
       facts: what must be equal, each under its own name.
-      known_by: a subset that makes the meeting unnecessary if it has been agreed on before,
-        whatever the other facts are now, since this process alone may get here again.
+      known_by: a subset of the facts. If it has been agreed on before, there is no meeting,
+        whatever the other facts are now: this process may be the only one to get here again.
 
     Raises:
-      AgreementError: processes differ. All raise the same text, and nothing has changed.
+      AgreementError: the processes differ. All raise the same text, and nothing has changed.
       StuckError, PeerLostError: a process did not arrive.
     """
     joined = job()

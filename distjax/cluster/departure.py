@@ -78,8 +78,8 @@ def start_watch(joined: Job, exit_status: Callable[[], int]) -> Callable[[], Non
 
     Args:
       joined: the job.
-      exit_status: called when another process has left: returns a code that this process
-        keeps, or 0.
+      exit_status: called when another process has left; returns the exit code that this process
+        keeps, or 0 to take the other's.
 
     Returns:
       A function to call at the end of the program, when all processes have reached it.

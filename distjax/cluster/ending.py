@@ -49,7 +49,7 @@ class _Ending:
         threading.excepthook = self._on_uncaught_in_thread
 
     def watch(self, joined: Job) -> None:
-        """Makes this process end when another does, and end the program with a meeting."""
+        """Makes this process end when another does, and meet the others at its regular end."""
         self._exit, sys.exit = sys.exit, self._remember_and_exit
         self._stop_watch = start_watch(joined, lambda: self.code)
         self._watch = Watch(joined)
@@ -125,7 +125,7 @@ def _end_after(error: BaseException) -> NoReturn:
 def _wait_for_all(joined: Job) -> None:
     """Waits until all processes have reached the end and launched the same programs.
 
-    A process that is still at slow work, such as a checkpoint, is given as long as that may take.
+    A process still at slow work, such as a checkpoint, is given up to `phase_timeout` longer.
 
     Raises:
       PeerLostError: a process has not arrived.

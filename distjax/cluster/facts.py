@@ -44,7 +44,7 @@ def describe_structure(treedef: jax.tree_util.PyTreeDef) -> str:
 def describe_on_host(value: PyTree) -> str:
     """Returns shape, dtype and checksum of a value that must be equal everywhere.
 
-    One line. For values that span several processes only shape and dtype, as each holds a part.
+    One line. For a value that spans processes, shape and dtype only: each process holds a part.
     """
     if not hasattr(value, "dtype"):
         is_number = isinstance(value, (bool, int, float, complex, str))

@@ -64,13 +64,13 @@ def initialize(
       local_device_ids: the GPUs that this process of the job uses; None: all visible ones.
       coordinator_bind_address: where process 0 listens, if not at `coordinator_address`.
       cluster_detection_method: as in `jax.distributed.initialize`; "deactivate" turns it off.
-      initialization_timeout: seconds until all processes must have joined.
-      heartbeat_timeout: seconds without a heartbeat until a process is considered lost.
+      initialization_timeout: seconds within which all processes must join.
+      heartbeat_timeout: seconds without a heartbeat after which a process is considered lost.
       shutdown_timeout: seconds that a process waits at its end for the others.
       step_deadline: seconds that a program over all processes may take from its launch.
-      meeting_timeout: seconds until all must have arrived where processes compare what they do;
+      meeting_timeout: seconds within which all must arrive where processes compare what they do;
         None: 60, or `step_deadline` if that is less.
-      phase_timeout: seconds that one process may compile, read data or be at a checkpoint.
+      phase_timeout: seconds that one process may spend compiling, reading data or at a checkpoint.
       **mtls: JAX's options for encrypted connections to the coordinator (`mtls_*`,
         `verify_secure_credentials`), if JAX has them.
 
@@ -126,7 +126,7 @@ def _join(settings: Settings) -> None:
 
 
 def _join_jax(settings: Settings) -> None:
-    """Joins JAX's own rendezvous; collectives listen where they were asked to."""
+    """Joins JAX's own rendezvous, with gloo listening at the address of `collectives_host`."""
     assert settings.coordinator_address is not None
     host, port = addresses.split_address(settings.coordinator_address, "coordinator_address")
     bind = settings.bind_address

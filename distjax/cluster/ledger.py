@@ -1,11 +1,11 @@
 """The ledger of a process: its calls that involve other processes, in order.
 
-A call is the launch of a program over several processes, a meeting, or an eager write of a value
-of the host. Compiled programs need no meeting, so processes might launch them in a different
-order, launch one too often, or pass different host values. Ledgers reveal that: at the next
-meeting, where they are compared first, and to the watch, which compares them in between. Each call
-updates a checksum, and the checksums of the latest calls are kept, so that a process that is
-merely behind is compared at its own count.
+A call is the launch of a program over several processes, a meeting, or an eager write of a host
+value. Compiled programs need no meeting, so processes might launch them in a different order,
+launch one too often, or pass different host values. Ledgers reveal that: at the next meeting, where
+they are compared first, and to the watch, which compares them in between. Each call updates a
+checksum, and the checksums of the latest calls are kept, so that a process that is merely behind
+is compared at its own count.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Token(Protocol):
 
 
 class Launch(NamedTuple):
-    """What is known of a launch before it happens.
+    """What is known about a launch before it happens.
 
     Attributes:
       name: the user's name of the function, or that of an operation.
-      program: checksum of what its processes agreed on before its first launch, which tells
-        functions of one name apart, and shapes, static values and modes of one function.
+      program: checksum of what the processes agreed on before its first launch. It distinguishes
+        functions with the same name, and shapes, static values and modes of one function.
       arguments: checksum of its host arguments; 0: it has none.
     """
 
@@ -121,7 +121,7 @@ class Ledger:
         return launch
 
     def wait(self) -> None:
-        """Waits for the latest launch to complete; its errors surface where it is read."""
+        """Waits for the latest launch to complete; errors surface where its results are read."""
         if self._latest is not None:
             with contextlib.suppress(RuntimeError, ValueError):
                 self._latest.block_until_ready()
@@ -160,7 +160,7 @@ class Ledger:
         return number
 
     def find(self, number: int) -> Call | None:
-        """Returns a call; None if it has not happened yet or is forgotten."""
+        """Returns the call with a number; None if it has not happened yet or is forgotten."""
         found, checksum, launch, meeting = self._calls[number & _SIZE - 1]
         if found != number:
             return None

@@ -1,4 +1,4 @@
-"""Marks: a process's report between meetings, and what two of them differ in."""
+"""Marks: what a process reports between meetings, and the first difference between two of them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def find_difference(own: Mark, ledger: Ledger, other: Mark) -> tuple[str, str] |
 
 
 def _tell_apart(call: Call, other: Call) -> str:
-    """Returns a call's text, with its program where the texts do not tell the two apart."""
+    """Returns a call's text, with its program's checksum if the texts are equal."""
     if call.text != other.text or call.program == other.program:
         return call.text
     return f"{call.text}, program {call.program:08x}"

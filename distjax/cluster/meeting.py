@@ -1,7 +1,9 @@
-"""Meetings: where the processes of a job exchange a line of text, device-free.
+"""Meetings: where the processes of a job exchange a line of text, without devices.
 
-Device collectives cannot do this: if processes do different things, they hang or pair up wrongly.
-A meeting goes through the coordination service, and errors name any process that does not arrive.
+Collectives cannot do this: between processes that do different things they hang, or pair up
+wrongly. A meeting goes through the coordination service instead: each process publishes its text
+under a numbered key, and process 0 publishes the list of all texts, for which the others wait.
+Errors name any process that does not arrive.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def exchange(
         said = json.dumps([ledger.describe(), occasion, text])
         try:
             all_said = come_and_hear(joined, place, said, seconds)
-            if joined.process_id == 0 and _count > 1:  # all are here, so all have left that one
+            if joined.process_id == 0 and _count > 1:  # all are here, so all have left the last one
                 joined.client.key_value_delete(f"distjax/meeting/{_count - 1}")
         except jax.errors.JaxRuntimeError as error:
             raise _absence(joined, occasion, place, seconds, error) from None
@@ -66,8 +68,7 @@ def exchange(
 def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:
     """Publishes a text at a place; returns each process's text there, by process id.
 
-    A process that is at slow work, such as compiling, is given as long as that may take, plus
-    `seconds`.
+    A process at slow work, such as compiling, is given up to `phase_timeout` longer.
 
     Raises:
       jax.errors.JaxRuntimeError: a process did not arrive in time, or cannot be reached.
@@ -110,7 +111,7 @@ def who_came(joined: Job, place: str) -> dict[int, str]:
 
 
 def _may_come(joined: Job, place: str) -> bool:
-    """Returns whether the missing may still arrive: one is at work, or all just came."""
+    """Returns whether to go on waiting: a missing process is at work, or all have just arrived."""
     came = who_came(joined, place)
     is_busy = any(mark.is_busy for i, mark in hear(joined).items() if i not in came)
     return is_busy or len(came) == joined.num_processes

@@ -22,8 +22,8 @@ class Phase(NamedTuple):
     Attributes:
       what: a description for people, such as "compiling step".
       since: when it began, by `time.monotonic`.
-      is_work: whether the process itself is busy; else it waits for others, which is limited
-        elsewhere.
+      is_work: whether the process itself is busy; otherwise it waits for others, which has its own
+        timeout.
       has_bound: whether the job ends if it takes longer than `phase_timeout`.
     """
 
@@ -75,7 +75,7 @@ def _require_text(what: object) -> None:
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-    """Marks that this thread is waiting for others, which is limited elsewhere."""
+    """Marks this thread as waiting for others, which has its own timeout."""
     return _phase(what, is_work=False)
 
 

@@ -155,13 +155,13 @@ def _accept(
 
 
 def _is_over(came: list[Record], settings: Settings) -> bool:
-    """Returns whether no other process is to be expected."""
+    """Returns whether no further process is expected."""
     missing = set(range(settings.num_processes)) - {r.process_id for r in came}
     return not missing or (len(came) >= settings.num_processes and bool(_find_wrong(came)))
 
 
 def _judge(came: list[Record], settings: Settings, waited_seconds: float) -> dict[str, Any]:
-    """Returns the verdict that all present are told."""
+    """Returns the verdict, which is sent to all present."""
     wrong = _find_wrong(came)
     ids = {record.process_id for record in came}
     missing = [i for i in range(settings.num_processes) if i not in ids]

@@ -25,10 +25,10 @@ def warm_up() -> None:
 
 
 def warm_up_groups(groups: np.ndarray) -> None:
-    """Uses groups of devices, each separately; if they are new, in a meeting.
+    """Runs a collective in each group of devices; new groups are first agreed on in a meeting.
 
     Args:
-      groups: devices [G, n], including some of every process; a group may lie in one process.
+      groups: devices [G, n], some of them of every process; a group may lie within one process.
 
     Raises:
       AgreementError: another process has different groups, or does something else.

@@ -1,4 +1,4 @@
-"""The watch: a thread that finds, between meetings, differing or stuck processes.
+"""The watch: a thread that finds differing or stuck processes between meetings.
 
 Each process reports its progress at fixed times rather than per call: at most four times a second,
 less often if there are many processes. Process 0 reads all reports, and the others read that of
@@ -28,7 +28,7 @@ from distjax.errors import message
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
 #: How many marks process 0 handles per second.
 _MARKS_PER_SECOND = 128
-#: A launch that has not returned for this long and this many looks is running, not refused.
+#: A launch that has not returned for this long, and for this many looks, is running, not refused.
 _BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
 _STOP_SECONDS = 3.0
 #: How many of the processes that are behind to name in a text.
@@ -103,8 +103,8 @@ class Watch:
     def _find_awaited(self, now: float, blocked: Call | None) -> tuple[int, float] | None:
         """Returns (number, waiting since) of a launch that has not completed.
 
-        It is the first in flight: a device runs one after another, and the deadline of each starts
-        when the previous one ends.
+        It is the first one in flight: a device runs them one after another, and the deadline of
+        each starts when the previous one completes.
         """
         if self._awaited is None or _is_ready(self._awaited[1]):
             running = [(n, t) for n, t in self._calls.find_launched() if not _is_ready(t)]

@@ -1,4 +1,4 @@
-"""Eager writes of host values, of which each process of a job does its own part."""
+"""Eager writes of host values, which each process of a job makes to its own part."""
 
 from __future__ import annotations
 

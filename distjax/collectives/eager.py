@@ -32,16 +32,15 @@ def _spans_processes(arrays: PyTree) -> bool:
 
 
 def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> int:
-    """Makes all processes compare a kind of operation over them on its first use.
-
-    Returns a checksum of what they compared.
+    """Has the processes compare an operation that spans them, the first time each kind is run.
 
     This catches, say, a read or reduction under ``if jax.process_index() == 0``, which would
-    otherwise pair up with a different collective of the other processes.
+    otherwise pair up with a different collective of the other processes. Returns a checksum of
+    what they compared.
     """
     leaves, treedef = jax.tree.flatten(arrays)
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    shown = ", ".join(map(str, static))  # topologies, modes, axes: no memory addresses
+    shown = ", ".join(map(str, static))  # topologies, modes, axes: none prints a memory address
     what = f"{fn.__name__}({shown}) of {shapes} in {treedef}"
     occasion = "an operation over the replicas of several processes"
     facts = [ComparedFact(occasion, what)]
@@ -61,7 +60,7 @@ def call_compiled(
       fn: a module-level function of a pytree of arrays and hashable values.
       arrays: the pytree of arrays.
       *static: hashable values.
-      name: what the other processes of a job call it too; default: that of ``fn``.
+      name: the operation's name in the ledger, equal on all processes; default: that of ``fn``.
     """
     if jax_compat.tracing():
         return fn(arrays, *static)

@@ -1,4 +1,4 @@
-"""The axis along which the replicas' values are concatenated."""
+"""Checks the axis along which the replicas' values are concatenated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of many arrays over the replicas, in the replica view, per the options."""
+"""Sums over the replicas, in the replica view: packed, compressed, or in two levels."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def _in_chunks(x: jax.Array, count: int) -> jax.Array:
 
 
 def _sum_compressed(x: jax.Array, axis: str, num_replicas: int) -> jax.Array:
+    """Returns the sum; replica r receives everyone's chunk r, sums it in float32 and shares it."""
     chunks = _in_chunks(x, num_replicas).astype(jnp.bfloat16)
     received = lax.all_to_all(chunks, axis, 0, 0)
     mine = jnp.sum(received.astype(jnp.float32), axis=0).astype(jnp.bfloat16)
@@ -97,6 +98,7 @@ def _sum_compressed(x: jax.Array, axis: str, num_replicas: int) -> jax.Array:
 
 
 def _two_level_sum(x: jax.Array, axis: str, num_replicas: int, inside: int) -> jax.Array:
+    """Returns the sum: reduce-scatter within hosts, all-reduce across, all-gather within."""
     hosts = range(num_replicas // inside)
     neighbours = [[h * inside + d for d in range(inside)] for h in hosts]
     across = [[h * inside + d for h in hosts] for d in range(inside)]

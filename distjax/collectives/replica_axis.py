@@ -29,7 +29,7 @@ def is_bound_axis(name: str) -> bool:
 
 
 def call_on_replica(fn: Callable[..., Any], topology: Topology, *arrays: jax.Array) -> Any:
-    """Returns ``fn(*arrays)``, one array; ``fn`` uses the axis name of `topology`."""
+    """Returns the array ``fn(*arrays)``, where ``fn`` uses the axis name of `topology`."""
     axis_name = frames.replica_axis(topology)
     if axis_name == topology.axis_name:
         return fn(*arrays)

@@ -1,8 +1,8 @@
-"""The names of older APIs: tower (1.12), early (1.13) and late (1.15) replica.
+"""The names of older APIs: towers (TF 1.12), and replicas as in TF 1.13 and in TF 1.15.
 
-Each module covers one API version: its free functions, and adapters that give a strategy
-and a replica context its names. They adapt only names and arguments; names shared with
-distjax are distjax's own.
+Each module covers one version: its free functions, and adapters that give a strategy and a
+replica context its names. They change only names and the form of arguments; names that
+distjax shares with the version are distjax's own.
 """
 
 from distjax.compat import v1_12, v1_13, v1_15

@@ -1,4 +1,4 @@
-"""Adapter: an object under other names."""
+"""Adapter: gives an object the names of an older API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distjax.typing import DatasetLike, PyTree
 
 
 class Adapter:
-    """Wraps an object; names that the adapter lacks are those of `wrapped`.
+    """Wraps an object; attributes that the adapter lacks are those of `wrapped`.
 
     Args:
       wrapped: the object, or an adapter of it.
@@ -21,7 +21,7 @@ class Adapter:
         self.wrapped = wrapped.wrapped if isinstance(wrapped, Adapter) else wrapped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # not set yet: copying, pickling
+        if name == "wrapped":  # not set yet, while copying or unpickling
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
@@ -36,12 +36,12 @@ class Adapter:
 
 
 def adapt_or_none(adapter: Callable[[Any], Any], wrapped: object) -> Any:
-    """Returns an adapter of `wrapped`, or None for None."""
+    """Returns an adapter of `wrapped`; None if `wrapped` is None."""
     return None if wrapped is None else adapter(wrapped)
 
 
 def with_adapter(adapter: Callable[[Any], Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a merge function that passes ``fn`` an adapter of its strategy."""
+    """Wraps the merge function ``fn``, which then receives an adapter of the strategy."""
 
     @functools.wraps(fn)
     def merge_fn(strategy: Strategy, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -51,7 +51,7 @@ def with_adapter(adapter: Callable[[Any], Any], fn: Callable[..., Any]) -> Calla
 
 
 class BareIterator:
-    """An iterator of the default strategy with `get_next`, as other strategies' have.
+    """An iterator with `get_next`, for the default strategy, whose iterators lack it.
 
     Args:
       iterator: any iterator.

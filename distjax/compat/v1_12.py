@@ -136,7 +136,7 @@ class DistributionStrategy(Adapter):
         destination: Destinations = None,
         fn: Callable[[PyTree], PyTree] = lambda x: x,
     ) -> Any:
-        """Returns `fn` of a value of any locality, on the host; a list for a PerDevice."""
+        """Returns ``fn(val)`` on the host, for any locality; a list for a PerDevice."""
         frames.require_cross_replica(self.wrapped, "fetch")
         if isinstance(val, PerDevice):
             return jax.device_get([fn(x) for x in self.unwrap(val)])
@@ -182,7 +182,7 @@ class PerDeviceDataset(Adapter):
 
     @property
     def iterator(self) -> Any:
-        """The iterator that `get_next` reads from, created on first use."""
+        """The iterator that `get_next` reads from, created at its first use."""
         if "_iterator" not in vars(self):
             self._iterator = iterator_of(self.wrapped)
         return self._iterator

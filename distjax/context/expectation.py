@@ -1,4 +1,9 @@
-"""dj.expect: declares why something that looks wrong is intended."""
+"""dj.expect: declares why something that looks wrong is intended.
+
+Most findings are made after a trace, from its equations. So a block inside a trace opens a named
+scope that carries the number of its reason, and a finding looks it up in the name stack of its
+equations. Around a call, and for findings made right away, a context variable holds the reasons.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ _NOTHING_DIFFERS = "_nothing_differs"
 _SCOPE = re.compile(r"distjax_expect_(\d+)")
 
 _reasons: ContextVar[tuple[str, ...]] = ContextVar("distjax_expected", default=())
-#: Every reason given in a trace, with the number that operations carry in their scope name.
+#: Every reason given to a block, with the number that its operations carry in their scope name.
 _numbers: dict[str, int] = {}
 
 
@@ -133,12 +138,12 @@ def without_expectations(
     Args:
       args: positional arguments, some of them, or parts of some, wrapped by `expect`.
       kwargs: keyword arguments.
-      meant: receives the leaves that are meant to differ, by identity, with the reason.
+      meant: receives each leaf that is meant to differ, by its `id`, with the reason.
     """
 
     def unwrap(value: PyTree) -> Any:
         found = [x for x in jax.tree.leaves(value, is_leaf=_is_expected) if _is_expected(x)]
-        if not found:  # as it is: an object is not to be made anew
+        if not found:  # `tree.map` would rebuild the user's objects
             return value
         if meant is not None:
             for each in found:

@@ -23,28 +23,28 @@ STATE_FIX = (
     "grads = dj.get_replica_context().all_reduce('mean', grads) before the update, and before "
     "computing any flag that gates it"
 )
-#: The rule of variances that tell nothing of how the replicas differ.
+#: The rule name for averaged local variances, which ignore how the replicas' means differ.
 LOCAL_VARIANCES = "local variances averaged"
 
 _num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
 
 
 def expected_state_fix(path: str) -> str:
-    """Returns the fix where state may also differ on purpose, as statistics of local batches do.
+    """Returns the fix for state that may also differ on purpose, such as local batch statistics.
 
     Args:
-      path: of a leaf of the state, in the user's words.
+      path: the user's path to a leaf of the state.
     """
     return f"{STATE_FIX}; or, where it is meant: dj.expect(reason, differs={path.split('[')[0]})"
 
 
 def num_reported() -> int:
-    """Counts this thread's reports of state that comes back different, except notes."""
+    """Returns how often this thread has reported state that comes back different, except notes."""
     return _num_reported.get()
 
 
 def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None) -> None:
-    """Reports a finding: raises it, warns of it, or passes it to the observer only.
+    """Reports a finding: raises it, warns about it, or only passes it to the observer.
 
     Args:
       finding: what was found.

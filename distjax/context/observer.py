@@ -1,4 +1,4 @@
-"""Observer: receives what a trace proves, while it is made."""
+"""Observer: receives what a trace proves, while it is being made."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[Non
 
 
 def probe_settings() -> Callable[[], bool]:
-    """Returns a function: whether `jit` compiles anew for the settings of the thread that calls it.
+    """Returns a function that tells whether its caller's JAX settings differ from this thread's.
 
-    It compares them with the settings of this thread, all that are part of JAX's cache key.
+    It covers all settings in JAX's cache key: it asks whether a `jit` traced here is traced again.
     """
     num_traces = 0
 

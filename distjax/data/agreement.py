@@ -2,7 +2,7 @@
 
 They compare where the loop takes elements, not on the prefetch threads, each of which is
 at its own position. So a forgotten shuffle seed, files of different lengths or an error on
-one process is known before the element is used.
+one process is found before the element is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distjax.errors import (
 
 ELEMENT, ENDED, FAILED = "element", "ended", "failed"
 
-#: The text of a process that ends without ever having had an element.
+#: What a process reports that reaches the end without ever having had an element.
 EMPTY = "without any element"
 
 _OCCASION = "the next element of a dataset"
@@ -46,7 +46,7 @@ class Said(NamedTuple):
       kind: an element, the end of its data, or an error of its source.
       text: structure, shapes and dtypes of the element; or the error.
       checksum: of the element's values if all processes read the same data, else 0.
-      num_elements: how many elements of one shape it has.
+      num_elements: how many elements, all of one shape, it has ready.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Next(NamedTuple):
 
     Attributes:
       num_elements: how many elements they take; 0: the data has ended.
-      teller: the process that sends an example to those that never had one, or None.
+      teller: the process that sends an example to those that never had any, or None.
     """
 
     num_elements: int
@@ -119,7 +119,7 @@ def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) ->
 def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int) -> HostTree:
     """Returns copies of another process's example, for a process that never had any.
 
-    It is sent through the coordination service, only as numbers.
+    The example is sent as numbers, through the coordination service.
 
     Args:
       joined: the job.
@@ -148,7 +148,12 @@ def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int)
 
 
 def require_position_of(process: list[int] | None, state: object) -> None:
-    """Raises a ValueError unless `state` has this process and job size (or None)."""
+    """Raises a ValueError unless `state` is a position that this process can resume.
+
+    Args:
+      process: this process and the job's size, if each process reads its own data, or None.
+      state: the position, whose "process" has to be the same.
+    """
     saved = state.get("process") if isinstance(state, Mapping) else None
     if saved == process:
         return

@@ -1,4 +1,4 @@
-"""Batch: examples, and a mask of those that count."""
+"""Batch: examples, and a mask that says which of them count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """An element under ``InputOptions(partial="pad")``. A pytree.
+    """An element under ``InputOptions(partial="pad")``; a pytree.
 
     Padding consists of copies of real examples, so that their losses and gradients
     are never NaN; weighted by the mask, results equal the unpadded ones.

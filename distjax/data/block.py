@@ -35,7 +35,7 @@ class Block:
     """Up to K elements of one shape: an array [K, R, B, ...] for each leaf.
 
     Each element is copied once, to its place among the others. The memory is never
-    refilled: on CPU, device arrays keep it.
+    refilled, because on CPU device arrays keep it.
 
     Args:
       first: the first element.

@@ -1,4 +1,4 @@
-"""Chunks: what an iterator delivers at once, an element or several as `Steps`."""
+"""Chunks: what one call of an iterator delivers, an element or several as `Steps`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Chunk:
 
 
 def outcomes_of(items: list[Chunk | End]) -> list[HostElement | End]:
-    """Returns what items were made of: their elements one by one, and ends."""
+    """Takes items apart: returns their elements one by one, and the ends among them."""
     return [
         outcome
         for item in items
@@ -63,7 +63,7 @@ def outcomes_of(items: list[Chunk | End]) -> list[HostElement | End]:
 def peek_chunk(
     stream: HostStream, layout: InputLayout, steps: int | None
 ) -> tuple[Chunk | End, list[HostElement | End]]:
-    """Returns the next element, or up to `steps` stacked, and what follows them."""
+    """Returns the next element, or up to `steps` of them stacked, and what follows."""
     try:
         allocate = layout.allocate if layout.copies or steps is not None else None
         block = stream.peek(steps or 1, allocate)
@@ -76,7 +76,7 @@ def peek_chunk(
 
 
 def make_chunk(block: Block, tree: HostTree, layout: InputLayout, steps: int | None) -> Chunk:
-    """Returns elements, leaves [k, R, B, ...], as delivered: k steps, or just one."""
+    """Returns elements, leaves [k, R, B, ...], as delivered: k steps, or one element."""
     said = describe_elements(tree, is_own=layout.is_own) if layout.spans_processes else None
     if steps is None:
         element = HostTree(tree.treedef, [leaf[0] for leaf in tree.leaves])

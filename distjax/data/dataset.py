@@ -1,4 +1,4 @@
-"""Datasets for all replicas."""
+"""DistributedDataset: a user's iterable whose elements lie on the replicas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DistributedDataset:
     def __init__(
         self, dataset: DatasetLike, splitter: Splitter, layout: InputLayout, options: InputOptions
     ):
-        self._dataset: Any = dataset  # it need not have a length, nor items
+        self._dataset: Any = dataset  # it need not have a length, nor `__getitem__`
         splitter.require_splittable(self._dataset)
         self._splitter = splitter
         self._layout = layout
@@ -55,7 +55,7 @@ class DistributedDataset:
         return self._splitter.count(self._dataset)
 
     def __bool__(self) -> bool:
-        return True  # not a question of length, which a dataset need not have
+        return True  # a dataset need not have a length
 
     def __repr__(self) -> str:
         kind = type(self._dataset).__name__

@@ -32,7 +32,7 @@ class HostTree(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, list[Any]]:
-        """Equal for elements that can be stacked."""
+        """Structure, shapes and dtypes; equal for elements that can be stacked."""
         return self.treedef, [(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def copy(self) -> HostTree:
@@ -44,11 +44,12 @@ class HostTree(NamedTuple):
         return HostTree(self.treedef, [leaf[-1:].copy() for leaf in self.leaves])
 
     def filled(self, size: int, example: HostTree | None) -> HostTree:
-        """Returns this element filled up to `size` rows by copies of an example.
+        """Returns this element padded to `size` rows with copies of an example.
 
         Args:
           size: at least its own leading dimension.
-          example: leaves [1, ...] like its own; None, or unlike: zeros.
+          example: leaves [1, ...] of its own shapes and dtypes; zeros are used for any other,
+            and for None.
         """
         missing = size - self.leaves[0].shape[0]
         if not missing:
@@ -65,8 +66,7 @@ class HostTree(NamedTuple):
 def read_element(element: PyTree, name: str) -> HostTree:
     """Returns an element of the user's dataset as numpy arrays, in the user's memory.
 
-    Copy it before reading the next one if you keep it: a source may refill the
-    buffer.
+    To keep it, copy it before reading the next one: a source may refill the buffer.
 
     Args:
       element: a tree of arrays.
@@ -112,7 +112,7 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
 
 @functools.lru_cache
 def _is_of_numbers(dtype: np.dtype) -> bool:
-    """Returns whether JAX has arrays of `dtype`: none of time spans, or floats of 128 bits."""
+    """Returns whether JAX has arrays of `dtype` (not of timedeltas or 128-bit floats)."""
     if dtype.kind == "m" or (dtype.kind in "fc" and np.finfo(dtype).bits > 64):
         return False
     return jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_

@@ -1,4 +1,4 @@
-"""InputLayout: how elements lie on the devices."""
+"""InputLayout: moves elements from host arrays to the devices, in one transfer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class InputLayout:
 
     @property
     def num_rows(self) -> int:
-        """The rows of an element of this process, one per replica it reads for."""
+        """How many rows an element of this process has: one per replica that it reads for."""
         if self.topology is None or not self.is_own:
             return self.num_replicas
         return len(self.topology.local_replicas)

@@ -1,4 +1,9 @@
-"""DistributedIterator: yields elements on the devices, one after the other."""
+"""DistributedIterator: yields elements on the devices, one after the other.
+
+An element is in one place at any time: ahead in the stream on the host, made by the pipeline and
+waiting there, or claimed by the thread whose call will return it. A call that a signal interrupts
+leaves its claim, and the thread's next call returns it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +72,7 @@ class DistributedIterator:
         self._options = options
         self._latest: HostTree | None = None  # the template for masked copies, if any may be needed
         self._state = stream.state  # after the last element that a thread has claimed
-        # By thread, the item taken but not yet returned: an interrupt leaves it there.
+        # By thread, the item claimed but not yet returned; an interrupt leaves it here.
         self._claims: dict[int, Any] = {}  # a Chunk or End, or None
         self._running: _Running | None = None
         self._is_closed = False
@@ -177,14 +182,14 @@ class DistributedIterator:
         return claim.block.state_before if isinstance(claim, Chunk) else self._state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues after the element that had `state`.
+        """Moves to the position just after the element that had `state`.
 
         Iterates the dataset again and skips what came before, or restores the state
         of the dataset's own iterator.
 
         Raises:
           ValueError: not a state; a dataset that is too short or cannot be iterated
-            again; or the state of another process, with data of its own.
+            again; or the state of another process, if each reads its own data.
         """
         require_position_of(self._process, state)
         with self._taking:
@@ -196,7 +201,7 @@ class DistributedIterator:
             self._latest = None
 
     def stop_reading(self) -> None:
-        """Reads no further ahead until the next call; what has been read comes then."""
+        """Stops reading ahead until the next call, which delivers what was read already."""
         with self._taking:
             self._stop_reading()
 
@@ -214,7 +219,7 @@ class DistributedIterator:
     # -- inside ---------------------------------------------------------------
 
     def _give(self, steps: int | None, method: str) -> Any:
-        """Returns the next item, which is this thread's claim until it is returned."""
+        """Returns the next item, which stays this thread's claim until it is returned."""
         _require_untraced(method)
         thread = threading.get_ident()
         joined = job() if self._layout.spans_processes else None
@@ -297,7 +302,7 @@ class DistributedIterator:
             return outcome
 
     def _restart(self, thread: int, steps: int | None) -> _Running:
-        """Starts producing chunks of another size; undelivered elements are recut."""
+        """Starts producing chunks of `steps`, beginning with elements not yet delivered."""
         self._stop_reading()
         claim = self._claims.get(thread)
         ahead = [*outcomes_of([] if claim is None else [claim]), *self._stream.ahead]
@@ -312,7 +317,7 @@ class DistributedIterator:
         return running
 
     def _stop_reading(self) -> None:
-        """Ends the pipeline; what it produced and no thread has claimed is ahead again."""
+        """Ends the pipeline and puts what no thread has claimed back into the stream."""
         running = self._running
         if running is not None:
             items = running.pipeline.drain()  # if a signal ends the wait, this is repeated

@@ -1,4 +1,4 @@
-"""Masks: which examples of a batch count."""
+"""Masks, which say which examples of a batch count: checks and broadcasting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distjax.typing import ArrayLike
 def require_mask(
     mask: jax.Array | ShapedArray, shape: tuple[int, ...], where: str, fix: str
 ) -> None:
-    """Raises a BatchError unless `mask` is bool, with any leading part of `shape`.
+    """Raises a BatchError unless `mask` is bool and its shape is a prefix of `shape`.
 
     Args:
       mask: one replica's mask, or its shape and dtype.
@@ -34,7 +34,7 @@ def require_mask(
 
 
 def broadcast_mask(mask: ArrayLike, shape: tuple[int, ...], where: str, fix: str) -> jax.Array:
-    """Returns a bool mask, of any leading part of `shape`, broadcast to `shape`.
+    """Returns a bool mask, whose shape is a prefix of `shape`, broadcast to `shape`.
 
     Args, Raises: as for `require_mask`.
     """

@@ -1,4 +1,8 @@
-"""Produces items on a background thread, ahead of their consumer."""
+"""Pipelines: items made ahead on a background thread, or on demand.
+
+The thread peeks at the stream, moves what it made to a deque, and waits while that holds `depth`
+items. The consumer pops from the left, in one C call, so that a signal loses no item.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class Pipeline(Protocol):
     def move_next(self, places: dict[int, Any], place: int) -> None:
         """Moves the next item to ``places[place]``.
 
-        A signal finds it either here or there.
+        Whenever a signal arrives, the item is in exactly one of the two places.
         """
         ...
 
@@ -64,7 +68,7 @@ class Direct:
 
     Args:
       stream: the stream that items are made from.
-      peek: returns the next item (an `End` is the last one), and what the stream has
+      peek: returns the next item (the last is an `End`), and what the stream has ahead
         after it.
     """
 
@@ -190,7 +194,7 @@ class Prefetcher:
                 self._filled.ring()
                 if isinstance(item, End):
                     break
-                del item  # else a device array would live one item longer
+                del item  # or its device arrays would live until the next item is made
 
     def _wait_for_room(self) -> bool:
         self._emptied.wait_until(lambda: self.is_stopped or len(self._items) < self._depth)

@@ -1,4 +1,4 @@
-"""Elements for one replica each: R consecutive ones make a step."""
+"""Elements for one replica each, of which R consecutive ones make a step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ReplicaElements(Splitter):
     def _require_as_saved(
         self, sizes: list[int | None], full: int, first: int, dropped: list[int | None] | None
     ) -> None:
-        """Raises a BatchError for elements of another size than when the state was taken."""
+        """Raises a BatchError if elements are not of the size that the saved state has."""
         for i, size in enumerate(sizes):
             if size is not None and (size > full or (sizes == dropped and size != full)):
                 raise BatchError(size_text(f"element {first + i} needs", size, full))

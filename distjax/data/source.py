@@ -1,4 +1,8 @@
-"""Sources: the user's iterables, opened at a position."""
+"""Source: the user's iterable, opened at a position.
+
+An iterator with `get_state` and `set_state`, such as grain's, restores its own state. Any other is
+iterated again, and as many elements are dropped as had been used.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def keeps_position(source: object) -> bool:
 
 
 def skip(source: Iterator[Any], count: int, needed: str) -> None:
-    """Reads and drops elements that were delivered before.
+    """Reads and drops the elements that were delivered before.
 
     Args:
       source: at its first element.
@@ -51,7 +55,7 @@ class Source:
     """A user's dataset, opened: its iterator, and how to open it at another position.
 
     Attributes:
-      set_itself: whether the iterator has been set to a state of its own.
+      set_itself: whether the iterator was set to a saved state of its own.
 
     Args:
       dataset: an iterable.
@@ -69,12 +73,12 @@ class Source:
 
     @property
     def state(self) -> Any:
-        """The iterator's own state, a copy; None if it keeps no position."""
+        """A copy of the iterator's own state; None if it keeps no position."""
         is_kept = keeps_position(self._iterator)
         return copy.deepcopy(self._iterator.get_state()) if is_kept else None
 
     def start(self) -> Iterator[Any]:
-        """Returns the iterator, at the position, to be read from."""
+        """Returns the iterator at this position, to be read from."""
         self._is_unread = False
         if self._iterator is None:  # handed over
             self._iterator = _open(self._dataset)
@@ -91,9 +95,9 @@ class Source:
         self._iterator, self._is_unread = None, False
 
     def at(self, state: Mapping[str, Any]) -> Source:
-        """Returns the source after the element that had `state`: see `HostStream.state`.
+        """Returns a source after the element that had `state`: see `HostStream.state`.
 
-        Whatever becomes of that one, this source can be read on, but not both.
+        Either that source or this one can then be read on, but not both.
 
         Raises:
           ValueError: it is too short, its elements have another size, or it cannot be
@@ -101,7 +105,7 @@ class Source:
         """
         if self._is_once:
             return self._once_at(state)
-        # An unread iterator is handed over: to make one more may draw from a generator of orders.
+        # An unread iterator is passed on: making another may advance a dataset's shuffle order.
         former, unread = self._iterator, self._iterator if self._is_unread else None
         if self._is_unread:
             self._iterator = None
@@ -127,7 +131,7 @@ class Source:
         return opened
 
     def _set_own_state(self, state: Mapping[str, Any]) -> bool:
-        """Sets the iterator's own state and returns True; False: it has none in `state`."""
+        """Sets the iterator to its own state in `state`; returns False if there is none."""
         if "source" not in state or not keeps_position(self._iterator):
             return False
         self._iterator.set_state(copy.deepcopy(state["source"]))
@@ -147,7 +151,7 @@ def _open(dataset: DatasetLike) -> Iterator[Any]:
 
 
 class _Skip:
-    """Drops elements of an iterator; what an interrupt leaves is dropped by the next call.
+    """Drops elements of an iterator; after an interrupt, the next call drops the rest.
 
     Args:
       iterator: at its first element.
@@ -159,7 +163,7 @@ class _Skip:
     def __init__(self, iterator: Iterator[Any], count: int, needed: str, size: int | None = None):
         self._iterator, self._count = iterator, count
         self._needed, self._size = needed, size
-        self._dropped: list[Any] = []  # the first element, and a mark for each of the others
+        self._dropped: list[Any] = []  # the first element, and a bool for each of the others
 
     def finish(self) -> None:
         """Drops what is left to drop.
@@ -169,7 +173,7 @@ class _Skip:
         """
         while len(self._dropped) < self._count:
             before = len(self._dropped)
-            # In one call in C: a signal finds an element in the list, or not read.
+            # One call in C, so that whenever a signal arrives, what was read is in the list.
             following = map(next, (self._iterator,))
             self._dropped.extend(map(operator.is_, following, (None,)) if before else following)
             if len(self._dropped) == before:
@@ -191,11 +195,11 @@ class _Skip:
 
 
 def size_text(needed: str, size: int | None, saved: int | None) -> str:
-    """Returns the text of the error about batches of another size than at the save.
+    """Returns the error text for batches of another size than in the saved state.
 
     Args:
-      needed: its beginning, e.g. "batch 3 needs".
-      size: the leading dimension found; None: none common to all arrays.
+      needed: how it begins, e.g. "batch 3 needs".
+      size: the leading dimension found; None: the arrays have none in common.
       saved: the one in the state.
     """
     return message(

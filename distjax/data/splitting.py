@@ -23,8 +23,8 @@ class Position(NamedTuple):
     Attributes:
       consumed: the number of its elements used.
       full_size: the leading dimension of the first one; None: unknown.
-      example: the last example read, leaves [1, ...], to fill up with; None: none yet.
-      is_resumed: whether the source was set to a state of its own, and nothing has
+      example: the last example read, leaves [1, ...], for padding; None: none yet.
+      is_resumed: whether the source was set to a saved state of its own, and nothing has
         been delivered since.
     """
 
@@ -50,7 +50,7 @@ class Splitter(abc.ABC):
 
     @abc.abstractmethod
     def require_splittable(self, dataset: Sequence[PyTree]) -> None:
-        """Raises a BatchError if a sized dataset shows that it cannot be split."""
+        """Raises a BatchError if a sized dataset's items show that it cannot be split."""
 
     @abc.abstractmethod
     def count(self, dataset: Sequence[PyTree]) -> int:

@@ -1,4 +1,9 @@
-"""HostStream: reads a source element by element, with lookahead and resumption."""
+"""HostStream: reads a source element by element, with lookahead and resumption.
+
+A splitter reads through a `_Reader`, which keeps what it has read until an element is made of it.
+If a signal raises in between, the next pull replays what was kept, so nothing is lost. Elements
+made but not yet taken are in `ahead`, each with the stream's state before and after it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from distjax.errors import describe_value, message
 
 
 class End:
-    """Marks the end of the stream: it has ended, or failed.
+    """The end of a stream: its source has ended, or failed.
 
     Args:
       error: the source's error; None: it has ended.
@@ -33,7 +38,7 @@ class End:
         return f"{type(self._error).__name__}: {str(self._error).partition(chr(10))[0]}"
 
     def take_error(self) -> BaseException | None:
-        """Returns the error, once: frames of its traceback reference this object."""
+        """Returns the error and forgets it, since its traceback refers to this object."""
         error, self._error = self._error, None
         return error
 
@@ -58,7 +63,7 @@ class HostStream:
     """Elements for all replicas, from a dataset.
 
     Attributes:
-      ahead: the next outcomes: looked at or put back, but not yet taken.
+      ahead: the next outcomes, which were looked at or put back, but not yet taken.
 
     Args:
       source: a dataset, opened.
@@ -131,7 +136,7 @@ class HostStream:
         self.ahead = [End()]
 
     def at(self, state: Mapping[str, Any]) -> HostStream:
-        """Returns the stream after the element that had `state`.
+        """Returns a stream just after the element that had `state`.
 
         If this fails, this stream can be read on.
 
@@ -152,7 +157,7 @@ class HostStream:
         return self.ahead[index]
 
     def _pull(self) -> None:
-        """Adds an outcome to `ahead`; for a signal, this happens entirely or not at all."""
+        """Adds an outcome to `ahead`; a signal finds all of this done, or none of it."""
         before = after = self._progress
         outcome: HostElement | End
         try:
@@ -171,11 +176,11 @@ class HostStream:
 
 
 class _Reader:
-    """Reads a source; what it read stays in `read`, for another reader to replay.
+    """Reads a source and keeps what it read in `read`, for another reader to replay.
 
     Args:
       source: an iterator.
-      read: what was read from it and is not used yet.
+      read: what was read from it and not used yet.
     """
 
     def __init__(self, source: Iterator[Any], read: list[Any]):

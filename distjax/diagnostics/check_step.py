@@ -1,4 +1,4 @@
-"""dj.check: raises if a step is probably wrong; for test suites."""
+"""dj.check: raises if a step is probably wrong, for use in test suites."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check(
 ) -> None:
     """Raises if anything about a step is probably wrong; runs and changes nothing.
 
-    A plain run raises errors and issues warnings; notes, which correct programs may also
-    have, appear only here and in `dj.explain`. Meant for a test of your training step.
+    Meant for a test of your training step. A plain run raises errors and issues warnings;
+    notes, which correct programs may cause as well, appear only here and in `dj.explain`.
 
     Args:
       fn: a function compiled by `dj.jit`; or a cross-replica function, which calls
@@ -34,9 +34,9 @@ def check(
     Context: any, outside traces. Cost: one trace.
 
     Raises:
-      CheckError: a finding that no `dj.expect` declares as intended; lists every error,
-        warning and note, with the line and the fix.
-      ContextError: inside a trace, or ``fn`` would create variables.
+      CheckError: there are findings that no `dj.expect` declares as intended; lists each
+        error, warning and note with its line and its fix.
+      ContextError: called inside a trace, or ``fn`` would create variables.
 
     Example:
       >>> strategy = dj.VirtualStrategy(2)

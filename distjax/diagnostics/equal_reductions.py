@@ -1,7 +1,7 @@
 """Finds reductions of values that are already equal on every replica.
 
-They are legal: a sum is R times the value, a mean the value itself. But they move
-bytes for nothing, and often mean that something is reduced twice.
+They are legal: the sum is R times the value, the mean the value itself. But they communicate
+for nothing, and often show that something is reduced twice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _REDUCTIONS = frozenset("psum psum_invariant pmax pmin reduce_scatter".split())
 def equal_reductions(
     jaxpr: jax_compat.Jaxpr, varying: Sequence[bool], analysis: ProvesLocality
 ) -> Iterator[Any]:
-    """Yields the equations of replica code that reduce an equal value, at any depth.
+    """Yields the equations of replica code, at any depth, that reduce an equal value.
 
-    Transposes of reductions are skipped: they are not in the user's code.
+    Transposes of reductions are skipped, since the user did not write them.
 
     Args:
       jaxpr: replica code.

@@ -40,7 +40,7 @@ _LETTERS = {kinds.MIRRORED: "M", kinds.PER_REPLICA: "T"}
 
 @runtime_checkable
 class CutsSteps(Protocol):
-    """A strategy that cuts steps into parts for workers and parts for servers."""
+    """A strategy that splits steps into parts for workers and parts for servers."""
 
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
@@ -51,7 +51,7 @@ class CutsSteps(Protocol):
     def lower_worker(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
     ) -> Sequence[jax.stages.Lowered]:
-        """Returns the parts for a worker, lowered for its devices; none where it has one."""
+        """Returns a worker's parts, lowered for its devices; none if it has one device."""
         ...
 
 
@@ -60,8 +60,7 @@ def explain(
 ) -> Explanation:
     """Returns what a step communicates, costs and proves; runs and changes nothing.
 
-    The step is traced anew and compiled for these arguments, so Python side effects in
-    it happen once more.
+    The step is traced anew and compiled for these arguments: its Python side effects recur.
 
     Args:
       fn: a function compiled by `dj.jit`; or a cross-replica function, which calls
@@ -72,14 +71,14 @@ def explain(
 
     Returns:
       An `Explanation`: collectives with bytes and the user's lines, flops, memory, the
-      proofs, and reductions of values already reduced. On a strategy whose replicas
-      share one device nothing is communicated and no collective is listed.
+      proofs, and reductions of values that are equal already. If the replicas share one
+      device, nothing is communicated and no collective is listed.
 
-    Context: any, outside traces. Cost: one trace and one compilation; of workers of several
-      devices (`ParameterServerStrategy`) one more for each of their programs.
+    Context: any, outside traces. Cost: one trace and one compilation; if the workers of a
+      `ParameterServerStrategy` have several devices, one more for each of their programs.
 
     Raises:
-      ContextError: inside a trace, or ``fn`` would create variables.
+      ContextError: called inside a trace, or ``fn`` would create variables.
 
     Example:
       >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
@@ -126,7 +125,7 @@ def lower_step(
     notes: Notes,
     method: str,
 ) -> LoweredProgram:
-    """Returns a step traced anew and lowered; `notes` records what the trace proves.
+    """Traces a step anew and returns it lowered; `notes` records what is proved.
 
     Args:
       fn: as for `explain`.
@@ -146,7 +145,7 @@ def lower_step(
         step = compile_on_replicas(strategy, fn, ())
     else:
         step = fn.fresh_copy() if isinstance(fn, CompiledFunction) else jit(fn)
-        if not isinstance(fn, CompiledFunction):  # a plain call hands marks on
+        if not isinstance(fn, CompiledFunction):  # a plain call would hand on marks
             args, kwargs = keep_marks((args, kwargs))
     with frames.with_frame(watched):
         try:
@@ -170,7 +169,7 @@ def _require_outside_traces(method: str) -> None:
 
 
 def _with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a bound `dj.jit` method as a function, with its object as an argument."""
+    """Unbinds a bound `dj.jit` method: returns its function, and args with the object."""
     if isinstance(fn, functools.partial) and isinstance(fn.func, CompiledFunction):
         return fn.func, (*fn.args, *args)
     return fn, args
@@ -194,7 +193,7 @@ def _add_hint(
 def _arguments(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, PyTree]
 ) -> dict[str, Any]:
-    """Returns the array and number arguments, by path."""
+    """Returns the arguments that are arrays or numbers, by path."""
     if isinstance(fn, CompiledFunction):
         args, kwargs = fn.mark_arguments(tuple(args), kwargs)
     partitioned = PartitionedTree(
@@ -207,7 +206,7 @@ def _arguments(
 
 
 def _possible_rows(arguments: Mapping[str, Any], counts: Collection[int]) -> tuple[str, ...]:
-    """Returns the paths of host arrays with as many rows as replicas, above 1."""
+    """Returns the paths of host arrays with as many rows as there are replicas, if over 1."""
     return tuple(
         path
         for path, leaf in arguments.items()

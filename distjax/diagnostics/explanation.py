@@ -1,4 +1,4 @@
-"""Explanation: the result of `dj.explain`, and how it is printed."""
+"""Explanation: the result of `dj.explain`, and how it prints."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Memory:
       output_bytes: outputs: results and new values of variables.
       donated_bytes: outputs that reuse the buffers of arguments.
       temporary_bytes: intermediate values.
-      peak_bytes: arguments + outputs - donated + temporaries, the most that is live at
-        once if no argument can be freed early.
+      peak_bytes: arguments + outputs - donated + temporaries: the most that is live at
+        once, if no argument is freed early.
       host_bytes: the same sum in host memory.
     """
 
@@ -45,7 +45,7 @@ class VariableUse:
       name: its name.
       locality: "M" (mirrored), "T" (a component per replica) or "V" (placed otherwise:
         partitioned, or in host memory).
-      placement: where it lives, in words.
+      placement: where it lives, as text.
       is_read: whether its value at the start is an input of the program.
       is_written: whether the program gives it a new value.
     """
@@ -58,7 +58,7 @@ class VariableUse:
 
 
 class Cut(Protocol):
-    """The parts that a strategy with servers cuts a step into; a dataclass."""
+    """The parts into which a strategy with servers splits a step; a dataclass."""
 
     def tables(self) -> Iterator[Table]:
         """Yields the parts as tables."""
@@ -67,28 +67,28 @@ class Cut(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a step does, found by tracing and compiling it; nothing was run.
+    """What a step does, found by tracing and compiling it without running it.
 
     ``print`` it, or show it in a notebook.
 
     Attributes:
       name: the name of the function.
-      arguments: path -> "T" (a value per replica) or "M" (one value for all) for its
-        arguments; Python objects are left out.
-      results: the same, as proved, for its array results.
+      arguments: path -> "T" (a value per replica) or "M" (one value for all), without
+        arguments that are other Python objects.
+      results: the same for its array results, as proved.
       runs: what was proved about each replica function that it runs.
       variables: the variables that it reads or writes.
       written: the collectives in the code, each with its bytes on one device and the
-        user's line. One in a loop counts once. Under `ParameterServerStrategy` those of
-        each worker over its devices.
+        user's line. One in a loop counts once. Under `ParameterServerStrategy`: those
+        among the devices of a worker.
       compiled: the collectives after XLA has combined and moved them, including those
-        that it inserted for sharded arrays, as for a reduction at the beginning of a
-        merge function that a worker does.
+        that it inserted for sharded arrays, such as for a reduction at the start of a
+        merge function that a worker computes.
       flops: floating-point operations of one call on one device, as counted by XLA;
         None if unknown.
       memory: bytes on one device.
-      equal_reductions: reductions of values that are already equal.
-      findings: what is probably wrong, and what `dj.expect` declares as intended.
+      equal_reductions: reductions of values that are already equal on every replica.
+      findings: what is probably wrong, including what `dj.expect` declares as intended.
       possible_rows: paths of host arrays [R, ...] among the arguments, which every
         replica sees whole; see `Strategy.per_replica`.
       cut: under `ParameterServerStrategy`, which parts of the step run on workers and
@@ -111,12 +111,12 @@ class Explanation:
 
     @property
     def written_counts(self) -> dict[str, CollectiveCount]:
-        """Number and bytes of the collectives in the code, by kind."""
+        """The number and bytes of the collectives in the code, by kind."""
         return count_by_kind((c.kind, c.result_bytes) for c in self.written)
 
     @property
     def compiled_counts(self) -> dict[str, CollectiveCount]:
-        """Number and bytes of the compiled collectives, by kind."""
+        """The number and bytes of the compiled collectives, by kind."""
         return count_by_kind((c.kind, c.result_bytes) for c in self.compiled)
 
     def to_json(self, indent: int | None = None) -> str:
@@ -128,10 +128,10 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def diff(self, other: Explanation) -> ExplanationDiff:
-        """Returns what only one of two steps reduces, proves equal or has as a finding.
+        """Returns how another step differs in reductions, proofs and findings.
 
         Args:
-          other: the explanation of the second step; this one is of the first.
+          other: the explanation of the second step; `self` explains the first.
 
         Example:
           >>> strategy = dj.MirroredStrategy(jax.devices()[:2])

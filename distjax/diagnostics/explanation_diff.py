@@ -31,10 +31,10 @@ class Explained(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ProofChange:
-    """A result or written variable that is equal in one step and differs in the other.
+    """A result or written variable for which the two steps prove different things.
 
     Attributes:
-      path: its path; "the result" for a lone one.
+      path: its path; "the result" if there is only one.
       first: "M" (equal on every replica), "T" (a value per replica) or "-" (absent).
       second: the same for the second step.
       why_first: the reductions that made it equal, or the lines that made it differ.
@@ -50,15 +50,15 @@ class ProofChange:
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationDiff:
-    """What is reduced, proved or found in only one of two explanations.
+    """What only one of two explanations reduces, proves or finds.
 
-    ``print`` it, or show it in a notebook. Lines of code may have moved: collectives are compared
-    by kind and bytes, results and variables by path, findings by rule.
+    ``print`` it, or show it in a notebook. Since lines of code may have moved, collectives are
+    compared by kind and bytes, results and variables by path, findings by rule.
 
     Attributes:
       names: the names of the two functions.
       reduced: the collectives in the code of only the first step, and of only the second.
-      proofs: what is equal in only one step.
+      proofs: what is proved differently.
       findings: the findings of only the first step, and of only the second.
     """
 
@@ -115,7 +115,7 @@ def diff_explanations(first: Explained, second: Explained) -> ExplanationDiff:
 def _only(
     first: Sequence[_T], second: Sequence[_T], key: Callable[[_T], Hashable]
 ) -> tuple[tuple[_T, ...], tuple[_T, ...]]:
-    """Returns what only one of two sequences has, regardless of order."""
+    """Returns what only the first and what only the second has, regardless of order."""
 
     def missing(those: Sequence[_T], others: Sequence[_T]) -> Iterator[_T]:
         left = collections.Counter(map(key, others))

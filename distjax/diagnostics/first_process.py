@@ -1,4 +1,4 @@
-"""What only the first process of a job does, for all of them."""
+"""Work that only the first process of a job does, for all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_first_process() -> bool:
 def progress(iterable: Iterable[Any], **options: PyTree) -> Iterable[Any]:
     """Returns `iterable` with a progress bar on the first process.
 
-    The bar is tqdm's; without tqdm, and on other processes, returns `iterable` itself.
+    The bar is tqdm's. Without tqdm, and on other processes, returns `iterable` unchanged.
 
     Args:
       iterable: what the loop iterates over.

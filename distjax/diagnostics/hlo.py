@@ -20,10 +20,10 @@ KINDS = (
     "all-to-all",
 )
 
-# "name = type opcode(": a type holds neither the "%" of an operand nor the quotes
+# "name = type opcode(": a type contains neither the "%" of an operand nor the quotes
 # of metadata, so the opcode found is the instruction's own. Of an asynchronous
-# pair only "-done" counts: its type is the result, while that of "-start" also
-# lists operands and context buffers for some kinds.
+# pair only "-done" counts: its type is that of the result, while that of "-start"
+# also lists operands and context buffers for some kinds.
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT\s+)?%?[\w.\-]+\s+=\s+(?P<type>[^\"%]*?)"
     rf"\s(?P<kind>{'|'.join(KINDS)})(?:-done)?\((?P<rest>.*)",
@@ -50,8 +50,8 @@ def count_collectives(hlo_text: str) -> dict[str, CollectiveCount]:
 
     Args:
       hlo_text: the text of an optimized HLO module, as returned by
-        `compiled.as_text()`. The text of a merely lowered program (StableHLO) has no
-        HLO instructions and counts as empty.
+        `compiled.as_text()`. The text of a program that is only lowered (StableHLO)
+        has no HLO instructions and gives an empty result.
 
     Returns:
       A dictionary from kind (one of `KINDS`) to its `CollectiveCount`, without kinds
@@ -80,7 +80,7 @@ def count_collectives(hlo_text: str) -> dict[str, CollectiveCount]:
 
 
 def count_by_kind(sizes: Iterable[tuple[str, int]]) -> dict[str, CollectiveCount]:
-    """Returns the number and bytes of collectives of each kind, given each one's bytes."""
+    """Returns the collectives by kind, given the kind and the bytes of each one."""
     counts: dict[str, CollectiveCount] = {}
     for kind, size in sizes:
         num_ops, result_bytes = counts.get(kind, (0, 0))
@@ -89,13 +89,13 @@ def count_by_kind(sizes: Iterable[tuple[str, int]]) -> dict[str, CollectiveCount
 
 
 def collective_instructions(hlo_text: str) -> Iterator[tuple[str, int, str]]:
-    """Yields the kind, result bytes and rest of the line of each collective."""
+    """Yields the kind, the result bytes and the rest of the line of each collective."""
     for found in _INSTRUCTION.finditer(hlo_text):
         yield found["kind"], type_bytes(found["type"]), found["rest"]
 
 
 def type_bytes(hlo_type: str) -> int:
-    """Returns the bytes of a value of an HLO type; for a tuple, the sum of its parts.
+    """Returns the size of a value of an HLO type; for a tuple, the sum over its parts.
 
     Args:
       hlo_type: a type in HLO syntax, with or without a layout.

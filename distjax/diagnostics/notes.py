@@ -1,4 +1,4 @@
-"""Notes: records what the traces of one explanation prove."""
+"""Notes: the observer that records what the traces of one explanation prove."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RunProof:
       function: its name.
       num_replicas: R.
       source: the line of the call.
-      arguments: path -> "T" (per replica) or "M" (equal everywhere).
+      arguments: pairs of a path and "T" (per replica) or "M" (equal on every replica).
       results: the same for its array results.
-      why: for each result and each variable that it writes, the letter and the reason: the
-        reductions that made it equal, or the lines that made it differ.
+      why: for each result and each variable that it writes, the path, the letter and the
+        reason: the reductions that made it equal, or the lines that made it differ.
     """
 
     function: str
@@ -53,12 +53,12 @@ class EqualReduction:
 
 
 class Notes:
-    """The observer of `dj.explain` (see `distjax.context.observer`).
+    """The observer of `dj.explain` and `dj.check` (see `distjax.context.observer`).
 
     Duplicates are recorded once, since JAX traces some bodies more than once.
 
     Args:
-      collects_findings: whether findings are only recorded, not raised or warned about.
+      collects_findings: whether findings are only recorded instead of raised or warned about.
     """
 
     def __init__(self, collects_findings: bool = False) -> None:
@@ -100,7 +100,7 @@ class Notes:
 
     @contextlib.contextmanager
     def on_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
-        """Marks the operations of a merge, so that its line can be found later."""
+        """Stages a merge in a named scope, from which its line is found later."""
         index = len(self.merge_lines)
         self.merge_lines.append(jax_compat.source_line(eqn))
         self._open_merges.append(index)

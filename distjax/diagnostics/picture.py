@@ -20,7 +20,7 @@ class Block:
       column: its position from the left.
       rows: (start, stop) along the vertical axis.
       columns: (start, stop) along the horizontal axis.
-      label: its holders.
+      label: the devices that hold it.
     """
 
     row: int
@@ -35,7 +35,7 @@ class Picture:
     """Where the parts of a value live. ``print`` it, or show it in a notebook.
 
     Attributes:
-      caption: the name of what is drawn.
+      caption: what is drawn.
       blocks: a full grid, row by row.
     """
 

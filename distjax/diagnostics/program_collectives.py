@@ -1,8 +1,8 @@
 """The collectives of a program, each with its bytes and the user's line.
 
-As written: in the lowered program (StableHLO), one operation for each collective in
-the code. As compiled: in the compiled program, where XLA has combined some and
-inserted others for sharded arrays.
+As written: the lowered program (StableHLO) has one operation for each collective in the
+code. As compiled: XLA has combined some and inserted others for sharded arrays.
+Both carry call stacks, from which the user's line is read.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _function(op: Any) -> str:
 def _line_of_lowered(
     places: Sequence[str], callers: dict[str, str], merge_lines: Sequence[str]
 ) -> str:
-    """Returns the line of an operation, or of what encloses it: a call, a `shard_map`."""
+    """Returns the user's line of an operation, or of a call or `shard_map` around it."""
     seen: set[str] = set()
     trail = list(places)
     names, frames = [], []
@@ -124,7 +124,7 @@ def list_compiled(hlo_text: str, merge_lines: Sequence[str]) -> list[Collective]
 
 
 class _Stacks:
-    """The call stacks that HLO text stores in four tables at its head."""
+    """The call stacks in HLO text, which stores them in four tables at its head."""
 
     def __init__(self, hlo_text: str):
         self._files = _entries(hlo_text, "FileNames", r'"(.*)"')

@@ -15,7 +15,7 @@ class Sink(Protocol):
     """Receives the summaries of one process."""
 
     def add(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Writes the values of one step; `seconds` is the time since 1970."""
+        """Writes the values of one step; `seconds` is the Unix time."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Finds the line of user code that an operation comes from.
 
-Operations of distjax are created in distjax's own files. The user's line is the innermost
+Many operations are staged from distjax's own files. The user's line is that of the innermost
 frame of the call stack that is in user code.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from distjax import jax_compat
 
 UNKNOWN = "an unknown line"
-#: The line of what a library does in a merge that no observer saw: the cut for servers has none.
+#: Stands for the line of a library's operation in an unobserved merge, as in a cut for servers.
 IN_A_MERGE = "a merge function"
 
 #: The frame that separates the merge function's stack from that of the program's caller.
@@ -43,8 +43,8 @@ def merge_scope(index: int) -> str:
 def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[str]) -> str | None:
     """Returns "file:line (function)" of the user's innermost frame, or None.
 
-    A file of an installed package (a Flax layer) counts if there is no other. If a
-    merge function belongs to a library, the user's line is that of the `merge_call`.
+    A frame in an installed package (a Flax layer) counts only if there is no other. If
+    the merge function belongs to a library, the line is that of the `merge_call`.
 
     Args:
       frames: the call stack, innermost first.

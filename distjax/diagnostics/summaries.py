@@ -1,8 +1,8 @@
-"""Summaries: numbers of a training run, written by one process.
+"""Summaries: scalars of a training run, written by one process.
 
-A writer may be called anywhere. Outside traces it writes at once. In a replica
-function and in `dj.jit` it receives the values when the program runs; only replica 0
-writes.
+A writer may be called anywhere. Outside traces it writes at once. In a replica function
+and in `dj.jit` it stages a callback, which writes when the program runs, and only on
+replica 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distjax.variables.variable import Variable
 
 
 class SummaryWriter:
-    """Writes numbers of a run into a directory, on the first process only.
+    """Writes scalars of a run to files in a directory, on the first process only.
 
     Args:
       directory: the run's directory; created if missing.
@@ -67,12 +67,12 @@ class SummaryWriter:
         """Writes a scalar for each name.
 
         Args:
-          step: the number of the step; in a trace it may be traced.
+          step: the number of the step; may be a traced value.
           values: name -> number, array [] or variable [].
 
-        Locality: M in cross-replica context; T or M in a replica function, where replica
-          0's value is written. Context: any. In a trace the values are written when the
-          program runs, in no fixed order between steps.
+        Locality: M in cross-replica context; T or M in a replica function, where the value
+          of replica 0 is written. Context: any. In a trace the values are written when the
+          program runs; the order of the steps is not fixed.
 
         Raises:
           LocalityError: a PerReplica.
@@ -88,7 +88,7 @@ class SummaryWriter:
         jax.debug.callback(self._write_now, replica, step, values)
 
     def close(self) -> None:
-        """Waits for running programs to write, and closes the files."""
+        """Waits for running programs to write, then closes the files."""
         jax.effects_barrier()
         for sink in self._sinks:
             sink.close()

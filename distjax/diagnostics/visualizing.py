@@ -20,10 +20,10 @@ Span = tuple[int, int]
 
 
 def visualize(x: PyTree) -> Picture:
-    """Returns a picture of the devices that hold the parts of a value.
+    """Returns a picture of which device holds which part of a value.
 
     Print it, or make it the last line of a notebook cell. The vertical axis is the
-    replica axis or the first split axis, the horizontal one the second split axis.
+    replica axis or the first split axis, the horizontal axis the second split axis.
 
     Args:
       x: a PerReplica, a variable, or a JAX array.

@@ -1,4 +1,10 @@
-"""The bridge between programs and NNX objects, used by `distjax.objects.stateful`."""
+"""The bridge for Flax NNX: implements the protocols of `distjax.objects.stateful`.
+
+`take_apart` flattens the objects of a call into one graph and a list of arrays, which become
+inputs of the program. `put_together` lets the objects hold tracers while the step is traced,
+and restores them afterwards. `combine_writes` turns what the replicas wrote into one value per
+variable, and `write_back` stores the program's outputs in the objects once it has run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +34,7 @@ R = TypeVar("R")
 
 
 class NNXObjectLeaves:
-    """Flattened NNX objects: `distjax.objects.stateful.ObjectLeaves` for Flax NNX."""
+    """Flattened NNX objects; implements `distjax.objects.stateful.ObjectLeaves`."""
 
     def __init__(self, objects: Objects):
         self._objects = objects
@@ -38,7 +44,7 @@ class NNXObjectLeaves:
         self._references: Any = None
 
     def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
-        """Returns stored leaves in the global view, as arguments of `run` or as values."""
+        """Converts stored leaves to the global view, as arguments of `run` or as values."""
         owner = None if self.plan.strategy is None else self.plan.strategy()
         pairs = zip(leaves, self.plan.layouts, strict=True)
         if owner is None or not for_replicas:
@@ -52,8 +58,8 @@ class NNXObjectLeaves:
         context: ReplicaContext | None,
         body: Callable[[TracedNNXObjects], R],
     ) -> R:
-        """Returns `body()`, called while the objects hold the values of a trace."""
-        # An inner function that closes over an object would leak this trace's values to later ones.
+        """Returns the result of `body`, called while the objects hold traced values."""
+        # An inner function that closes over an object would leak these tracers to later traces.
         inner_traces.forget_inner_traces(jax_compat.current_trace())
         graph = self._objects.graph
         traced = TracedNNXObjects(self.plan, self._objects.objects, graph.variables)
@@ -63,7 +69,7 @@ class NNXObjectLeaves:
                 traced.enter(leaves, graph.paths, context)
                 return body(traced)
             except Exception as error:
-                explained = trace_level.explain_here(error)  # before the marks are those of outside
+                explained = trace_level.explain_here(error)  # before the marks are restored
                 if explained is not None:
                     raise explained from error
                 raise
@@ -76,7 +82,7 @@ class NNXObjectLeaves:
     def combine_writes(
         self, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike | None
     ) -> dict[int, Any]:
-        """Returns the written values in stored form, combined by rule if in replicas."""
+        """Returns the written values in stored form; replicas' writes are combined by rule."""
         if strategy is not None:
             return combine_writes(self.plan, outcome, finals, strategy)
         owner = None if self.plan.strategy is None else self.plan.strategy()
@@ -86,19 +92,19 @@ class NNXObjectLeaves:
         return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
-        """Gives the objects their new values, and their new graph if it changed."""
+        """Writes the new values to the objects, and their new graph if it changed."""
         after = self._new_values(outcome, stored)
         variables = self._objects.graph.variables
         if outcome.graphdef is None:
             write_entries(variables, after)
         else:
             self._write_graph(outcome, after)
-        if self.plan.strategy is None:  # it may have been found inside the program
+        if self.plan.strategy is None:  # a `run` in the program may have placed the objects
             host_reads.add_hooks(filter(host_reads.is_in_host_memory, variables))
 
     def _write_graph(self, outcome: Outcome, after: Mapping[int, Any]) -> None:
         variables = self._objects.graph.variables
-        if self._references is None:  # taken before changes, in case a signal raises during them
+        if self._references is None:  # kept, so that a retry after a signal sees the old graph
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [
             after[i] if end.origin is None or i in after else _read_raw(variables[end.origin])
@@ -107,7 +113,7 @@ class NNXObjectLeaves:
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns the new values of the entries that changed or have a newly stored leaf."""
+        """Returns, by number, the values of entries that changed or have a new leaf."""
         values, number = {}, 0
         for i, end in enumerate(outcome.ends):
             numbers = range(number, number + len(end.entry.layouts))
@@ -124,20 +130,20 @@ def _read_raw(variable: PyTree) -> Any:
 
 
 class NNXBridge:
-    """`distjax.objects.stateful.Bridge` for Flax NNX."""
+    """Implements `distjax.objects.stateful.Bridge` for Flax NNX."""
 
     def is_stateful(self, value: object) -> bool:
         """Returns whether `value` is a module, an optimizer, a metric, Rngs or a variable."""
         return isinstance(value, (nnx.Pytree, nnx.Variable))
 
     def unwrap(self, fn: PyTree) -> Any:
-        """Returns the function inside `nnx.jit`, which becomes part of a larger program."""
+        """Returns the function under an `nnx.jit`: it becomes part of a larger program."""
         return fn.fun if type(fn) is _JIT and fn.in_shardings is None else fn
 
     def take_apart(
         self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
     ) -> NNXObjectLeaves:
-        """Returns the objects flattened, after placing them for `strategy`."""
+        """Places the objects for `strategy` and returns them flattened."""
         return NNXObjectLeaves(take_apart(objects, strategy, held))
 
     def explain(self, error: Exception) -> Exception | None:

@@ -1,4 +1,4 @@
-"""Creates NNX objects where a strategy wants them, and moves existing ones there."""
+"""Creates NNX objects where a strategy keeps them, and moves existing ones there."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 def create(fn: Callable[[], T]) -> T:
-    """Returns the result of ``fn``, created where the active strategy keeps it.
+    """Returns the result of ``fn``, with its arrays created where the strategy keeps them.
 
-    The constructor runs in a trace; one compiled program, with an output sharding
-    per variable, makes all arrays, so nothing is ever whole on one device first.
+    The constructor is traced, and one compiled program creates all arrays, each with its
+    own output sharding. So a split parameter is never materialized whole on one device.
 
     Args:
       fn: returns a module, an optimizer, or a tree of such: `lambda:
         Model(rngs=nnx.Rngs(0))`. Traced twice.
 
     Locality: parameters V, the rest M. Context: cross-replica or default; without an
-      active strategy it is ``fn()``.
+      active strategy, returns ``fn()``.
 
     Raises:
       ValueError: ``fn`` returns no NNX object.
@@ -63,7 +63,7 @@ def create(fn: Callable[[], T]) -> T:
 
 @dataclasses.dataclass
 class Found:
-    """The result of tracing a constructor: the graph, and where its arrays will live."""
+    """What tracing a constructor finds: the graph, and where its arrays will live."""
 
     graphdef: Any = None
     treedef: Any = None
@@ -71,7 +71,7 @@ class Found:
 
 
 def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Found]:
-    """Returns the compiled function that makes all arrays, and its trace's result."""
+    """Returns a jitted function that makes all arrays, and what its trace found."""
     found = Found()
 
     def initial() -> list[jax.Array]:
@@ -89,7 +89,7 @@ def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Fou
         return [_to_stored(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
 
     shapes = jax.eval_shape(initial)
-    # JAX cannot place empty outputs: those are placed separately.
+    # JAX cannot give an empty output a sharding: the caller places those.
     shardings = [
         layout.sharding if layout is not None and x.size else None
         for x, layout in zip(shapes, found.layouts, strict=True)
@@ -104,9 +104,9 @@ def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Fou
 
 
 def place(module: T) -> T:
-    """Returns `module` with its arrays moved to where the active strategy keeps them.
+    """Moves the arrays of `module` to where the active strategy keeps them; returns it.
 
-    The first `run` or `dj.jit` under a strategy does this as well.
+    The first `run` or `dj.jit` under a strategy does the same.
 
     Args:
       module: an existing module, an optimizer, or a tree of such.
@@ -114,8 +114,8 @@ def place(module: T) -> T:
     Locality: parameters V, the rest M. Context: cross-replica or default.
 
     Raises:
-      StrategyMismatchError: it was placed for another strategy.
-      ValueError: it contains no NNX object.
+      StrategyMismatchError: `module` was placed for another strategy.
+      ValueError: `module` contains no NNX object.
     """
     strategy = frames.current().strategy
     objects = _objects(module)

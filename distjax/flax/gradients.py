@@ -1,4 +1,11 @@
-"""Gradients and updates that keep split parameters split."""
+"""Gradients and updates that keep split parameters split.
+
+Under ZeRO a replica reads parameters gathered from shards, and the trace remembers the shard
+behind each gathered array (`shard_of`). `value_and_grad` differentiates with respect to the
+shards and gathers inside the differentiated function, so a gradient is reduce-scattered by the
+transpose of the gather. `apply_gradients` reduces and updates in one merge, on the shards; the
+gathered copies are then dead code.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +37,10 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns `nnx.value_and_grad` of ``fn`` that keeps split parameters split.
 
-    If a strategy splits parameters over the replicas, ``fn`` is differentiated with
-    respect to this replica's shards: it sees whole values, gathered at its start (by
-    `scan_layers`, layer by layer), and a gradient arrives reduced and split. Under
-    other strategies it is `nnx.value_and_grad`.
+    If the strategy splits parameters over the replicas, ``fn`` is differentiated with
+    respect to this replica's shards. It still sees whole values, gathered at its start
+    (by `scan_layers`, layer by layer), and their gradients arrive reduced and split.
+    Under other strategies this is `nnx.value_and_grad`.
 
     Args:
       fn: takes a module first; returns a scalar loss, or (loss, aux).
@@ -41,8 +48,9 @@ def value_and_grad(
       has_aux: whether ``fn`` returns (loss, aux).
 
     Returns:
-      A function that returns (value of ``fn``, gradients) for `apply_gradients`: for
-      whole parameters local gradients, for split ones this replica's shard of the sum.
+      A function that returns (value of ``fn``, gradients). Gradients of whole parameters
+      are local; those of split parameters are this replica's shard of the sum.
+      `apply_gradients` takes both.
 
     Context: replica. Cost: an all-gather and a reduce-scatter per split parameter.
 
@@ -82,7 +90,7 @@ def value_and_grad(
 
 
 class _SplitParameter(NamedTuple):
-    """A parameter whose value was gathered from shards, and this replica's shard."""
+    """A parameter whose value was gathered, and the shard that this replica holds."""
 
     variable: Any
     whole: Any
@@ -114,11 +122,11 @@ def _variables(module: PyTree) -> list[tuple[Any, Any]]:
 def apply_gradients(
     optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
 ) -> None:
-    """Reduces gradients over the replicas and updates `model` with `optimizer`, once.
+    """Reduces gradients over the replicas, then updates `model` with `optimizer` once.
 
-    Does `optimizer.update(model, all_reduce(op, grads))` in the global view: parameters
-    and optimizer state that the strategy splits are updated split, and never gathered;
-    norms are those of the whole gradient.
+    Computes `optimizer.update(model, all_reduce(op, grads))` in the global view: norms
+    are those of the whole gradient, and parameters and optimizer state that the strategy
+    splits are updated without being gathered.
 
     Args:
       optimizer: an `nnx.Optimizer`.
@@ -126,14 +134,15 @@ def apply_gradients(
       grads: from `value_and_grad` or `nnx.value_and_grad`.
       op: "mean" or "sum" over the replicas.
 
-    An `update` of the user's own class is called as it is, with the reduced gradients.
+    If the optimizer's class overrides `update`, that method is called with the reduced
+    gradients.
 
     Locality: gradients T in; parameters and optimizer state keep theirs.
     Context: replica; in cross-replica context, reduces and applies PerReplica gradients.
     Cost: one reduce-scatter per split gradient, one all-reduce per other gradient.
 
     Raises:
-      UnsupportedError: an `update` of the user's own where something is split.
+      UnsupportedError: `update` is overridden and the strategy splits something.
 
     Example:
       >>> from flax import nnx
@@ -174,9 +183,13 @@ def _call_update(optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree) ->
 
 
 class _Update:
-    """One optimizer update: one replica's values in, a merge function, values out."""
+    """One optimizer update, as a merge function on flat lists of values.
 
-    #: The merge argument that holds the gradients: see `UserMerge.reduces`.
+    `arguments` are this replica's inputs of the merge, with shards in place of gathered values;
+    `write` stores the results in the model and the optimizer.
+    """
+
+    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
     reduced_argument = 1
 
     @property
@@ -225,7 +238,7 @@ class _Update:
     def __call__(
         self, strategy: Strategy, values: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
-        """Updates global values; returns shards for those given as shards."""
+        """Returns the new global values; shards for what was given as shards."""
         extended = strategy.extended
         whole = [
             x
@@ -270,14 +283,14 @@ def _reduce_gradients(
     params: Sequence[Any],
     own_forms: Sequence[LocalForm | None],
 ) -> list[jax.Array]:
-    """Returns gradients reduced over the replicas, split where the strategy does.
+    """Returns gradients reduced over the replicas, split where the strategy splits them.
 
     Args:
       extended: the strategy.
       op: SUM or MEAN.
-      grads: whole gradients, or the replicas' shards of the sum, already reduced.
+      grads: whole gradients, or the replicas' shards of a sum that is already reduced.
       params: the parameters, in the global view.
-      own_forms: the form that a parameter was gathered from; None: it is whole.
+      own_forms: per parameter, the form that it was gathered from; None: it is whole.
     """
     topology = extended.topology
     arrays = [stack_replicas(from_user_value(g), topology) for g in grads]

@@ -1,8 +1,8 @@
-"""Graph cache: reflattens the graph of NNX objects only where it may have changed.
+"""Graph cache: flattens NNX objects again only if their graph may have changed.
 
-Flattening visits every attribute of every module, and finding the plan hashes the graph:
-most of the time of a small step's call. So a graph is cached while its objects live,
-with a fingerprint that is cheap to check.
+Flattening visits every attribute of every module, and looking up a plan hashes the graph;
+together they would dominate the call of a small step. So a flat graph is cached while its
+objects live, with a fingerprint that is cheap to check.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FlatGraph:
       graphdef: their graph.
       paths: the path of each variable.
       variables: their variables and bare arrays, in graph order.
-      claims: the claims of everything in it, if any are taken.
-      found: the last lookup by this graph: its key and result.
+      claims: the claims of everything in it; empty if it was flattened without claims.
+      found: the key and the result of the last plan lookup with this graph.
     """
 
     def __init__(self, objects: Sequence[Any]):
@@ -39,11 +39,11 @@ class FlatGraph:
 
 
 def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
-    """Returns the flat graph of objects, from an earlier call if still valid.
+    """Returns the flat graph of objects, from the cache if it is still valid.
 
     Args:
       objects: the objects.
-      held: takes the claims of everything in the graph.
+      held: acquires the claims of everything in the graph.
     """
     key = tuple(map(id, objects))
     known = _graphs.get(key)
@@ -71,7 +71,7 @@ def _flatten_claimed(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
         found.claims = claims_of(modules, variables)
         if found.claims == held.claims:
             return found
-        held.take(found.claims)  # and retry: another thread may have just changed it
+        held.take(found.claims)  # and flatten again: another thread may have changed the graph
 
 
 def references(objects: Sequence[Any]) -> Any:
@@ -81,7 +81,7 @@ def references(objects: Sequence[Any]) -> Any:
     return numbers
 
 
-# By identity of the objects; an entry is removed when one of them dies.
+# Keyed by the ids of the objects; an entry is removed when one of its objects dies.
 _graphs: dict[tuple[int, ...], tuple[FlatGraph, _GraphFingerprint, Any]] = {}
 
 
@@ -90,7 +90,7 @@ def _forget_with(objects: Sequence[Any], key: tuple[int, ...]) -> list[weakref.r
 
 
 def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerprint | None:
-    """Returns a fingerprint to validate a cached graph, or None if none is possible."""
+    """Returns a fingerprint of the graph, or None if it cannot be cached."""
     graph = [node for _, node in nnx.iter_graph(tuple(objects), graph=True)]
     nodes = [n for n in graph if nnx.graph.is_graph_node(n) and not isinstance(n, nnx.Variable)]
     is_of_modules = all(isinstance(node, nnx.Pytree) for node in (*objects, *nodes))
@@ -98,20 +98,20 @@ def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerp
         return None
     try:
         hash(found.graphdef)
-    except TypeError:  # the lookup by this graph will name the attribute
+    except TypeError:  # looking up the plan raises an error that names the attribute
         return None
     return _GraphFingerprint(nodes, found.variables)
 
 
 class _GraphFingerprint:
-    """Tells whether a graph is unchanged.
+    """Detects whether a graph has changed.
 
-    It is, as long as each module has the same attributes, each the same object; mutable
-    values (a dict, the state of an optimizer) hold the same parts; and metadata and the
-    hashes of static values are equal.
+    It has not if each module has the same attributes, each the same object; mutable values
+    (a dict, the state of an optimizer) hold the same parts; and the metadata and the hashes
+    of static values are equal.
 
     Args:
-      nodes: the modules of the graph; held weakly, so as not to keep the user's alive.
+      nodes: the modules of the graph; held weakly, so that the cache does not keep them alive.
       variables: its variables.
     """
 
@@ -122,7 +122,7 @@ class _GraphFingerprint:
         self._nodes = [self._attributes(node) for node in nodes]
         structure, parts = self._parts_now()
         self._structure, self._parts = structure, [*map(id, parts)]
-        # Kept alive, so that no other object reuses an id.
+        # References to the values compared by id, so that no other object reuses the id.
         self._static = [x for x in parts if type(x) not in self._types]
         self._static += [x for metadata in self._metadata for x in metadata.values()]
         for node in nodes:
@@ -131,7 +131,7 @@ class _GraphFingerprint:
         self._hashes = [*map(hash, self._hashed)]
 
     def holds(self) -> bool:
-        """Returns whether the graph is the same as when this was made."""
+        """Returns whether the graph is still what it was when the fingerprint was taken."""
         for weak, names, ids, _ in self._nodes:
             node = weak()
             if node is None or [*vars(node)] != names or [*map(id, vars(node).values())] != ids:
@@ -145,7 +145,7 @@ class _GraphFingerprint:
         )
 
     def _attributes(self, node: PyTree) -> tuple[weakref.ref[Any], list[str], list[int], list[str]]:
-        """Returns the module, its attributes' names and ids, and names of its trees."""
+        """Returns a reference to the module, its attributes' names and ids, its trees' names."""
         own = vars(node)
         trees = [k for k, x in own.items() if not (self._is_part(x) or self._is_static(x))]
         return weakref.ref(node), [*own], [*map(id, own.values())], trees
@@ -160,7 +160,7 @@ class _GraphFingerprint:
         return type(value) in self._types
 
     def _is_static(self, value: object) -> bool:
-        """Returns whether `value` holds no parts and cannot become another tree in place."""
+        """Returns whether `value` holds no parts and cannot gain any in place."""
         if self._is_part(value):
             return False
         parts, structure = jax.tree.flatten(value, is_leaf=self._is_part)
@@ -168,7 +168,7 @@ class _GraphFingerprint:
         return (is_one or isinstance(value, tuple)) and not any(map(self._is_part, parts))
 
 
-#: Types of static values that cannot change in place, so need no hash.
+#: Types of static values that cannot change in place and so need no hash.
 _IMMUTABLE = {
     bool,
     int,

@@ -1,9 +1,9 @@
-"""Copies host-memory variables to the devices when read outside programs.
+"""Copies variables in host memory to the devices when code outside a program reads them.
 
-Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX rejects
-operands in different memories. A hook in the variable's metadata, which Flax applies to
-each read, copies the value. In a program distjax does the copying: while a step is traced
-the variables lack the hook, so that what it derives from them has only the user's metadata.
+Such code (a call of the model, `nnx.jit`) computes on the devices, and JAX rejects operands
+in different memories. So a hook in the variable's metadata, which Flax applies to each read,
+copies the value. In a program distjax makes the copy itself: while a step is traced the hook is
+removed, so that variables made from these inherit only the user's metadata.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flax import nnx
 from distjax.placement.locality import is_host_memory
 from distjax.typing import PyTree
 
-_HOOKS = "on_get_value"  # Flax's name in the metadata: a function, or a tuple of them
+_HOOKS = "on_get_value"  # Flax's metadata key; its value is a function or a tuple of them
 
 
 def on_devices(variable: nnx.Variable[Any], value: PyTree) -> Any:
-    """Returns a variable's read value, with host arrays copied to their devices."""
+    """Returns the value read from a variable, with host arrays copied to their devices."""
     del variable
     return jax.tree.map(_on_devices, value)
 

@@ -1,4 +1,4 @@
-"""Where the arrays of Flax variables live between steps, by strategy and rule."""
+"""Where the arrays of Flax variables live between steps, by strategy and variable type."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def layout_of(
     """Returns where an array of a variable lives under `strategy`.
 
     Parameters live where the strategy puts variables, optimizer state where it puts
-    variables colocated with others, everything else on each replica. Since code other
-    than distjax reads these arrays too, they are stored unencoded.
+    variables colocated with others, and everything else on each replica. The arrays are
+    stored unencoded, since code other than distjax reads them too.
     """
     shape, extended = tuple(shape), strategy.extended
     placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,7 +53,7 @@ def layout_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """A parameter as a placement sees it: like a `dj.Variable` in its place."""
+    """Stands in for a `dj.Variable` where a placement is asked about a parameter."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -61,7 +61,7 @@ class _Parameter:
 
 
 def gradient_form(extended: ExtendedContract, parameter: jax.Array) -> LocalForm:
-    """Returns a replica's form of a gradient that is reduced to a parameter."""
+    """Returns the local form of a gradient that is reduced to a parameter."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     target = _Parameter(shape, dtype, extended.placement.layout(shape, dtype))
     return reduction_layout(extended, target).local_form
@@ -70,15 +70,15 @@ def gradient_form(extended: ExtendedContract, parameter: jax.Array) -> LocalForm
 def place_arrays(
     values: Sequence[PyTree], layouts: Sequence[Layout | None], paths: Sequence[str]
 ) -> list[Any]:
-    """Returns arrays moved to where they live, or themselves if there; not in traces.
+    """Moves arrays to where they live; returns those already there unchanged. Not for traces.
 
     Args:
       values: the arrays of objects.
       layouts: where each lives; None: anywhere.
-      paths: what users call them, such as "Model.linear.kernel".
+      paths: their names as users write them, such as "Model.linear.kernel".
 
     Raises:
-      AgreementError: objects that span processes, used for the first time, differ between them.
+      AgreementError: objects that span processes differ between them at their first use.
     """
     pairs = list(zip(values, layouts, strict=True))
     if job() is not None:
@@ -89,10 +89,10 @@ def place_arrays(
 
 
 def _compare(moved: Sequence[tuple[str, PyTree]], are_new: bool) -> None:
-    """Compares the values that are to be moved between processes.
+    """Compares values that are about to be moved to arrays that span processes.
 
-    For new objects the processes meet. What is put into an object later, at each step perhaps,
-    they note.
+    New objects are compared at once, in a meeting of all processes. A value that the user puts
+    into an object later, perhaps at each step, is only noted for the comparison in the background.
     """
     if are_new and moved:
         values = [
@@ -111,7 +111,7 @@ def _spans_processes(layout: Layout | None) -> bool:
 
 
 def place_array(value: PyTree, layout: Layout | None) -> Any:
-    """Returns an array moved to where it lives, or itself if there; not in traces."""
+    """Moves an array to where it lives; returns it unchanged if it is there. Not for traces."""
     if layout is None or layout.sharding is None or _is_there(value, layout):
         return value
     return transfer(jnp.asarray(value), layout.sharding)
@@ -121,7 +121,7 @@ def _is_there(value: PyTree, layout: Layout | None) -> bool:
     if layout is None or isinstance(value, PerReplica):
         return True
     is_there = isinstance(value, jax.Array) and value.sharding == layout.sharding
-    return is_there and value.committed  # else what a step returns would be compiled for anew
+    return is_there and value.committed  # an uncommitted one would cost a second compilation
 
 
 def as_value(stored: PyTree, layout: Layout | None) -> Any:
@@ -132,7 +132,7 @@ def as_value(stored: PyTree, layout: Layout | None) -> Any:
 
 
 def as_argument(stored: PyTree, layout: Layout | None, topology: Topology) -> Any:
-    """Returns a stored array as an argument of `run`: if split, the shards."""
+    """Returns a stored array as an argument of `run`: the shards if it is split."""
     value = as_value(stored, layout)
     if layout is None or isinstance(value, PerReplica) or not layout.local_form.is_split:
         return value

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for NNX, in agreement on all replicas."""
+"""Dynamic loss scaling for NNX; all replicas skip a step, or none does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from distjax.flax.gradients import apply_gradients
 from distjax.flax.plans import raw_value
 from distjax.typing import PyTree, ReduceOpLike
 
-#: Powers of two, the least and the largest in float32: a scale that is infinite would remain so.
+#: The least and the largest power of two that are normal in float32. An infinite scale would
+#: stay infinite.
 _BOUNDS = 2.0**-126, 2.0**127
 
 
@@ -23,17 +24,17 @@ class ScaleState(nnx.Variable[Any]):
 
 
 class LossScale(nnx.Pytree):
-    """Scales the loss so that small gradients in short floats do not vanish.
+    """Scales the loss, so that small gradients do not underflow in short float types.
 
-    A step whose gradients overflow on any replica is skipped on all of them, and the
-    scale is halved; after `interval` steps without overflow it is doubled.
+    If gradients overflow on any replica, all replicas skip the update and the scale is
+    halved; after `interval` steps without overflow it is doubled.
 
     Args:
       scale: the initial factor.
-      interval: the number of steps without overflow after which it grows.
+      interval: the number of steps without overflow after which the scale grows.
 
     Raises:
-      ValueError: a scale that is not positive and finite, an interval below 1.
+      ValueError: a scale that is not positive and finite, or an interval below 1.
 
     Example:
       >>> from flax import nnx
@@ -69,13 +70,13 @@ class LossScale(nnx.Pytree):
         self.good_steps = ScaleState(jnp.int32(0))
 
     def scaled(self, loss: jax.Array) -> jax.Array:
-        """Returns `loss` times the scale: the quantity to differentiate."""
+        """Returns `loss` times the scale: differentiate this."""
         return loss * self.scale[...].astype(loss.dtype)
 
     def apply_gradients(
         self, optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
     ) -> Any:
-        """Updates `model` unless a gradient overflowed; returns whether it updated.
+        """Updates `model` unless a gradient overflowed; returns whether it was updated.
 
         Args:
           optimizer: an `nnx.Optimizer`.
@@ -83,8 +84,8 @@ class LossScale(nnx.Pytree):
           grads: gradients of the scaled loss, local to this replica.
           op: how `apply_gradients` reduces them.
 
-        They are divided by the scale in float32 or wider, and stay so: neither the scale nor
-        a small gradient need be in the range of a shorter dtype.
+        Gradients are converted to float32 or wider, divided by the scale and passed on in
+        that dtype: a shorter one might hold neither the scale nor a small gradient.
 
         Context: replica. Cost: one all-reduce of a number, and `apply_gradients`.
         """
@@ -115,7 +116,7 @@ class LossScale(nnx.Pytree):
 
 
 def _all_finite(grads: PyTree) -> jax.Array:
-    """Returns whether all replicas' gradients are finite; equal on every replica."""
+    """Returns whether the gradients of all replicas are finite; equal on every replica."""
     leaves = jax.tree.leaves(grads)
     bad = sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in leaves)
     context = frames.current().replica_context
@@ -123,7 +124,7 @@ def _all_finite(grads: PyTree) -> jax.Array:
 
 
 def _select(finite: jax.Array, new: PyTree, old: PyTree) -> Any:
-    """Returns `new` or `old`; for split values, selects among the shards."""
+    """Returns `new` if `finite`, else `old`; a split value is selected shard by shard."""
     state = frames.current().state
     held = None if state is None else state.shard_of(new)
     if state is None or held is None:

@@ -1,8 +1,8 @@
-"""How the replicas' parts of a metric become one, by metric class.
+"""How the replicas' parts of a metric are combined, by metric class.
 
-In `run` replica 0 starts from the metric's state and the others from the state after
-`reset`; each updates its own part. At the end of the step the parts are combined, so
-that each replica's change counts once.
+In `run`, replica 0 starts from the metric's state and the others from the state after
+`reset`; each updates its own part. The parts are combined at the end of the step, so the
+previous state and each replica's change count once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from flax import nnx
 
 from distjax.errors import LocalityError, describe_value, message
 
-#: Maps name -> [R, ...], the parts, to name -> [...], the whole.
+#: Maps the parts, name -> [R, ...], to the whole, name -> [...].
 CombineParts = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
-#: The combination for metrics whose state consists of sums: an element-wise sum of the parts.
+#: The rule for metrics whose state consists of sums: the element-wise sum of the parts.
 SUM = "sum"
 
 
 def combine_welford(parts: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns count, mean and m2 of all samples from those of R groups.
+    """Returns the count, mean and m2 of all samples, given those of R groups.
 
     With n = sum n_r: mean = sum(n_r mean_r) / n and
     m2 = sum(m2_r) + sum(n_r (mean_r - mean)^2); all zero where n is zero.
@@ -52,13 +52,13 @@ _COMBINES: dict[type, str | CombineParts] = {
 
 
 def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
-    """Sets how the replicas' parts of a Flax metric become one.
+    """Sets how the replicas' parts of a Flax metric are combined.
 
     Args:
-      metric: a subclass of `nnx.metrics.Metric`, whose `reset` makes it empty. Subclasses
-        of a registered class must be registered too: their state may differ in meaning.
-      combine: "sum" if all state consists of sums; else a function of the parts, name ->
-        [R, ...] for each `MetricState` of the metric, that returns name -> [...].
+      metric: a subclass of `nnx.metrics.Metric` whose `reset` empties it. A subclass of a
+        registered class must be registered too: its state may mean something else.
+      combine: "sum" if the whole state consists of sums; otherwise a function from the
+        parts, name -> [R, ...] for each `MetricState` of the metric, to name -> [...].
 
     Raises:
       ValueError: not a metric class, or not a valid combination.
@@ -99,17 +99,22 @@ def register_metric(metric: type, combine: str | CombineParts = SUM) -> None:
 
 
 def combine_of(metric: nnx.Metric) -> str | CombineParts | None:
-    """Returns the combination of a metric's parts, or None if none is registered."""
+    """Returns how the parts of a metric are combined, or None if that is not registered."""
     return _COMBINES.get(type(metric))
 
 
 def of_classes() -> tuple[tuple[type, Any], ...]:
-    """Returns the table, as part of the key of a plan."""
+    """Returns the table as a hashable part of a plan's key."""
     return tuple(_COMBINES.items())
 
 
 def refuse(path: str, metric: str | None) -> NoReturn:
-    """Raises for metric state without a rule that differs per replica."""
+    """Raises a LocalityError for metric state that differs per replica and has no rule.
+
+    Args:
+      path: the path of the variable.
+      metric: the name of its metric's class; None: a metric that the step made.
+    """
     if metric is None:
         raise LocalityError(
             message(
@@ -132,7 +137,7 @@ def refuse(path: str, metric: str | None) -> NoReturn:
 
 
 def metrics_in(objects: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns each metric in the graphs of `objects`, with its own state by name."""
+    """Returns each metric in the graphs of `objects` with the state it holds, by name."""
     found = []
     for _, node in nnx.iter_graph(tuple(objects)):
         if isinstance(node, nnx.metrics.Metric):

@@ -16,7 +16,7 @@ from distjax.variables.layouts.layout import Layout
 from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.variable_description import VariableDescription, describe_stored
 
-#: Maps a rule to the equivalent aggregation of a `dj.Variable`.
+#: The aggregation of a `dj.Variable` that is equivalent to a rule.
 _AGGREGATIONS = {rules.MEAN: "MEAN", rules.METRIC: "SUM"}
 
 

@@ -1,4 +1,9 @@
-"""Plans: the static part of NNX objects that a program takes, and their arrays."""
+"""Plans: NNX objects taken apart into a static plan and a list of arrays.
+
+A plan is what a program is compiled for: the graph, and for each variable its rule and where
+its arrays live. Plans compare by identity, so equal graphs with arrays of equal shapes must get
+the same plan; a cache per strategy sees to that.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +36,20 @@ from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 
-BARE = "array"  #: the kind of an array that is itself an attribute, not in a variable
+BARE = "array"  #: the kind of an array that is an attribute by itself, in no variable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """One variable (or bare array) of the objects.
+    """The static part of one variable (or bare array) of the objects.
 
     Attributes:
       path: its path as users write it, such as "Model.linear.kernel".
-      kind: the name of the variable's type.
+      kind: the name of the variable's type, or `BARE`.
       rule: how the replicas' writes become its value.
       layouts: where each of its arrays lives; None: anywhere.
-      treedef: its value as a tree of arrays (usually one).
-      metric: the number of its metric and its name there, or None.
+      treedef: the structure of its value, usually a single array.
+      metric: the number of the metric that it belongs to and its name there, or None.
     """
 
     path: str
@@ -57,13 +62,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The static part of flattened objects; equal only to itself.
+    """The static part of flattened objects; compares by identity.
 
     Attributes:
       graphdef: their graph.
       entries: their variables, in graph order.
       places: for each leaf, the number of the object in which it was first found.
-      metrics: for each metric, its class and how its parts are combined (or None).
+      metrics: for each metric, its class and how its parts are combined (None: not registered).
       strategy: a weak reference to the strategy they live under, or None.
     """
 
@@ -86,7 +91,7 @@ class Plan:
 
     @functools.cached_property
     def in_host_memory(self) -> list[int]:
-        """The numbers of the variables that live in host memory."""
+        """The numbers of the variables with arrays in host memory."""
         return [
             i
             for i, entry in enumerate(self.entries)
@@ -118,12 +123,12 @@ class Objects:
 def take_apart(
     objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
 ) -> Objects:
-    """Returns the arrays and the plan of objects, placed for `strategy`.
+    """Places objects for `strategy`; returns their arrays and their plan.
 
     Args:
       objects: NNX objects.
       strategy: the strategy they are used under; None: the one they were placed for.
-      held: takes the claims of the objects; None inside a program, whose call has them.
+      held: acquires the claims of the objects; None inside a program, whose call holds them.
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
@@ -164,17 +169,17 @@ def place_objects(objects: Sequence[Any], strategy: StrategyLike) -> None:
 
 
 def _require_in_trace(variables: Sequence[Any]) -> None:
-    """Raises for a variable that no call has claimed: it would become a constant."""
+    """Raises for a variable that the call did not find: its value would be a constant."""
     for variable in variables:
         if isinstance(variable, nnx.Variable) and trace_level.is_outside(variable):
             raise trace_level.not_found(variable)
 
 
 def raw_value(variable: PyTree) -> Any:
-    """Returns the value that a variable holds, bypassing its hooks.
+    """Returns the value that a variable holds, bypassing its hooks; a bare array as it is.
 
     Raises:
-      UnsupportedError: it is a `jax.Ref`.
+      UnsupportedError: the variable holds a `jax.Ref`.
     """
     if not isinstance(variable, nnx.Variable):
         return variable
@@ -191,7 +196,7 @@ def raw_value(variable: PyTree) -> Any:
 
 
 def _group_by_entry(entries: Sequence[Entry], leaves: Sequence[Any]) -> dict[int, Any]:
-    """Returns the values of all entries, assembled from their leaves."""
+    """Returns the value of each entry by number, assembled from the leaves."""
     remaining = iter(leaves)
     return {
         i: entry.treedef.unflatten([next(remaining) for _ in entry.layouts])
@@ -205,7 +210,7 @@ def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
 
 
 def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
-    """Writes values to variables, by number; bare arrays are written with the graph."""
+    """Writes values to variables, by number; skips bare arrays, which the graph holds."""
     for i, value in values.items():
         if isinstance(variables[i], nnx.Variable):
             variables[i].set_raw_value(value)
@@ -213,7 +218,7 @@ def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
 
 # -- plan cache ----------------------------------------------------------------
 
-# Weak by strategy (for none, under the bridge's own key), so that plans die with it.
+# Keyed weakly by strategy, so that plans die with it; `_NO_STRATEGY` stands for none.
 _plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
@@ -231,7 +236,7 @@ def _plan(
     leaves: Sequence[Any],
     structure: jax.tree_util.PyTreeDef,
 ) -> Plan:
-    """Returns the plan of flattened objects; equal graphs, shapes and rules share one."""
+    """Returns the plan of flattened objects, the same one for equal graphs, shapes and rules."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
     key = (structure, tuple(shapes), rules.of_types(), metric_rules.of_classes())
     known_key, known = graph.found

@@ -1,4 +1,4 @@
-"""Computation in a short float type while variables stay in float32."""
+"""Mixed precision: computing in a short float type while variables stay in float32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Returns `tree` with its floating-point arrays in `dtype`, to compute with.
+    """Returns `tree` with its floating-point arrays cast to `dtype`.
 
-    A module becomes a view: its parameters are cast copies, every other variable
-    (batch statistics, random streams) is the module's own. A `dj.Variable` becomes its
+    A module becomes a view of it: parameters are cast copies, while every other variable
+    (batch statistics, random streams) is shared with the original. A `dj.Variable` becomes its
     value. Gradients with respect to the original module have the dtype of its parameters.
 
     Args:

@@ -1,4 +1,4 @@
-"""Combines the replicas' writes into one value per variable, by its rule."""
+"""Combines the replicas' writes to each variable into one value, by the variable's rule."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from distjax.variables.layouts.layout import Layout
 def combine_writes(
     plan: Plan, outcome: Outcome, finals: Mapping[int, Any], strategy: StrategyLike
 ) -> dict[int, Any]:
-    """Returns the stored form of the values at the end of a step, by number.
+    """Returns the values at the end of a step in stored form, by number.
 
     Args:
-      plan: the objects at the start.
+      plan: the static part of the objects at the start.
       outcome: their static part at the end.
-      finals: number -> global value, PerReplica where replicas may differ.
+      finals: number -> global value, a PerReplica where replicas may differ.
       strategy: the strategy that ran the step.
 
-    Cost: one all-reduce per dtype for all means and sums together.
+    Cost: one all-reduce per dtype for all means and sums together; an all-gather for metrics
+      whose parts a function combines.
 
     Raises:
-      LocalityError: replicas wrote different values where the rule needs equal ones.
+      LocalityError: replicas wrote different values where the rule requires equal ones.
     """
     topology = strategy.extended.topology
     places: list[tuple[Any, Entry]] = [
@@ -96,7 +97,7 @@ def _by_rule(plan: Plan, entry: Entry, value: PyTree, topology: Topology) -> Any
 def _reduce_sums(
     sums: Mapping[int, Any], places: Sequence[tuple[Any, Entry]], topology: Topology
 ) -> dict[int, Any]:
-    """Returns sums (of metrics) and means (of statistics), reduced together."""
+    """Returns the sums (of metrics) and means (of statistics), reduced together."""
     values = [stack_replicas(from_user_value(v), topology) for v in sums.values()]
     totals = dict(zip(sums, _sums_over_replicas(values, topology), strict=True))
     return {
@@ -118,7 +119,7 @@ def _combine_metrics(
     finals: Mapping[int, Any],
     topology: Topology,
 ) -> dict[int, Any]:
-    """Returns the state of metrics whose parts a function combines."""
+    """Returns the state of the metrics whose parts are combined by a function."""
     if topology.num_replicas == 1:
         return {}
     groups: dict[int, dict[str, int]] = {}
@@ -140,7 +141,7 @@ def _combine_metrics(
 
 
 def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[str, jax.Array]:
-    """Returns [R, ...] parts with a copy on each replica."""
+    """Returns the parts [R, ...], all-gathered to every replica."""
     gather = lambda *local: [lax.all_gather(x, topology.axis_name) for x in local]
     arrays = list(parts.values())
     return dict(
@@ -149,7 +150,7 @@ def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[st
 
 
 def _require_origin(outcome: Outcome, entry: Entry) -> None:
-    """Raises for a key created in the step: it has no earlier value to restore."""
+    """Raises for a key that the step created: there is no earlier key to keep."""
     if all(end.origin is not None for end in outcome.ends if end.entry is entry):
         return
     raise LocalityError(

@@ -1,4 +1,4 @@
-"""Converts trees with the leading axis of `flax.jax_utils.replicate`, both ways."""
+"""Converts to and from trees with the leading axis of `flax.jax_utils.replicate`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from distjax.typing import PyTree
 
 
 def from_replicated(tree: PyTree, compare: bool = False) -> Any:
-    """Returns a tree of [R, ...] arrays in the form that `run` takes.
+    """Converts a tree of [R, ...] arrays to the form that `run` takes.
 
-    Every array becomes a PerReplica, whatever its rows hold: array values never decide
-    how a step is compiled. Parameters, which are equal, are better passed by
-    `Strategy.first` (or as before `replicate`), so that distjax can prove them equal.
+    Every array becomes a PerReplica, even if its rows are equal: array values never decide
+    how a step is compiled. Parameters, whose rows are equal, are better passed through
+    `Strategy.first` (or as they were before `replicate`), so that distjax can prove them equal.
 
     Args:
       tree: as returned by `jax_utils.replicate` and functions under `jax.pmap`.
-      compare: whether leaves whose R rows are equal bit for bit become one mirrored
+      compare: whether a leaf whose R rows are equal bit for bit becomes one mirrored
         array [...].
 
-    Locality: unplaced in; T out (M for rows compared equal). Context: cross-replica.
-      Cost: none; with `compare`, every leaf is compared on the host.
+    Locality: unplaced in; T out (M where the rows compare equal). Context: cross-replica.
+      Cost: no collective; with `compare`, every leaf is compared on the host.
 
     Raises:
       ContextError: no strategy is active.
@@ -72,7 +72,7 @@ def from_replicated(tree: PyTree, compare: bool = False) -> Any:
 
 
 def to_replicated(tree: PyTree) -> Any:
-    """Returns a tree of values as [R, ...] arrays, one row per replica.
+    """Converts a tree of values to [R, ...] arrays, one row per replica.
 
     Args:
       tree: a tree of arrays and PerReplica.

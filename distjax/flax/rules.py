@@ -1,7 +1,7 @@
-"""The table of what happens to each type of NNX variable at the end of a step.
+"""Rules: what each type of NNX variable becomes at the end of a step.
 
-Inside `run` every replica writes to its own variables. A rule says how these writes
-become the variable's one new value.
+Inside `run` every replica writes to variables of its own. A rule says how these writes
+become the variable's single new value.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from flax import nnx
 from distjax.errors import describe_value, message
 from distjax.typing import PyTree
 
-MIRRORED = "mirrored"  #: all replicas must write the same value
+MIRRORED = "mirrored"  #: every replica must write the same value
 MEAN = "mean"  #: the mean of the replicas' values
-PER_REPLICA = "per_replica"  #: each replica keeps its own: the variable holds a PerReplica
-FOLD = "fold"  #: a PRNG key: the replicas draw from keys folded with their number
+PER_REPLICA = "per_replica"  #: each replica keeps its own; the variable holds a PerReplica
+FOLD = "fold"  #: a PRNG key: each replica draws from the key folded with its number
 COMMON = "common"  #: a PRNG key: all replicas draw the same numbers
-METRIC = "metric"  #: by the rule of the metric that the variable belongs to
-NONE = "none"  #: no known rule: all replicas must write the same value
+METRIC = "metric"  #: as registered for the class of the variable's metric
+NONE = "none"  #: no known rule: every replica must write the same value
 
-#: Rule by variable type; the nearest base class in the table applies.
+#: The rule of each variable type; a type not listed has that of its nearest base class.
 _RULES: dict[type, str] = {
     nnx.Variable: NONE,
     nnx.Param: MIRRORED,
@@ -35,7 +35,7 @@ _RULES: dict[type, str] = {
     nnx.metrics.MetricState: METRIC,
 }
 
-#: Streams whose keys initialize parameters, which are equal on all replicas.
+#: Streams that initialize parameters, which must be equal on all replicas.
 _COMMON_STREAMS = frozenset({"params"})
 
 _CHOICES = (MIRRORED, MEAN, PER_REPLICA, FOLD, COMMON)
@@ -45,21 +45,21 @@ _METADATA = "distjax_rule"
 def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> None:
     """Sets how the replicas' writes to Flax variables become one value.
 
-    For a type, it applies to all variables of that type from the next trace on; for
-    an object, to its variables, and is stored in their metadata.
+    The rule of a type applies to all variables of that type, from the next trace on. The
+    rule of an object applies to the variables in it and is stored in their metadata.
 
     Args:
-      target: an `nnx.Variable` subclass, or a module (any NNX object).
-      rule: "mirrored" (all replicas write the same), "mean", "per_replica" (each
-        keeps its own, the variable holds a PerReplica), for PRNG keys "fold" (each
+      target: an `nnx.Variable` subclass, or an NNX object such as a module.
+      rule: "mirrored" (every replica must write the same value), "mean", "per_replica" (each
+        keeps its own, and the variable holds a PerReplica); for PRNG keys "fold" (each
         replica draws its own numbers) or "common" (all draw the same).
-      only: an NNX filter, for a module: a type, `nnx.PathContains("bn")`, a tuple
-        of these for any of them; default: all variables.
+      only: which variables of an object: an NNX filter, such as a type,
+        `nnx.PathContains("bn")`, or a tuple of filters to match any of them; default: all.
 
     Context: outside of `run`.
 
     Raises:
-      ValueError: an unknown rule, or a target without variables.
+      ValueError: an unknown rule, or a target of another type.
 
     Example:
       >>> from flax import nnx
@@ -108,12 +108,12 @@ def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:
 
 
 def of_types() -> tuple[tuple[type, str], ...]:
-    """Returns the table, as part of the key of a plan."""
+    """Returns the table as a hashable part of a plan's key."""
     return tuple(_RULES.items())
 
 
 def is_slot_state(variable: nnx.Variable[Any] | jax.Array) -> bool:
-    """Returns whether a variable is optimizer state, which lives beside parameters."""
+    """Returns whether a variable is optimizer state, which is colocated with parameters."""
     return isinstance(variable, nnx.OptState)
 
 

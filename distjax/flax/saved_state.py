@@ -1,4 +1,8 @@
-"""The state of NNX objects before a trace wrote to them."""
+"""The state of NNX objects, saved before a trace and restored after it.
+
+Flax lets an object change only in the trace that it was made in. `__setstate__`, which `pickle`
+uses, sets a variable's value, metadata and mark of the trace without that check.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,21 @@ from distjax.typing import PyTree
 
 
 class SavedState:
-    """The current state of objects, for restoring it.
+    """A snapshot of the current state of objects.
 
     Args:
-      nodes: modules, whose attributes are saved, and the strategy that they were placed for.
-      variables: their variables, whose values, metadata and trace marks are saved.
+      nodes: modules; their attributes are saved, and the strategy that they were placed for.
+      variables: their variables; their values, metadata and trace marks are saved.
     """
 
     def __init__(self, nodes: Sequence[Any], variables: Sequence[nnx.Variable[Any]]):
         self._attributes = [(vars(node), dict(vars(node))) for node in nodes]
         self._strategies = strategy_of.records(nodes)
-        # As pickle does: the only way past Flax's check that the trace is the variable's own.
+        # Restoring by assignment would fail Flax's check of the trace.
         self._states = [(v, v.__getstate__()) for v in variables]
 
     def restore(self) -> None:
-        """Restores everything; idempotent, since a signal may interrupt it."""
+        """Restores everything; idempotent, so that it can be retried after a signal."""
         for variable, state in self._states:
             variable.__setstate__(state)
         for attributes, before in self._attributes:
@@ -38,5 +42,5 @@ class SavedState:
 
 
 def hold(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str, Any]) -> None:
-    """Makes `variable` part of the current trace: its value, metadata and mark."""
+    """Gives `variable` a value and metadata, and makes it part of the current trace."""
     variable.__setstate__(type(variable).from_metadata(value, metadata).__getstate__())

@@ -1,4 +1,4 @@
-"""A scan over a stack of layers that gathers each layer where it is read."""
+"""A scan over a stack of layers that gathers each layer only when it is read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def scan_layers(
 ) -> Any:
     """Returns `carry` passed through a stack of equal layers, one after the other.
 
-    ``for layer in layers: carry = fn(layer, carry)`` as one compiled loop. If the
-    strategy splits the parameters, each step gathers only those of its own layer, and
-    again in the backward pass: memory for one layer, not for all.
+    Equivalent to ``for layer in layers: carry = fn(layer, carry)``, as one compiled loop.
+    If the strategy splits the parameters, each iteration gathers those of its own layer
+    only, and again in the backward pass: gathered parameters take the memory of one layer.
 
     Args:
       fn: takes a layer and the carry, returns the carry.
       layers: a module whose variables are stacked, [L, ...], as made by `nnx.vmap` of a
         constructor over `nnx.Rngs.split(L)`.
       carry: a tree of arrays.
-      checkpoint: recompute a layer in the backward pass instead of keeping its
-        residuals; without it gathered parameters are kept.
+      checkpoint: whether to recompute a layer in the backward pass instead of keeping its
+        residuals, which include its gathered parameters.
 
     Locality: that of ``fn``. Context: any. Cost: an all-gather per split variable and
       layer, twice with `checkpoint`, and a reduce-scatter in the backward pass.
@@ -77,7 +77,7 @@ def scan_layers(
 
 
 def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
-    """Returns what to scan over, and the form to gather a slice from."""
+    """Returns what to scan over, and the form of a slice that has to be gathered, or None."""
     state = frames.current().state
     held = state.shard_of(value) if state is not None else None
     if held is None:

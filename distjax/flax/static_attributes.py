@@ -1,4 +1,4 @@
-"""Static attributes of NNX objects: part of the key of a program, so no arrays."""
+"""Checks of the static attributes of NNX objects, which are part of a program's key."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def require_hashable(objects: Sequence[Any]) -> None:
 
 
 def require_no_traced_values(objects: Sequence[Any]) -> None:
-    """Raises for a static attribute that a step set to an array of its trace.
+    """Raises for a static attribute that a step has set to a traced array.
 
     Raises:
-      TraceLeakError: the array has no value outside the trace.
+      TraceLeakError: a tracer, which has no value outside the trace.
     """
     for attribute in _static_attributes(objects):
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(attribute.value)):

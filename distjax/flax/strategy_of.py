@@ -12,7 +12,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, message
 from distjax.typing import PyTree
 
-# By identity, and weakly: objects may define equality, and must be able to die.
+# Keyed by id, since objects may define equality, and weak, so that they can die.
 _strategies: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
@@ -23,7 +23,7 @@ def strategy_of(node: PyTree) -> Any:
 
 
 def common_strategy(objects: Sequence[Any]) -> Any:
-    """Returns the one strategy that the placed modules in `objects` share, or None."""
+    """Returns the strategy that all placed modules in `objects` share, or None."""
     owners = {strategy_of(node) for node in objects if isinstance(node, nnx.Pytree)} - {None}
     return owners.pop() if len(owners) == 1 else None
 
@@ -35,7 +35,7 @@ def objects_placed_for(strategy: StrategyLike) -> list[Any]:
 
 
 def assign_strategy(objects: Sequence[Any], strategy: StrategyLike) -> None:
-    """Records `strategy` as that of all modules in `objects`.
+    """Records that all modules in `objects` are placed for `strategy`.
 
     Raises:
       StrategyMismatchError: one was placed for another strategy; nothing is recorded.
@@ -52,7 +52,7 @@ def assign_strategy(objects: Sequence[Any], strategy: StrategyLike) -> None:
 
 
 def assign_unassigned(nodes: Sequence[Any], strategy: StrategyLike) -> None:
-    """Records `strategy` as that of the modules in `nodes` that have none."""
+    """Records `strategy` for the modules in `nodes` that have none."""
     for node in nodes:
         if strategy_of(node) is None:
             _assign(node, strategy)
@@ -65,7 +65,7 @@ def _assign(node: PyTree, strategy: StrategyLike) -> None:
 
 
 def records(nodes: Sequence[Any]) -> dict[int, Any]:
-    """Returns the records of modules, for `put_back`."""
+    """Returns the records of modules, to be restored by `put_back`."""
     return {id(node): _strategies.get(id(node)) for node in nodes}
 
 

@@ -1,8 +1,8 @@
-"""The trace level at which Flax lets an object change, and its error's cause.
+"""Flax's marks of the trace that may change an object, and the cause of its error.
 
 Flax marks each object with the trace that it was made in, and refuses to change it in
-another. A step's objects get new marks while it is traced; an object that distjax did not
-find keeps its own, and Flax's error does not say how to fix that.
+another. While a step is traced, distjax gives the step's objects the mark of that trace. An
+object that distjax did not find keeps its own, and Flax's error does not say how to fix that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NAMES = ("self", "value")
 
 
 def is_outside(node: object) -> bool:
-    """Returns whether a module or variable was made outside traces and is in none."""
+    """Returns whether a module or variable is marked as made outside all traces."""
     return _OUTSIDE in _marks(node)
 
 
 def _marks(node: object) -> list[tracers.TraceState]:
-    """Returns Flax's mark of a module or variable."""
+    """Returns the mark that Flax has given a module or variable."""
     if isinstance(node, nnx.Variable):
         parts = [*node.__getstate__().values()]
     else:
@@ -43,16 +43,16 @@ def explain(error: Exception) -> TraceLeakError | None:
 
 
 def explain_here(error: Exception) -> TraceLeakError | None:
-    """Returns an error for a refusal to change an object of the current trace, or None.
+    """Returns an error for a write to the current trace's objects in an inner trace, or None.
 
-    The object was found: a trace inside, that of a scan's body, was to change it.
+    Here distjax did find the object, but the body of a scan, for example, writes to it.
     """
     here = tracers.TraceState()
     return next((_in_inner_trace(node) for node in _refused(error) if here in _marks(node)), None)
 
 
 def _refused(error: Exception) -> list[PyTree]:
-    """Returns the object that Flax refused to change, if `error` says that."""
+    """Returns the object that Flax refused to change; empty if `error` is about something else."""
     traceback = error.__traceback__
     if "different trace level" not in str(error) or traceback is None:
         return []

@@ -1,7 +1,7 @@
-"""Traced objects: NNX objects while they hold traced values, and their end state.
+"""NNX objects while they hold traced values, and their state at the end of the trace.
 
-They are the user's own objects: their former state is saved before the trace and restored
-after it. So a function finds them wherever it refers to them.
+The objects are the user's own, not copies, so a function sees the traced values however it
+refers to them. Their former state is saved before the trace and restored after it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class End:
 
     Attributes:
       entry: its static part.
-      origin: its number in the plan; None for a new one.
-      is_changed: whether it is new, or its value is. A value without arrays (None) is not among
-        the leaves that changed.
+      origin: its number in the plan; None for a variable that the trace created.
+      is_changed: whether the variable or its value is new. Needed because a new value without
+        arrays (None) has no leaf that could show it.
     """
 
     entry: Entry
@@ -48,8 +48,8 @@ class Outcome:
 
     Attributes:
       graphdef: their graph if it changed (attributes, new variables), else None.
-      ends: their variables.
-      shards: numbers of the leaves that are passed on as the replicas' shards.
+      ends: their variables, in graph order.
+      shards: the numbers of the leaves that are returned as the replicas' shards.
     """
 
     graphdef: Any
@@ -84,16 +84,16 @@ class TracedNNXObjects:
     def enter(
         self, leaves: Sequence[Any], paths: Sequence[Any], context: ReplicaContext | None
     ) -> None:
-        """Gives the objects their values in the trace.
+        """Makes the objects hold traced values.
 
         Args:
-          leaves: their arrays, as this view sees them.
+          leaves: the arrays of the objects in this trace.
           paths: the path of each variable in the graph.
           context: the replica context; None in the global view.
         """
         plan, self._in_replica = self._plan, context is not None
         strategy = None if plan.strategy is None else plan.strategy()
-        if context is None and strategy is not None:  # so that `run` inside can tell
+        if context is None and strategy is not None:  # so that a `run` inside finds it
             strategy_of.assign_unassigned([*self._nodes.values()], strategy)
         seen = [
             _view_leaf(leaf, layout, entry, context)
@@ -117,7 +117,7 @@ class TracedNNXObjects:
         self._start = [jax.tree.leaves(raw_value(v), is_leaf=is_per_replica) for v in flat.leaves]
 
     def remaining_members(self) -> dict[int, Any]:
-        """Returns the variables that the objects have had from the start, by number."""
+        """Returns the variables of the plan that the objects still have, by number."""
         left = {id(node) for _, node in nnx.iter_graph(tuple(self._objects))}
         variables = enumerate(self._variables)
         return {i: v for i, v in variables if isinstance(v, nnx.Variable) and id(v) in left}
@@ -125,7 +125,7 @@ class TracedNNXObjects:
     def collect(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
         """Returns the static part at the end, and the leaves that changed, by number.
 
-        Leaves of a changed graph are numbered in the order of that graph.
+        The numbers are those of the plan; if the graph changed, those of the new graph.
         """
         static_attributes.require_no_traced_values(self._objects)
         graphdef, flat = self._flatten()
@@ -167,7 +167,7 @@ class TracedNNXObjects:
         return Outcome(None, ends, frozenset(shards)), finals
 
     def _find_combined_metrics(self, entries: Sequence[Entry], same: Sequence[bool]) -> set[int]:
-        """Returns the changed metrics whose function combines all of their state."""
+        """Returns the changed metrics that are combined by a function, which needs all state."""
         changed = {
             _metric_of(entry) for entry, is_same in zip(entries, same, strict=True) if not is_same
         }
@@ -190,7 +190,13 @@ class TracedNNXObjects:
         flat: nnx.statelib.FlatState[Any],
         kept: Container[int | None],
     ) -> tuple[Outcome, dict[int, Any]]:
-        """Returns what `collect` does; `kept`: variables that are returned even if unchanged."""
+        """Implements `collect` for a changed graph.
+
+        Args:
+          graphdef: the new graph.
+          flat: the paths and variables in it.
+          kept: the variables whose leaves are returned even if unchanged.
+        """
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
         strategy = None if self._plan.strategy is None else self._plan.strategy()
         ends: list[tuple[End, list[Any]]] = []  # with the leaves
@@ -216,7 +222,7 @@ class TracedNNXObjects:
     def _is_unchanged(
         self, origin: int, leaves: Sequence[Any], treedef: jax.tree_util.PyTreeDef
     ) -> bool:
-        """Returns whether a variable has the value that it had at the start."""
+        """Returns whether a variable still has the value that it had at the start."""
         start = self._start[origin]
         is_same_tree = treedef == self._plan.entries[origin].treedef
         return is_same_tree and all(a is b for a, b in zip(leaves, start, strict=True))
@@ -231,10 +237,10 @@ def _layouts(plan: Plan) -> list[tuple[Any, Entry]]:
 
 
 def _renew_trees(path: Sequence[Any], node: PyTree, bare: dict[tuple[Any, ...], Any]) -> None:
-    """Gives a module its own trees for the trace: a step may change them in place.
+    """Copies a module's mutable attributes for the trace, which may change them in place.
 
-    These include Flax's mark of the trace that may change the module. Variables and modules
-    in them stay the user's; bare arrays are replaced, by path, with those of the trace.
+    This includes the state with Flax's mark of the trace. Variables and modules inside stay
+    the user's own; bare arrays are replaced, by path, with those of the trace.
     """
     attributes = vars(node)
     for name, tree in [*attributes.items()]:
@@ -250,7 +256,7 @@ def _renew_trees(path: Sequence[Any], node: PyTree, bare: dict[tuple[Any, ...], 
 
 
 def _is_renewed(tree: PyTree) -> bool:
-    """Returns whether a tree may hold parts or arrays; others are static and stay."""
+    """Returns whether a tree may hold parts or arrays; any other is static and is kept."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_part)
     if any(x is tree for x in leaves):
         return False
@@ -262,7 +268,7 @@ def _is_part(value: object) -> bool:
 
 
 def _key(entry: object) -> Any:
-    """Returns the key of Flax's paths for one of JAX's."""
+    """Converts a key of a JAX path to a key of a Flax path."""
     return next(getattr(entry, k) for k in ("key", "idx", "name") if hasattr(entry, k))
 
 
@@ -300,7 +306,7 @@ def _fold_keys(keys: jax.Array, number: ArrayLike) -> jax.Array:
 
 
 def _empty_other_parts(plan: Plan, objects: Sequence[Any], replica: ArrayLike | None) -> None:
-    """Empties the metrics of all replicas but the first: each part counts once."""
+    """Empties the metrics on all replicas but the first, so the old state counts once."""
     metrics = metric_rules.metrics_in(objects)
     for (metric, own), (_, combine) in zip(metrics, plan.metrics, strict=True):
         if combine is None:

@@ -1,4 +1,4 @@
-"""Context-aware layers."""
+"""Distribution-aware layers."""
 
 from distjax.layers.batch_normalization import BatchNormalization
 from distjax.layers.dropout import dropout

@@ -19,28 +19,28 @@ from distjax.variables.variable import Variable
 
 
 class BatchNormalization:
-    """Normalizes each feature by the statistics of the batch of all replicas.
+    """Normalizes each feature by its statistics over the batches of all replicas.
 
-    ``y = gamma * (x - mean) / sqrt(variance + epsilon) + beta``: on R replicas
-    the same numbers and gradients as on one device with the whole batch.
+    ``y = gamma * (x - mean) / sqrt(variance + epsilon) + beta``, with the numbers and
+    gradients that one device gets from the whole batch.
 
-    The moving statistics are sync-on-read variables with aggregation MEAN:
-    writing them communicates nothing, and without synchronization reading them
-    returns their mean over the replicas.
+    The moving statistics are sync-on-read variables with aggregation MEAN: writing them
+    needs no communication, and reading them returns the mean of their components, which
+    differ only without synchronization.
 
     Args:
       num_features: C, the size of the last axis.
       momentum: the fraction of the moving statistics kept in each step.
       epsilon: added to the variance.
-      synchronized: False: each replica normalizes by its own batch.
+      synchronized: if False, each replica normalizes by its own batch.
       name: prefix of the variables' names.
 
     Locality: gamma, beta mirrored; moving statistics one component per replica.
-    Context: any; a PerReplica in cross-replica context is processed by `run`.
+    Context: any; in cross-replica context a PerReplica is passed through `run`.
 
     Example:
-      A variable cannot be written inside `jax.grad`: return the statistics,
-      and `update` the moving ones outside.
+      A variable cannot be written inside `jax.grad`: return the statistics from it, and
+      call `update` outside.
 
       >>> strategy = dj.VirtualStrategy(2)
       >>> with strategy.scope():
@@ -90,7 +90,7 @@ class BatchNormalization:
 
         Args:
           x: [B, ..., C], or a PerReplica of such.
-          training: normalize by the batch, else by the moving statistics.
+          training: whether to normalize by the batch instead of the moving statistics.
           mask: bool [B]: which examples count in the batch's statistics.
 
         Locality: T or M in, the same out. Context: any, but not inside `jax.grad`
@@ -98,7 +98,7 @@ class BatchNormalization:
         Cost: in training, the all-reduces of `batch_statistics`.
 
         Raises:
-          BatchError: a wrong number of features, or a wrong mask.
+          BatchError: a wrong number of features, or a mask of the wrong dtype or shape.
         """
         if not training:
             return self._through_run(self._infer, x)
@@ -120,10 +120,10 @@ class BatchNormalization:
         Args:
           x: [B, ..., C], or a PerReplica of such.
           mask: bool [B]: which examples count in the statistics.
-          parameters: gamma and beta [C] to differentiate with respect to; default:
-            the variables' values.
+          parameters: values of gamma and beta [C], to differentiate with respect to;
+            default: the variables' values.
 
-        Locality: T or M in; x the same, statistics M (T if not synchronized) out.
+        Locality: T or M in; out x has the same, statistics M (T if not synchronized).
         """
         if parameters is None:
             parameters = {key: v.value for key, v in self.parameters.items()}
@@ -132,14 +132,14 @@ class BatchNormalization:
     def update(self, statistics: Statistics) -> None:
         """Moves the moving statistics towards those of a batch.
 
-        Locality: T or M in a replica, M or PerReplica outside. Cost: none.
+        Locality: T or M in a replica, M or PerReplica outside. Cost: no collective.
         """
         self._through_run(self._update_here, *statistics)
 
     # -- in one context -------------------------------------------------------
 
     def _through_run(self, fn: Callable[..., Any], *args: PyTree) -> Any:
-        """Calls ``fn`` here, or on every replica if arguments differ per replica."""
+        """Calls ``fn`` here, or through `run` if an argument is a PerReplica."""
         own, frame = self.gamma.strategy, frames.current()
         is_outside = frame.replica_context is None or frame.strategy is not own
         varying = any(is_per_replica(x) for x in jax.tree.leaves(args, is_leaf=is_per_replica))
@@ -151,7 +151,7 @@ class BatchNormalization:
         x = self._check_input(x)
         statistics = batch_statistics(x, mask, synchronized=self.synchronized)
         if mask is not None and not self.synchronized:
-            kept = jnp.any(mask)  # a replica with padding alone has nothing to learn from
+            kept = jnp.any(mask)  # padding alone must not move the moving statistics
             moving = self.moving_mean.value, self.moving_variance.value
             pairs = zip(statistics, moving, strict=True)
             statistics = Statistics(

@@ -17,18 +17,18 @@ from distjax.typing import ArrayLike
 def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool = False) -> Any:
     """Returns `x` with a fraction of its elements zeroed and the others scaled up.
 
-    ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate), so the
+    Computes ``x * m / (1 - rate)`` with m drawn from Bernoulli(1 - rate); the
     expectation is `x`.
 
     Args:
       key: a PRNG key, equal on every replica.
       rate: the fraction to drop, in [0, 1).
       x: [B, ...]; in cross-replica context also a PerReplica of such.
-      synchronized: False: folds the replica's number into the key, so each
-        replica draws its own mask. True: all draw the same mask.
+      synchronized: whether all replicas draw the same mask. If not, the replica's number
+        is folded into the key, and each draws its own.
 
     Locality: T or M in; T out, or the locality of `x` if synchronized.
-    Context: any. In cross-replica context it runs through `strategy.run`: one
+    Context: any. In cross-replica context it goes through `strategy.run`, and a single
       array comes back as a PerReplica, or Mirrored if synchronized.
     Cost: no collective.
 

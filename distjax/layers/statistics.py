@@ -22,17 +22,18 @@ class Statistics(NamedTuple):
 def batch_statistics(
     x: ArrayLike, mask: ArrayLike | None = None, *, synchronized: bool = True
 ) -> Statistics:
-    """Returns mean and variance of each feature over the global batch.
+    """Returns the mean and variance of each feature over the global batch.
 
     ``mean = sum(x) / n`` and ``variance = sum((x - mean)^2) / n``, with sums and n
-    over the examples of all replicas: equal to those of the whole batch on one
-    device. Takes two rounds, so that a large mean does not cancel the variance.
+    over the examples of all replicas: the statistics of the whole batch on one device.
+    The variance takes a second all-reduce: from ``mean(x^2) - mean(x)^2`` a large mean
+    would cancel it.
 
     Args:
       x: [B, ..., C].
       mask: bool [B] (or any leading part of the shape of `x`): which examples
         count.
-      synchronized: False: over this replica's batch alone.
+      synchronized: if False, over this replica's batch alone.
 
     Locality: T or M in; M out if synchronized. Context: replica or default; in
       cross-replica context, over the given array alone.

@@ -1,4 +1,4 @@
-"""Losses that are independent of the number of replicas and of padding."""
+"""Losses that do not depend on the number of replicas or on padding."""
 
 from distjax.losses.average import average_loss
 

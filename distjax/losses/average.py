@@ -18,15 +18,15 @@ def average_loss(
     """Returns this replica's share of the mean loss over the global batch.
 
     ``all_reduce(op, average_loss(losses, mask, op)) = sum(mask * losses) / sum(mask)``
-    with both sums over all replicas: the same loss, and by the same reduction the
-    same gradient, for any number of replicas and any padding.
+    with both sums over all replicas. So the loss, and with the same reduction the
+    gradient, is the same for any number of replicas and any padding.
 
     Args:
       losses: a loss per example, [B, ...].
-      mask: which examples count, [B] or the shape of `losses`: bool, or weights;
-        None: all. An empty batch gives zero.
-      op: how the gradients are reduced: "sum", as in `dj.optim.Optimizer`, or
-        "mean", as in `dj.flax.apply_gradients`; the wrong op is off by a factor of R.
+      mask: which examples count, [B] or the shape of `losses`: bools or weights.
+        None: all. If none counts, the loss is zero.
+      op: how the gradients will be reduced: "sum", the default of `dj.optim.Optimizer`, or
+        "mean", that of `dj.flax.apply_gradients`. The wrong one is off by a factor of R.
 
     Locality: T in, T out. Context: replica or default; in cross-replica context the
       arrays are the whole batch. Cost: with a mask, one all-reduce of a number.
@@ -49,13 +49,13 @@ def average_loss(
     op = as_reduce_op(op)
     losses = jnp.asarray(losses)
     dtype = mean_dtype(losses.dtype)
-    # At least float32 for the count: float16 ends at 65504, and integers lack half weights.
+    # At least float32, for the count: float16 ends at 65504, and integers cannot hold weights.
     losses = losses.astype(jnp.promote_types(dtype, jnp.float32))
     weights = _weights(losses, mask)
     total = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
     context = frames.current().replica_context
     count = jnp.sum(weights)
-    if context is not None and mask is None:  # one shape on all replicas
+    if context is not None and mask is None:  # the shape is the same on all replicas
         count = count * context.num_replicas_in_sync
     elif context is not None:
         count = context.all_reduce("sum", count)

@@ -38,7 +38,7 @@ class Accuracy(Metric):
     def measure(
         self, logits: ArrayLike, labels: ArrayLike, mask: ArrayLike | None = None
     ) -> dict[str, Any]:
-        """Returns the numbers of hits and of examples.
+        """Returns the number of correct predictions and the number of examples.
 
         Args:
           logits: [B, ..., C] scores of C classes.

@@ -1,4 +1,4 @@
-"""Masked sums."""
+"""Masked sums, and a division that gives 0 for 0 / 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distjax.data.masks import broadcast_mask
 from distjax.typing import ArrayLike, DTypeLike
 
 
-# Compiled, since eager constants would be transfers, which a guard may disallow.
+# Compiled, since eager constants would be transfers, which a transfer guard may disallow.
 @functools.partial(jax.jit, static_argnums=2)
 def masked_sum(
     values: ArrayLike, mask: ArrayLike | None, dtype: DTypeLike
@@ -19,7 +19,6 @@ def masked_sum(
     """Returns the sum and the count of the values that the mask keeps.
 
     Args:
-      values: [B, ...], or a number.
       values: [B, ...], or a number.
       mask: bool [B], or any leading part of the shape of `values`; None keeps
         all. Masked-out values may be NaN.
@@ -45,7 +44,7 @@ def masked_sum(
 
 @jax.jit
 def divide_or_zero(total: ArrayLike, count: ArrayLike) -> jax.Array:
-    """Returns ``total / count``; 0 where `count` is 0, NaN where it is negative: wrapped around."""
+    """Returns ``total / count``; 0 if `count` is 0, NaN if it is negative (it wrapped around)."""
     total, count = jnp.asarray(total), jnp.asarray(count)
     if jnp.issubdtype(total.dtype, jnp.inexact):  # cast explicitly, for strict promotion
         count = count.astype(total.dtype)

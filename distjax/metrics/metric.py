@@ -24,8 +24,8 @@ from distjax.variables.variable import Variable
 class Metric(abc.ABC):
     """A quantity made of totals: sums over all examples of all replicas.
 
-    A custom metric implements two pure methods: `measure` returns what a batch
-    adds to the totals, `compute` the metric's value from the totals.
+    A custom metric implements two pure methods: `measure` returns what a batch adds to
+    the totals, and `compute` returns the metric's value from the totals.
 
     Args:
       name: the name in messages; its variables are `name/total`.
@@ -80,17 +80,17 @@ class Metric(abc.ABC):
         """Adds a batch to the totals.
 
         Args:
-          *args: the arguments of `measure`. In cross-replica context PerReplica
-            values are added component by component, a Mirrored array as R equal
-            copies, and Python and numpy values once.
+          *args: the arguments of `measure`. In cross-replica context a PerReplica
+            is added component by component, a Mirrored array as R equal copies, and
+            Python and numpy values once.
           **kwargs: likewise.
 
         Locality: T or M in. Context: any.
         Cost: no collective.
 
         Raises:
-          ValueError: in cross-replica context, a JAX array that is on none of the
-            replicas; a `measure` that does not return the totals.
+          ValueError: in cross-replica context, a JAX array that is not on the replicas;
+            a `measure` that does not return the totals.
         """
         own, frame = self._strategy, frames.current()
         if own.extended.is_default or _is_replica_of(own, frame):
@@ -101,7 +101,7 @@ class Metric(abc.ABC):
             own.run(self._add_here, args, kwargs)
 
     def result(self) -> Any:
-        """Returns the metric over all replicas.
+        """Returns the metric's value over all replicas.
 
         The totals are all-reduced in a replica context and aggregated in
         cross-replica context.
@@ -150,7 +150,7 @@ class Metric(abc.ABC):
         )
 
     def _counts_once(self, batch: PyTree) -> bool:
-        """Returns whether a batch in cross-replica context counts once, for all replicas."""
+        """Returns whether a batch in cross-replica context counts once, not per replica."""
         topology = self._strategy.extended.topology
         leaves = jax.tree.leaves(batch, is_leaf=is_per_replica)
         if any(is_per_replica(x) or is_mirrored(topology, x) for x in leaves):

@@ -20,7 +20,7 @@ import jax
 
 from distjax.placement.per_replica import PerReplica
 
-#: Packages whose functions and objects are not searched, as they hold nothing of the user's.
+#: Packages whose functions and objects are not searched, since they hold no objects of the user.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | frozenset(
     "jax jaxlib flax optax numpy orbax chex distjax tensorflow torch grain".split()
 )
@@ -38,7 +38,7 @@ def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[
 
     Args:
       roots: functions, and user objects among their arguments.
-      is_stateful: returns whether an object is one to be found.
+      is_stateful: returns whether an object is stateful.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -94,7 +94,7 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the globals that `code` and nested code read; `co_names` has attributes, too."""
+    """Returns the globals that `code` and nested code read; `co_names` would add attributes."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname in _READS_OF_GLOBALS}
     nested = [_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
     return tuple(sorted(own.union(*nested)))

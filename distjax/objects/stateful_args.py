@@ -60,7 +60,7 @@ class StaticPart:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectKeywords:
-    """The keyword arguments of a call with objects, plus what no argument carries.
+    """The keyword arguments of a call with objects, plus what no argument carries of them.
 
     Attributes:
       kwargs: the user's keyword arguments.
@@ -140,7 +140,7 @@ class StatefulArgs:
         self.kwargs = ObjectKeywords(kwargs, rest, StaticPart(split.plan, captured, kept))
 
     def call(self, program: Callable[..., Any]) -> Any:
-        """Returns ``program(args, kwargs, finish)``, during whose trace `self` is found."""
+        """Returns ``program(args, kwargs, finish)``; traces made during the call find `self`."""
         outer = getattr(_this_thread, "call", None)
         try:
             _this_thread.call = self

@@ -1,4 +1,4 @@
-"""Optimizers: any optax transformation, with its state placed where it belongs."""
+"""Optimizers: any optax transformation, its state placed beside the variables."""
 
 from distjax.optim.functional import reduce_gradients
 from distjax.optim.optimizer import Optimizer

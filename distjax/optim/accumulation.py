@@ -16,21 +16,21 @@ from distjax.variables.variable import Variable
 
 
 class Accumulation:
-    """The mean of each replica's gradients over k steps.
+    """Averages gradients over k steps.
 
-    The sums are per replica, in sync-on-read variables, so adding to them needs no
-    communication. The counter is equal on every replica, so all reach the branch
-    that communicates together. Strategies that split gradients (ZeRO 2 and 3) have
-    no room for a whole one per replica: there each step reduces, and the sum is
-    kept split, beside its variable. Each step also reduces on a parameter server,
-    which keeps one sum for all.
+    Each replica sums its own gradients in sync-on-read variables, which needs no
+    communication. The counter is equal on every replica, so all replicas take the
+    branch that communicates in the same step. Strategies that split gradients (ZeRO 2
+    and 3) have no room for a whole one per replica: they reduce at each step, and the
+    sum is kept split, beside its variable. A parameter server, which keeps one sum for
+    all, also reduces at each step.
 
     Args:
       extended: the strategy.
       variables: the variables to optimize.
       num_steps: k, the number of gradients per update.
-      op: how the replicas' gradients are reduced. A checkpoint holds their reduced sum, so that it
-        means the same on another number of replicas, or where each step reduces.
+      op: how the replicas' gradients are reduced. A checkpoint holds the reduced sum, so it can be
+        restored with another number of replicas, or where each step reduces.
 
     Context: a distjax trace.
     """
@@ -43,7 +43,7 @@ class Accumulation:
         op: ReduceOp,
     ):
         self._extended, self._num_steps, self._variables = extended, num_steps, variables
-        # Without synchronization there is one value, a sum of what is reduced already.
+        # Without synchronization there is one sum, of gradients that are already reduced.
         is_mean = op is ReduceOp.MEAN and extended.placement.synchronizes
         self._aggregation = VariableAggregation.MEAN if is_mean else VariableAggregation.SUM
         self._devices = extended.non_slot_devices(variables)
@@ -80,8 +80,9 @@ class Accumulation:
           grads: a gradient for each variable, in the global view.
           reduce: reduces (value, variable) pairs over the replicas.
           apply: updates the variables with reduced gradients.
-        Context: cross-replica, in a trace. Cost: collectives only inside the
-          branch, except for gradients that are kept split.
+
+        Context: cross-replica, in a trace. Cost: collectives only in the branch of
+          the k-th call, except for gradients that are kept split.
         """
         for accumulator, gradient in zip(
             self.accumulators, self._reduce_some(grads, reduce, first=True), strict=True
@@ -103,7 +104,7 @@ class Accumulation:
     def _reduce_some(
         self, values: Sequence[Any], reduce: Callable[..., Any], *, first: bool
     ) -> list[Any]:
-        """Returns `values`, reducing those that are due before (`first`), or after, the sum."""
+        """Reduces those of `values` that are due before (`first`) or after summation."""
         out = list(values)
         chosen = [i for i, is_first in enumerate(self._reduces_first) if is_first == first]
         pairs = [(out[i], self._variables[i]) for i in chosen]

@@ -15,14 +15,14 @@ from distjax.typing import PyTree, ReduceOpLike
 def reduce_gradients(op: ReduceOpLike = "mean") -> optax.GradientTransformation:
     """Returns an optax transformation that reduces gradients over the replicas.
 
-    ``update(g) = all_reduce(op, g)``. Put it first in a chain: later links see
-    the global gradient, so norms are those of the global batch.
+    ``update(g) = all_reduce(op, g)``. Put it first in a chain, so that later links see
+    the global gradient and norms are those of the global batch.
 
     Args:
       op: a ReduceOp or its name.
 
-    Locality: T or M in, M out. Context: replica; the identity without an active
-      strategy.
+    Locality: T or M in, M out. Context: replica; without an active strategy it is the
+      identity.
     Cost: one all-reduce per leaf. State: none.
 
     Raises:

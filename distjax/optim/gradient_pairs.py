@@ -1,4 +1,4 @@
-"""User-supplied gradients and variables, checked and put in order."""
+"""Checks the gradients and variables that users pass, and puts them in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_variables(variables: PyTree) -> list[Variable]:
 
     Raises:
       TypeError: a leaf that is not a variable.
-      ValueError: no variables, or a duplicate.
+      ValueError: no variables, or the same one twice.
       LocalityError: a sync-on-read variable.
       StrategyMismatchError: variables of several strategies.
     """
@@ -57,7 +57,7 @@ def in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> li
     """Returns one gradient for each of `variables`, in their order.
 
     Args:
-      grads_and_vars: (gradient, variable) pairs, or (tree, tree) pairs.
+      grads_and_vars: (gradient, variable) pairs, or pairs of trees.
       variables: the variables that the optimizer was initialized with.
 
     Raises:
@@ -142,7 +142,7 @@ def _require_shape(gradient: PyTree, variable: Variable) -> None:
 
 
 def require_no_per_replica(values: PyTree) -> None:
-    """Raises a LocalityError if a replica function passes a PerReplica."""
+    """Raises a LocalityError for a PerReplica passed in a replica function."""
     found = [x for x in jax.tree.leaves(values, is_leaf=is_per_replica) if is_per_replica(x)]
     if not found:
         return
@@ -174,7 +174,7 @@ def require_one_value(extra: dict[str, Any]) -> None:
 def require_placed(
     extended: ExtendedContract, grads: Sequence[Any], variables: Sequence[Variable]
 ) -> None:
-    """Raises a ValueError if a gradient to be summed is not on the replicas."""
+    """Raises a ValueError if a gradient to be summed over replicas is not on them."""
     for gradient, variable in zip(grads, variables, strict=True):
         if is_per_replica(gradient) or is_mirrored(extended.topology, gradient):
             continue

@@ -27,15 +27,15 @@ from distjax.variables.variable import Variable
 
 
 class Optimizer:
-    """Applies an optax transformation to variables, on any strategy.
+    """Applies an optax transformation to variables, under any strategy.
 
-    ``v <- v + tx(reduce(op, g))``: gradients are first reduced over the replicas,
-    then the transformation runs once, in the global view. Norms, clipping and
-    moments are therefore those of the global gradient, as on one device.
+    ``v <- v + tx(reduce(op, g))``: the gradients are reduced over the replicas, then
+    the transformation runs once, in the global view. Norms, clipping and moments are
+    therefore those of the global gradient, as on one device.
 
     Args:
-      tx: an optax transformation; extra arguments of its update are passed on.
-      reduce_op: how to combine the replicas' gradients: "sum" as in tf.distribute,
+      tx: an optax transformation, which may take extra arguments.
+      reduce_op: how the replicas' gradients are combined: "sum" as in tf.distribute,
         or "mean".
       accumulate_steps: k; only every k-th call communicates and updates, with
         the mean gradient of k calls. If the strategy splits gradients (ZeRO 2
@@ -60,7 +60,7 @@ class Optimizer:
       "How to update a variable" (TF 1.13, 1.15).
     """
 
-    #: The merge argument that holds the gradients: see `UserMerge.reduces`.
+    #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
     reduced_argument = 0
 
     def __init__(
@@ -103,7 +103,7 @@ class Optimizer:
         return () if kept is None else (*kept.accumulators, kept.counter)
 
     def kept_variables(self) -> dict[str, Any]:
-        """Returns the variables to checkpoint: state and accumulators, no parameters.
+        """Returns the variables to checkpoint: state and accumulators, not parameters.
 
         Raises:
           ContextError: before `init`.
@@ -121,6 +121,7 @@ class Optimizer:
         Args:
           variables: a list or any tree of variables of one strategy; the
             transformation sees a tree of arrays of that structure (for masks and labels).
+
         Locality: V(v) in; V(v) and N out. Context: any; guard it in a replica
           function, like any creation: `if optimizer.state is None`.
 
@@ -131,7 +132,7 @@ class Optimizer:
         """
         self._variables = gradient_pairs.require_variables(variables)
         self._tree = variables
-        self._step = jit(self._step_in_trace)  # old programs hold the old state
+        self._step = jit(self._step_in_trace)  # anew: old programs hold the old state
         with _active(self._strategy):
             jit(self._make)()
 
@@ -151,8 +152,9 @@ class Optimizer:
     def apply_gradients(self, grads_and_vars: Iterable[Any], **extra: PyTree) -> None:
         """Reduces the gradients over the replicas and updates the variables.
 
-        In a replica context: merge_call, reduce to the variables, update, as TensorFlow
-        requires of an optimizer. In cross-replica context: `distributed_apply`.
+        In a replica context it makes a merge_call, which reduces to the variables and
+        updates them, as TensorFlow requires of an optimizer. In cross-replica context it
+        does what `distributed_apply` does.
 
         Args:
           grads_and_vars: (gradient, variable) pairs, one for each variable passed
@@ -171,6 +173,7 @@ class Optimizer:
             are not on the replicas.
           LocalityError: a PerReplica in a replica function, or as an extra
             argument.
+
         Source: tf.keras Optimizer.apply_gradients.
         """
         grads = self._in_order(grads_and_vars)
@@ -197,6 +200,7 @@ class Optimizer:
           **extra: as for `apply_gradients`.
 
         Locality: T or M in; V(v) written. Context: cross-replica or default.
+
         Source: `Optimizer._distributed_apply` (TF 1.12, 1.13).
         """
         extended = getattr(strategy, "extended", None)  # an adapter has its strategy's

@@ -1,8 +1,8 @@
 """The state of an optax transformation as variables, each placed where it belongs.
 
-State that optax identifies as per-parameter (a slot: a moment, an accumulator)
-lives where its variable lives; the rest (step counts, hyperparameters) lives on
-the non-slot devices.
+A slot is state that optax identifies as per-parameter (a moment, an accumulator); it
+lives where its variable lives. The rest (step counts, hyperparameters) lives on the
+non-slot devices.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class OptimizerState:
 
     Attributes:
       tree: the state as returned by `tx.init`, with variables as leaves.
-      slots: for each optimized variable, the leaves of `tree` that are its
-        slots.
+      slots: the leaves of `tree` that are slots, by the variable they belong to.
       non_slots: the other variables among the leaves of `tree`.
     """
 
@@ -37,7 +36,7 @@ class OptimizerState:
     non_slots: list[Variable]
 
     def values(self) -> Any:
-        """Returns the optax state as arrays, as seen by the current context."""
+        """Returns the optax state as arrays, as the current context sees them."""
         return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
 
     def pair_with(self, new: PyTree) -> dict[Variable, Any]:
@@ -48,7 +47,12 @@ class OptimizerState:
 
 
 class _Owned:
-    """A leaf of an optax state and its owner (None: no owner)."""
+    """A leaf of an optax state, and the variable that it is a slot of, if any.
+
+    Attributes:
+      value: the leaf.
+      owner: the variable and the length of its path in the tree of variables; None: no slot.
+    """
 
     def __init__(self, value: PyTree, owner: tuple[Variable, int] | None):
         self.value, self.owner = value, owner
@@ -95,10 +99,10 @@ def make_state(
 def _with_owners(
     tx: optax.GradientTransformationExtraArgs, state: PyTree, variables: PyTree
 ) -> Any:
-    """Returns `state` with each leaf an `_Owned`, attributed by optax itself.
+    """Returns `state` with each leaf an `_Owned`, as attributed by optax.
 
-    A transformation whose `init` inspects its parameters, so that optax cannot
-    attribute its state, has only non-slot state.
+    If the `init` of a transformation inspects its parameters, optax cannot attribute its
+    state, and all of it counts as non-slot state.
     """
     owners = jax.tree_util.tree_map_with_path(lambda path, v: (v, len(path)), variables)
     try:

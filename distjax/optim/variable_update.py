@@ -1,4 +1,4 @@
-"""One update: the transformation in the global view, then each variable."""
+"""One update: runs the transformation in the global view, then writes each variable."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def update_variables(
 def _add_by_shards(variable: Variable, slots: Sequence[Variable], value: jax.Array) -> jax.Array:
     """Returns a variable's new value, computed shard by shard if its slots are split.
 
-    Otherwise XLA would gather the update and add it whole on each replica: R times
-    the additions, and a buffer of the variable's size.
+    XLA would otherwise gather the update and add all of it on each replica, at the cost of
+    R times the additions and a buffer of the variable's size.
     """
     form = variable.layout.local_form
     for other in (s.layout.local_form for s in slots if s.shape == value.shape):

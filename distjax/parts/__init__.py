@@ -1,9 +1,9 @@
 """Parts for building custom strategies: as public as the top-level package.
 
 A strategy is a `dj.Strategy` around a `StrategyExtended`, which takes a topology
-(which devices, how many replicas) and a placement (where variables live); a
+(which devices, how many replicas) and a placement (where variables live). A
 placement returns layouts (how one variable is stored), and may consult a
-partitioner (into how many shards).
+partitioner (how many shards to split it into).
 
 Modules that neither this package nor the rest of the API reference exposes are
 private and may change without notice.

@@ -29,7 +29,7 @@ class Locality:
     Attributes:
       kind: "per_replica" (each replica has its own value), "mirrored" (one value, held by
         all), "partitioned" (split over the replicas), "host" (in host memory) or
-        "unplaced" (NumPy arrays, Python numbers, arrays elsewhere).
+        "unplaced" (NumPy arrays, Python numbers, arrays on other devices).
       sharding: the JAX sharding; None for "unplaced".
 
     Source: locality T, M, V(v) and N of tf.distribute.StrategyExtended,

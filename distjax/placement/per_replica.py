@@ -16,8 +16,8 @@ from distjax.placement.topology import Topology, unplaced_topology
 from distjax.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax.typing import PyTree
 
-#: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. All of
-#: it counts for equality, since JAX looks up compiled programs by equal treedefs.
+#: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. Both
+#: take part in equality, since JAX looks up compiled programs by treedef.
 Form = tuple[Topology, tuple[int, ...]]
 
 _ARRAYS = (jax.Array, np.ndarray)
@@ -48,10 +48,10 @@ class PerReplica:
     Its treedef remembers ``stacked.shape``. Unflattening with an array of exactly this shape,
     of any dtype, gives a PerReplica. An array of another shape (a row, a mean) or a float is
     no longer a value per replica, and takes the PerReplica's place in the tree as it is.
-    Anything that is not a value (a sharding, a spec, an axis, None) stays in its PerReplica.
+    Anything that is not a value (a sharding, a spec, an axis, None) stays wrapped.
 
-    `pickle`, `copy.copy` and `copy.deepcopy` turn it into a numpy array [R, ...] on no
-    devices; the first strategy with R replicas that uses it places it.
+    `pickle`, `copy.copy` and `copy.deepcopy` give a PerReplica of a NumPy array [R, ...] on no
+    devices; the first strategy with R replicas to use it places it.
 
     Attributes:
       stacked: array of shape [R, ...]; slice r belongs to replica r.
@@ -165,7 +165,7 @@ class PerReplica:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        # These two take what cannot become an array for unequal.
+        # These two would swallow the error of a failed conversion and return False.
         if function in (np.array_equal, np.array_equiv):
             raise TypeError(_no_conversion_text(self))
         return inspect.unwrap(function)(*args, **kwargs)
@@ -235,7 +235,7 @@ def is_per_replica(value: object) -> bool:
 def require_same_topology(value: PerReplica, topology: Topology, where: str) -> None:
     """Raises a LocalityError if `value` belongs to other replicas.
 
-    A value on no devices yet is placed in situ if its number of replicas matches.
+    A value that has no devices yet is placed, in place, if its number of replicas matches.
 
     Args:
       value: the PerReplica passed in.
@@ -264,7 +264,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
 
 
 def return_to_replicas(value: PerReplica) -> None:
-    """Moves the array back, in situ, if `jax.device_put` took it off the replicas' devices."""
+    """Moves the array back, in place, if `jax.device_put` took it off the replicas' devices."""
     if is_elsewhere(value.stacked, set(value.topology.devices)):
         _move(value, value.topology)
 

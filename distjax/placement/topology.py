@@ -90,7 +90,7 @@ class Topology:
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """This process's devices by replica; all if the devices can only be compiled for."""
+        """This process's devices, replica by replica; all of them if they are compile-only."""
         if not self.spans_processes or jax_compat.only_compiles(self.devices):
             return self.devices
         here = jax.process_index()
@@ -115,7 +115,7 @@ class Topology:
 
 @functools.cache
 def unplaced_topology(num_replicas: int) -> Topology:
-    """Returns the topology of values from another process that have no devices yet."""
+    """Returns the topology of values that were copied or unpickled and have no devices yet."""
     return Topology((), num_replicas, "", None)
 
 
@@ -218,9 +218,9 @@ def _one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) 
 
 @functools.cache
 def abstract_topology(num_replicas: int, axis_name: str) -> Topology:
-    """Returns the topology of replicas on devices of their own, whichever these are.
+    """Returns the topology of replicas with devices of their own, without naming these.
 
-    A program that is traced for it runs on every mesh of as many; its own mesh is an abstract one.
+    Its mesh is abstract: a program traced for it runs on any mesh with as many replicas.
     """
     mesh: Any = AbstractMesh((num_replicas,), (axis_name,), axis_types=(AxisType.Auto,))
     return Topology((), num_replicas, axis_name, mesh)

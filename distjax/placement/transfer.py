@@ -3,7 +3,7 @@
 When `jax.device_put` places a host value on devices of several processes, it implicitly runs a
 collective that gathers the value from all of them and compares, which hangs on a second thread,
 rejects NaNs and keys, and costs a round trip. Here each process fills its own devices and
-nothing is exchanged; that the value is the same everywhere is checked elsewhere.
+nothing is exchanged; other code checks that the value is the same everywhere.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
 
     Args:
       value: an array or number on the host or on this process's devices, present on every
-        process; an array over several processes, which all of them move by one program; or a
-        struct that stands for an array.
+        process; an array over several processes, which all of them move in one program; or a
+        struct in place of an array.
       sharding: where to place it; None: JAX's default device.
 
-    Cost: the bytes that this process's devices hold; for a host value, nothing is sent
-      between processes.
+    Cost: a transfer of the bytes that this process's devices hold; for a host value, nothing is
+      sent between processes.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.update(sharding=sharding)
@@ -42,7 +42,7 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
 
 
 def copied(array: jax.Array) -> jax.Array:
-    """Returns a copy of this process's array where it is, in memory of its own.
+    """Returns a copy of this process's array on the same devices, in memory of its own.
 
     Unlike `jnp.copy` it compiles nothing.
     """
@@ -50,7 +50,7 @@ def copied(array: jax.Array) -> jax.Array:
 
 
 def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
-    """Returns whether `value` is an array that is committed to other devices, or stands for one."""
+    """Returns whether `value` is an array, or a struct for one, committed to other devices."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return isinstance(value.sharding, Sharding) and value.sharding.device_set != devices
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
@@ -59,7 +59,7 @@ def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
 
 
 def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
-    """Places `values` like `transfer`, in a single transfer within one process."""
+    """Places `values` as `transfer` does; within one process, all in a single transfer."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
     return [transfer(value, sharding) for value in values]

@@ -28,7 +28,7 @@ def agree_on_program(
 
     Args:
       build: the program.
-      lowered: its text for this signature.
+      lowered: the program, lowered for this signature.
       argument_names: the names of its positional arguments.
       args: positional arguments.
       kwargs: keyword arguments.
@@ -48,7 +48,7 @@ def agree_on_program(
         ComparedFact(f"the program of {build.name}", describe_program(lowered)),
     ]
     arguments = _describe_arguments(build.name, argument_names, args, kwargs)
-    # Not keyed by arguments: a process that lost its program has another number at its next call.
+    # Not keyed by the arguments: a process that alone compiles again may now pass other numbers.
     agree(f"the first call of {build.name}", [*arguments, *program], known_by=program)
     return functools.reduce(lambda found, fact: crc32(str(fact).encode(), found), program, 0)
 

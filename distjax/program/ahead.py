@@ -1,8 +1,8 @@
-"""Programs compiled ahead of their calls: `lower(*args).compile()(*args)`, as of `jax.jit`.
+"""Ahead-of-time compilation: `lower(*args).compile()(*args)`, as with `jax.jit`.
 
-JAX's own stages have the operands of a program (its variables first), which no user has. So what
-`lower` returns is JAX's stage in everything but the call, and a call is one of the function,
-which finds what was compiled here.
+JAX's own stages take the operands of a program, its variables first, which users do not have. So
+the stages here forward everything to JAX's except the call, which calls the function itself: that
+finds what was compiled here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class LoweredProgram:
     """A program lowered for some arguments: a `jax.stages.Lowered` that knows its function.
 
     Args:
-      lowered: what JAX lowered.
-      call: the function, to be called with all its arguments.
+      lowered: JAX's stage.
+      call: calls the function with all its arguments.
       args: its positional arguments.
-      marked: the same, static ones marked.
+      marked: the same, with the static ones wrapped in `Static`.
       static_kwargs: the keyword arguments that are static.
       names: the names of the function's positional parameters.
     """
@@ -43,7 +43,7 @@ class LoweredProgram:
         self._static_kwargs, self._names = static_kwargs, names
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledProgram:
-        """Returns the program compiled; calls of the function with such arguments find it."""
+        """Returns the compiled program; later calls of the function use it too."""
         compiled = self._lowered.compile(compiler_options)
         return CompiledProgram(compiled, self._call_with, compiler_options)
 
@@ -64,12 +64,13 @@ class LoweredProgram:
 class CompiledProgram:
     """A compiled program: a `jax.stages.Compiled` that takes the function's arguments.
 
-    As in JAX the static ones are left out; unlike there, arguments of other shapes compile anew.
+    As in JAX, static arguments are left out of the call. Unlike in JAX, arguments of other shapes
+    do not raise but recompile.
 
     Args:
-      compiled: what JAX compiled.
-      call: calls the function with its arguments that are not static.
-      options: the compiler options, where some were given.
+      compiled: JAX's stage.
+      call: calls the function, given the arguments that are not static.
+      options: the compiler options, if any.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class CompiledProgram:
         """Runs the program.
 
         Raises:
-          ValueError: it was compiled with options, which calls of the function do not have.
+          ValueError: it was compiled with options, which a call of the function cannot use.
         """
         if self._options:
             raise ValueError(
@@ -103,7 +104,7 @@ class CompiledProgram:
 
 
 def _find_attribute(stage: LoweredProgram | CompiledProgram, of: str, name: str) -> Any:
-    """Returns an attribute of JAX's own stage, which a copy under way does not have yet."""
+    """Returns an attribute of JAX's stage, which a stage being copied does not hold yet."""
     if of not in vars(stage):
         raise AttributeError(name)
     return getattr(vars(stage)[of], name)

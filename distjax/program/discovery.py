@@ -1,4 +1,9 @@
-"""Discovery: traces a cross-replica function and finds its variables."""
+"""Discovery: traces a step, to find the variables that it touches.
+
+In the trace, the first read of a variable stages a `variable` equation, and writes are kept in the
+trace's state (see `variables/state.py`). Here these equations become inputs of the jaxpr, and the
+last values written its outputs. A build compiles this jaxpr: it does not call the function again.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +133,8 @@ class Discovered:
     ) -> None:
         """Computes the initial values of created variables, which store them later.
 
-        Uses one program per strategy, with explicit output shardings, so nothing is ever
-        whole on one device first.
+        Uses one program per strategy, with explicit output shardings, so that no value is ever
+        whole on one device.
         """
         groups: dict[Any, list[Any]] = {}
         for variable in self.created:
@@ -158,7 +163,7 @@ class Discovered:
 
 
 def _initial(variable: Variable, value: jax.Array) -> Any:
-    """Returns a stored copy of `value` (a result of `jit` may be one of its inputs)."""
+    """Returns `value` in stored form, as a copy: a result of `jit` may be one of its inputs."""
     if not variable.size:
         return value
     return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))

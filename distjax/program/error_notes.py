@@ -27,7 +27,7 @@ def explain_devices(error: Exception, name: str) -> Exception:
 
 
 def add_argument_note(error: Exception) -> None:
-    """Adds a note to an error that comes from how an argument was taken: traced, or as a struct."""
+    """Adds a note to an error whose cause is that an argument is traced, or is a struct."""
     is_traced_value = isinstance(error, _TRACED_VALUE) or re.search(
         r"of concrete values.*Tracer", str(error)
     )

@@ -1,7 +1,7 @@
 """Checksums of the numbers and small host arrays among the arguments of a call.
 
-Each process passes its own, so they may differ at any call. Paths to them are found when a
-signature is compiled: a call checks only those leaves, not a whole tree of arrays.
+Each process of a job passes its own, so they may differ at any call. The paths to them are found
+when a signature is compiled, so that a call visits only those leaves, not a whole tree of arrays.
 """
 
 from __future__ import annotations

@@ -66,22 +66,21 @@ class RetraceWatch:
 class FreshFunctionCounter:
     """Counts function objects that a loop creates anew for each call of the same code.
 
-    Each is compiled, called once and discarded: every step takes a compilation, with no
-    other visible sign.
+    Each is compiled, called once and discarded: every step compiles, and nothing else shows it.
     """
 
     def __init__(self) -> None:
         self._rows = FunctionCache(lambda _: _Streak())
 
     def record(self, fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
-        """Records a new function; warns at the 8th, 16th, 32nd in a row.
+        """Records a new function; warns at the 8th, 16th, 32nd, ... in a row.
 
         Args:
           fn: the function.
-          strategy: where it is called; another one starts a new row.
+          strategy: where it is called; another one starts a new streak.
 
         Returns:
-          A function to call at the function's second call, which ends the row.
+          A callback for the function's second call, which ends the streak.
         """
         code = _code_of(fn)
         if code is None:

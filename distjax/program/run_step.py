@@ -29,8 +29,8 @@ class RunStep:
     """A replica function as the step of a program.
 
     Args:
-      extended: the inside of the strategy whose replicas run it.
-      resolve: returns the function; a program does not keep it alive.
+      extended: the `extended` of the strategy whose replicas run it.
+      resolve: returns the function, which a program does not keep alive.
     """
 
     donate_argnums = ()
@@ -50,7 +50,7 @@ class RunStep:
         return emit_run(self._extended.strategy, self._resolve(), args, kwargs, state)
 
     def place(self, tree: PyTree) -> Any:
-        """Returns the arguments with arrays from elsewhere on the strategy's devices."""
+        """Returns the arguments, with arrays on other devices moved to the strategy's."""
         return place_arguments(self._extended.topology, tree)
 
     def take_objects(
@@ -105,8 +105,8 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
     """Returns the program of a replica function.
 
     Args:
-      extended: the inside of the strategy whose replicas run it.
-      resolve: returns the function; a program does not keep it alive.
+      extended: the `extended` of the strategy whose replicas run it.
+      resolve: returns the function, which a program does not keep alive.
     """
     on_second_call = fresh_functions.record(resolve(), extended.strategy)
     step = RunStep(extended, resolve)

@@ -44,7 +44,7 @@ class Step(Protocol):
         ...
 
     def place(self, tree: PyTree) -> Any:
-        """Returns arguments with arrays from elsewhere moved to the program's devices."""
+        """Returns the arguments, with arrays on other devices moved to the program's devices."""
         ...
 
     def take_objects(

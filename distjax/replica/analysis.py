@@ -220,7 +220,7 @@ def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
 
 
 def is_declared_equal(eqn: jax_compat.JaxprEqn) -> bool:
-    """Returns whether `dj.expect` declares a callback a function of its operands."""
+    """Returns whether `dj.expect` declares that a callback depends on its operands alone."""
     is_pure = eqn.primitive.name == "pure_callback"
     return is_pure and says_equal(str(eqn.source_info.name_stack))
 

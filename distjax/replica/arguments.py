@@ -22,7 +22,7 @@ def is_array(value: object) -> bool:
 
 
 def is_array_or_struct(value: object) -> bool:
-    """Returns whether `value` is an array, or stands for one where a program is lowered."""
+    """Returns whether `value` is an array, or a struct that a program can be lowered for."""
     return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
@@ -47,7 +47,7 @@ jax.tree_util.register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
 
 
 class ObjectStateKey:
-    """The key, in a path, of an array that belongs to an object with state.
+    """The key, in a tree path, of an array that belongs to a stateful object.
 
     Args:
       index: its index among the arrays of that object.
@@ -64,7 +64,7 @@ _OBJECT_STATE = "<state "
 
 
 def is_object_state(path: str) -> bool:
-    """Returns whether a path leads to an array of an object with state."""
+    """Returns whether a path leads to an array of a stateful object."""
     return _OBJECT_STATE in path
 
 
@@ -149,7 +149,7 @@ def mark_static(
     Args:
       tree: (args, kwargs).
       names: names of the positional arguments, for the error.
-      is_data: what is an array.
+      is_data: returns whether a leaf is an array.
 
     Raises:
       ValueError: a Python object is not hashable.

@@ -20,7 +20,7 @@ _NEEDS_A_NUMBER = re.compile("Shapes must be 1D|concrete value is expected|__ind
 def add_number_note(
     error: Exception, fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str]
 ) -> None:
-    """Notes on a JAX error which argument is traced, and how to make it static."""
+    """Adds a note to a JAX error that names the traced argument and how to make it static."""
     found = re.search(r"leaves\[(\d+)\]", str(error))
     if found is None or not _NEEDS_A_NUMBER.search(str(error)):
         return

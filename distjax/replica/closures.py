@@ -30,7 +30,7 @@ class ClosureValues:
 
     @contextlib.contextmanager
     def restore(self) -> Generator[None]:
-        """Restores these values for a block, then undoes that unless rebound inside."""
+        """Restores these values for a block; undoes that afterwards, except for names rebound."""
         others = [
             (cell, value, _content(cell))
             for cell, value in self._values

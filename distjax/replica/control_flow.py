@@ -1,8 +1,9 @@
 """Control flow: equations that contain a merge are emitted in the global view.
 
 Merges call their function and calls are inlined. Loops and branches become loops and
-branches of the global view, whose bodies are split at merges in turn and whose carries are
-at a locality fixpoint. `remat` stays `remat`.
+branches of the global view, whose bodies are split at merges in turn. A carry that any
+iteration makes varying is stacked [R, ...] from the start, so the body is first traced for its
+shapes until the localities no longer change (a fixpoint). `remat` stays `remat`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _emit_inlined(
 
 
 def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:
-    # Users know a `call_hi_primitive` by the class of what it calls.
+    # Users know a `call_hi_primitive` by the name of the class behind it.
     name = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
     merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in emitter.analysis.collectives(sub))
     return message(

@@ -72,7 +72,7 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
 
 # -- between two runs ----------------------------------------------------------
 
-#: Tags that may be carried to another function: reductions, and values not to be reduced.
+#: Tags that are carried over to other functions: of reductions, and of values not to be reduced.
 _TOLD = frozenset(
     "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
     "grad".split()
@@ -84,7 +84,7 @@ _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
     """Remembers facts about arrays or PerReplicas for as long as these live.
 
-    Nothing is remembered of state, which is no longer a reduction, and is reported where updated.
+    State is left out: it is no longer a reduction, and is reported where it is updated.
     """
     if len(values) == len(facts):  # else there are objects or variables among the values
         for value, fact in zip(values, facts, strict=True):

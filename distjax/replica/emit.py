@@ -44,7 +44,7 @@ class JaxprEmitter:
           jaxpr: a replica-view jaxpr.
           consts: values of its constvars, equal on every replica.
           args: values of its invars.
-          known: values of variables that are given rather than computed.
+          known: values of the jaxpr's variables that are given rather than computed.
 
         Returns:
           The values of its outputs.

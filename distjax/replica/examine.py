@@ -64,7 +64,7 @@ def examine(
 
     Args:
       jaxpr: its code.
-      counts: how many of its outputs are the user's results, and how many with the state of
+      counts: how many of its outputs are the user's results, and how many are these or state of
         objects; the values of `written` follow.
       written: the variables that it writes.
       given: its arguments.
@@ -86,13 +86,13 @@ def examine(
     own, of_objects, finals = outs[:num_own], outs[num_own:num_results], outs[num_results:]
     findings.find_sums(walk)
     _find_local_training(walk, written, finals)
-    # Metrics of Flax are arguments, combined after the step.
+    # Flax metrics are arguments, and are combined after the step.
     updates_state = any(x.differs and x.find("base") for x in own)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
     for (rule, _), finding in walk.found.items():
         if rule == LOCAL_VARIANCES and walk.tells_means_apart:
-            continue  # variances within and between the replicas, each by itself
+            continue  # the function also reduces what the variance between replicas needs
         report(finding, ReductionWarning if finding.level == "warning" else None)
     return env
 
@@ -177,7 +177,7 @@ def _holds_mask(treedef: jax.tree_util.PyTreeDef) -> bool:
 
 
 def find_unequal_start(variable: Variable) -> None:
-    """Warns if a variable made in a replica function has a differing initial value."""
+    """Warns that a variable made in a replica function has an initial value that differs."""
     if not (variable.trainable and jnp.issubdtype(variable.dtype, jnp.inexact)):
         return
     text = message(
@@ -200,8 +200,8 @@ def note_lone_updates(
 ) -> None:
     """Notes results that update an equal argument but differ.
 
-    Whether they are fed back is known only at the second call; see `feedback`. An object's
-    state is not: it is updated in place, not by results.
+    Whether they are fed back is known only at the second call; see `feedback`. State of objects
+    is left out: it is updated in place, not through results.
     """
     name, partitioned, names, args = given
     for atom, path, out in zip(ends, paths, results, strict=True):

@@ -36,14 +36,14 @@ def squared(x: Fact) -> Fact:
 
 
 def of_parts(parts: Sequence[Fact]) -> Fact:
-    """Returns the fact of an array made of others, of which plain constants say nothing."""
+    """Returns the fact of an array assembled from others, ignoring plain constants among them."""
     told = [x for x in parts if x.number is None or x.find("grad")] or list(parts)
     names = [n for n in ("grad", *SCALES, *REDUCED) if all(x.find(n) for x in told)]
     return told[0].only(*names)._replace(differs=unknown(parts).differs)
 
 
 def completes(parts: Sequence[Fact]) -> bool:
-    """Returns whether a replica's own rows are put among those gathered from all."""
+    """Returns whether a replica puts its own rows among those gathered from all replicas."""
     is_gathered = [bool(x.find("gathered")) for x in parts]
     return any(is_gathered) and any(
         x.differs and not g for x, g in zip(parts, is_gathered, strict=True)
@@ -73,7 +73,7 @@ def may_average(walk: FactWalk, factor: float, *, is_product: bool = False) -> b
     Args:
       walk: knows R.
       factor: the factor.
-      is_product: whether it is written as such, as learning rates are: 0.1 is no 1/(5 * 2).
+      is_product: whether the code multiplies by it, as by a learning rate: 0.1 is not 1/(5 * 2).
     """
     if not 1e-9 < factor < 1e9:  # nor NaN
         return False
@@ -154,7 +154,7 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
             return [DIFFERS.having(ratio=walk.site(eqn))]
         if not b.differs and b.find("count"):
             return [DIFFERS.having(share=walk.site(eqn))]
-    # A quotient of norms weights one loss by another's gradient; only of a gradient is it a clip.
+    # A quotient of norms weights one loss by another's gradient; only a gradient is clipped by it.
     is_weight = a.differs and not a.find("grad")
     return [_product(walk, eqn, a, b.only("random") if is_weight else b.only("norm", "random"))]
 
@@ -175,7 +175,7 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     is_share = count > 1 and is_close(number, count * walk.num_replicas)
     if is_share and not findings.writes_replicas(walk, site):
         return DIFFERS.having(share=site)
-    if site.is_mean and walk.is_transposed(eqn):  # a mean within an example, as of a layer norm
+    if site.is_mean and walk.is_transposed(eqn):  # a mean within an example, as in a layer norm
         return x.only("grad", *SCALES)
     return _scaled(walk, eqn, x, 1 / number, is_product=False)
 
@@ -224,11 +224,11 @@ def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _sum_of_cotangents(a: Fact, b: Fact) -> Fact:
-    """Returns the fact of a sum over two ways from a value to the loss."""
+    """Returns the fact of a sum over two paths from a value to the loss."""
     out = of_parts((a, b)).having(grad=a.find("grad") or b.find("grad"))
     mean = a.find("mean") or b.find("mean")
     is_mean = mean and not (a.find("share") or b.find("share"))
-    return out.having(mean=mean) if is_mean else out  # of the other, a factor was not understood
+    return out.having(mean=mean) if is_mean else out  # the other path has some unknown factor
 
 
 def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
@@ -247,7 +247,7 @@ def _sum_of_different(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
         names.extend(n for n in ("clipped",) if a.find(n) or b.find(n))
     out = a.only(*names)
     for x in (a, b):
-        if x.find("grad") and x.find("total"):  # noise is added to what each example clipped
+        if x.find("grad") and x.find("total"):  # noise added to a sum of clipped gradients
             out = out._replace(tags=out.tags | x.only("total", "total_site").tags)
     grad, component = a.find("grad") or b.find("grad"), a.find("component") or b.find("component")
     out = out.having(grad=grad) if grad else out
@@ -300,7 +300,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     out = Fact(differs, None, tags)
     if completes(cases):
         out = out.having(completed=walk.site(eqn))
-    if which.differs and len(tensors) < len(cases):  # a mask, as of dropout: nothing is updated
+    if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
         out = out.without("base")
     if any(c.differs for c in cases) and which.differs:
         out = out.having(data=walk.site(eqn))
@@ -329,6 +329,6 @@ def compare(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def bits(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Random bits of a key."""
+    """Random bits drawn with a key."""
     out = unknown(ins)
     return [out if out.differs else out.having(random=walk.site(eqn))] * len(eqn.outvars)

@@ -64,7 +64,7 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     divisor, is_mean = x.find("divisor") or (None, False)
     shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
-    # Elements of one example may by chance sum to a global batch; for those, trust only jnp.mean.
+    # The elements of one example may by chance be as many as a batch: there, trust only jnp.mean.
     is_weighted = is_mean and is_close(divisor, count)  # 0.5 * jnp.mean(losses)
     is_whole = shape in walk.completed and shape[0] not in walk.leading
     is_local = walk.may_be_batch(summed) and not is_whole
@@ -155,7 +155,7 @@ def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if x.number is not None:
         is_moderate = 1e-9 < abs(x.number) < 1e9 and abs(power) < 32  # avoids overflow
         return [Fact(number=x.number**power) if is_moderate else EQUAL]
-    if power == 1:  # so optax computes the first moments of Adam
+    if power == 1:  # as optax computes Adam's first moments
         return _same(walk, eqn, ins)
     return [arithmetic.squared(x)] if power == 2 else _curve(walk, eqn, ins)
 
@@ -202,11 +202,11 @@ def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-    """Sums of which each replica keeps other rows; a norm or clip of them is a replica's own."""
+    """A reduce-scatter: replicas keep different rows of the sum, so a norm of them is local."""
     axes = eqn.params.get("axis_name", ())
     if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
         return [unknown(ins)]
-    # The derivative of a gather: the sum of what all replicas' means, or shares, are made of.
+    # As the transpose of a gather, it sums the cotangents of all replicas' means or shares.
     kept = ("grad", *SCALES) if walk.is_transposed(eqn) else ("grad",)
     return [ins[0].only(*kept)._replace(differs=True).having(scattered=walk.site(eqn))]
 

@@ -3,6 +3,9 @@
 A lattice separate from equal / differs, which is proved elsewhere: a fact may add a finding but
 never proves anything. A fact survives only while every rule along the way keeps it; anything
 unknown drops it, so silence is the default.
+
+A walk visits the equations in order, those of inner functions and loops included. The rule of each
+primitive turns the facts of the operands into those of the results, and reports mistakes.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", 
 
 
 Where: TypeAlias = Site | SiteRecord
-#: A sum of R equal parts: the parts' previous reduction, where that was, where the sum is.
+#: A sum of R equal parts: the reduction that made the parts, its site, and the site of the sum.
 Times: TypeAlias = tuple[str, Where, Where]
 
 
@@ -151,11 +154,16 @@ class FactWalk:
 
     Attributes:
       across: whether a reduction of cross-replica code is being tracked.
-      tells_means_apart: whether it is known by how much the replicas' local means differ.
+      tells_means_apart: whether a reduction shows by how much the replicas' local means differ.
       completed: shapes of what is summed over the rows of a completed batch.
-      updates, totals: sums of R equal parts that arrays of state, or numbers, are updated by.
-      counts_replicas: whether a number of state grows by a multiple of R.
       on_merge: returns the facts of a merge's results.
+      found: the findings, by (rule, the user's line).
+      written: the variables that the function writes, by serial number.
+      updates, totals: sums of R equal parts that update state: arrays, and numbers.
+      counts_replicas: whether a number in the state grows by a multiple of R.
+      sums, counts: sums of R equal parts, and of an equal number, that variables take.
+      combines: whether the function reduces or merges anything over the replicas.
+      ratio_counts: local counts that a total is divided by.
     """
 
     def __init__(
@@ -287,7 +295,7 @@ class FactWalk:
 
 #: Rounds of a loop after which facts of its carry are dropped.
 _MOST_ROUNDS = 4
-#: Number of equations below which an inner function is walked anew for each call.
+#: Number of equations below which an inner function is walked again for each call.
 _SMALL = 30
 
 
@@ -302,7 +310,7 @@ def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]
 
 
 def _of_cotangents(ins: Sequence[Fact]) -> Fact:
-    """Returns the fact of a result in a backward pass, where all is linear in cotangents."""
+    """Returns the fact of a result in a backward pass, which is linear in the cotangents."""
     parts = [x for x in ins if x.find("grad")]
     names = [n for n in ("grad", "mean", "share") if all(x.find(n) for x in parts)]
     return unknown(ins)._replace(tags=parts[0].only(*names).tags if parts else frozenset())

@@ -65,7 +65,7 @@ def from_user_value(value: PyTree) -> GlobalValue:
 
 
 def from_variable(variable: Variable, value: jax.Array) -> GlobalValue:
-    """Returns what the replicas hold of a variable with global value `value`."""
+    """Returns what replicas see of a variable whose global value is `value`."""
     form = variable.layout.local_form
     return GlobalValue(form.to_replicas(value), form.varying)
 

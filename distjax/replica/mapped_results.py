@@ -33,7 +33,7 @@ from distjax.variables.conversion import is_number
 
 
 class _AsValues:
-    """As an out axis: return what `run` returns."""
+    """The out axis that means: return what `run` returns."""
 
 
 AS_VALUES = _AsValues()

@@ -1,9 +1,9 @@
-"""Replicas that share a device: what `vmap` refuses or does unlike real devices.
+"""Replicas that share a device: what `vmap` rejects, or does unlike separate devices.
 
 On one device all replicas run under `vmap`. Its rules do not support groups of replicas or partial
 permutations, give an `all_to_all` of an equal value the wrong shape, let a `custom_vmap` mistake
-the replica axis for a user's, and cannot map some primitives. Such equations are evaluated here by
-their meaning; all others are left to JAX.
+the replica axis for a user's, and cannot map some primitives. Such equations are evaluated here
+from other operations of the same meaning; all others are left to JAX.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     return EQUAL
 
 
-#: What a division by the number of replicas ends.
+#: Tags that a division by the number of replicas removes.
 _UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "count", "times_R", "whole")
 
 
@@ -140,7 +140,7 @@ def names_replicas(site: Where) -> bool:
 
 
 def writes_replicas(walk: FactWalk, site: Where) -> bool:
-    """Returns whether the user's line has R as a number, as ``sum / (2 * n)`` if R is 2."""
+    """Returns whether the user's line spells out R, like ``sum / (2 * n)`` where R is 2."""
     number = rf"(?<!\*\*)(?<!\*\* )(?<![\w.]){walk.num_replicas}(\.0?)?(?![\w.])"
     return bool(re.search(number, _line(site)))
 
@@ -162,7 +162,7 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
 
 def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
     """Reports values whose sum or mean over the replicas is meaningless."""
-    is_one_example = walk.leading == frozenset((1,))  # what is computed of it is its own
+    is_one_example = walk.leading == frozenset((1,))  # what is computed is that example's own
     for name, (rule, expected, got, why, fix) in UNREDUCIBLE.items():
         made = x.find(name)
         if made is not None and not (is_one_example and name in OF_EXAMPLES):
@@ -208,7 +208,7 @@ def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None
         if not other.find("base"):
             continue
         if own.number and own.number % walk.num_replicas == 0:
-            walk.counts_replicas = True  # what is summed beside it is read as a quotient by it
+            walk.counts_replicas = True  # sums kept beside it may be read as quotients by it
         if own.find("times_R") and not own.find("base"):
             is_total = not shape_of(eqn.outvars[0])
             (walk.totals if is_total else walk.updates).append(own.find("times_R"))

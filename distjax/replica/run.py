@@ -1,4 +1,8 @@
-"""Runs a replica function in a trace: traces, splits and emits it."""
+"""Runs a replica function in a trace: traces, splits and emits it.
+
+The function is traced once, as one replica sees it. The emitter turns the jaxpr into global-view
+code in the outer trace and proves which values are equal; mistakes are found in the same jaxpr.
+"""
 
 from __future__ import annotations
 
@@ -206,10 +210,7 @@ def _tell_findings(
     topology: Topology,
     options: RunOptions,
 ) -> list[Fact]:
-    """Reports probable mistakes; tells the observer what is proved, and why.
-
-    Returns a fact per result, or none at all.
-    """
+    """Reports mistakes, tells the observer what is proved; returns a fact per result, or none."""
     env: dict[Any, Any] = {}
     own = results
     if options.settles_rest:

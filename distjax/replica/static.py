@@ -58,7 +58,7 @@ def unmark(tree: _T) -> _T:
 
 
 def keep_marks(tree: PyTree) -> Any:
-    """Returns `tree` with the marked values marked once more: `unmark` leaves them marked."""
+    """Returns `tree` with static values marked twice, so that one `unmark` leaves them static."""
     return jax.tree.map(lambda x: Static(x) if _is_static(x) else x, tree, is_leaf=_is_static)
 
 
@@ -67,8 +67,8 @@ def _is_static(value: object) -> bool:
 
 
 # -- Equinox ------------------------------------------------------------------
-# A module is a pytree of arrays and, by Equinox's own rule (`eqx.filter_jit`), Python values:
-# rates, flags, activation functions. So numbers in it are static, not inputs.
+# By Equinox's own rule (`eqx.filter_jit`), the leaves of a module that are not arrays (rates,
+# flags, activation functions) are static. So numbers in a module are static, not inputs.
 
 
 def is_module(value: object) -> bool:
@@ -84,7 +84,7 @@ def mark_modules(
     Args:
       tree: (args, kwargs).
       names: names of the positional arguments, for the error.
-      is_data: what is an array.
+      is_data: returns whether a leaf is an array.
 
     Raises:
       ValueError: a Python object in a module is not hashable.

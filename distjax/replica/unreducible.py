@@ -6,7 +6,7 @@ from distjax.context.findings import LOCAL_VARIANCES
 
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
 
-#: Tags of functions of several examples, which of one are a measurement of that example.
+#: Tags of functions of several examples; of a single one, they are a measurement of it.
 OF_EXAMPLES = frozenset(("ratio", "curved", "variance"))
 
 #: By tag: the rule's name, what a reduction needs, what came, why, and the fix.

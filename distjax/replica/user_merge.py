@@ -1,4 +1,9 @@
-"""The merge of a user's function: from `ctx.merge_call` to an equation."""
+"""The merge of a user's function: from `ctx.merge_call` to an equation.
+
+`merge_call` traces the function for its shapes and variables alone, and binds an equation whose
+operands and results are the arrays and variables found. The emitter calls the function again, with
+all replicas' values and their proved localities.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applied: the pushes a server has applied, so that each is applied only once."""
+"""Applied: the pushes that a server has applied, so that it applies each only once."""
 
 # An open closure keeps the answers of its pushes; a done one is only a number, and below the
 # watermark not even that. So the records are bounded by the number of closures open at a time.
@@ -51,7 +51,7 @@ class Applied:
 
     @property
     def num_kept(self) -> int:
-        """The number of records kept."""
+        """How many closures it keeps records of."""
         return len(self._open) + len(self._done)
 
     def find(self, closure: int, stage: int, attempt: int) -> Answer | None:

@@ -42,11 +42,11 @@ class Servers(Protocol):
     """The servers, as a worker sees them."""
 
     def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        """Returns shape, dtype and sharding of an array from a server, once it is at the worker."""
+        """Returns the shape, dtype and sharding that an array from a server has at the worker."""
         ...
 
     def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
-        """Has a server compile a push for operands of the worker in these forms."""
+        """Has a server compile a push for a worker's operands in these forms."""
         ...
 
     def pull(
@@ -66,7 +66,7 @@ class Attempt:
     Args:
       task: the task to run.
       servers: the servers it uses.
-      programs: run the worker's parts.
+      programs: runs the worker's parts.
       home: the worker's devices.
 
     Attributes:
@@ -90,7 +90,7 @@ class Attempt:
         return tuple(slots[slot] for slot in self._task.plan.results)
 
     def compile(self, compiled: CompiledPlans) -> None:
-        """Compiles the programs of the plan, also those of servers, unless that was done."""
+        """Compiles the plan's programs, including those of servers, unless this has been done."""
         forms = tuple([_memory_of(x) for x in self._slots.values()])
         signature = self._home.devices, ProgramModes.of_this_thread(), forms
         compiled.compile_once(self._task.plan, signature, self._compile)
@@ -106,7 +106,8 @@ class Attempt:
             self._pulled[server] = self.versions[server] = version
             self._bring([slot for slot, _ in wanted[server]], values)
         returned = {slot for slot, _ in plan.pulls}.intersection(plan.results)
-        # The user may donate them: the server has the others. What is on the host is sent.
+        # The user may donate results, and the server keeps the originals. Numpy arrays are copied
+        # when they are sent.
         on_devices = {s for s in returned if not isinstance(self._slots[s], np.ndarray)}
         self._returned = {slot: copied(self._slots[slot]) for slot in on_devices}
 
@@ -154,7 +155,7 @@ class Attempt:
         self._task.require_wanted()
 
     def _outs(self, stage: Stage, operands: Sequence[Given]) -> OutShardings | None:
-        """Returns where a program has to be told to place its results; None: nowhere."""
+        """Returns the out_shardings of a program; None if its operands say where it runs."""
         if self._home.mesh is not None:
             return outs_of(stage, self._task.plan, self._home)
         return None if any(map(_is_placed, operands)) else self._home.mirrored

@@ -1,7 +1,7 @@
 """Board: which closures are queued, which run, and the outcomes of the others."""
 
 # One lock, held for a few lines and never while taking another lock or running user code. Threads
-# wait for a change of the board on `waiters`, without the lock, and are rung after its release.
+# wait on `waiters` for the board to change, without the lock; they are rung after it is released.
 #
 # A closure is in the queue, in `running`, or over. Workers take the oldest first; a closure whose
 # worker is lost goes back to the head of the queue. Whatever comes first ends it: its result, an
@@ -69,7 +69,7 @@ class Board:
       queue_size: how many closures may be queued.
       max_failures: how many workers may be lost in one closure before it fails.
       forget: called with the number of each closure that is over.
-      numbers: the closures' numbers; another board of the strategy may take some of them.
+      numbers: yields the closures' numbers; shared with the other boards of the strategy.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Board:
 
     @contextlib.contextmanager
     def paused(self, *, wait: bool = True) -> Generator[None]:
-        """Inside, no closure begins, and after the wait none runs; the queue stays."""
+        """A context in which no closure begins and, after the wait, none runs; the queue stays."""
         pause = object()
         try:
             with self._lock:
@@ -240,7 +240,7 @@ class Board:
             self.waiters.wait_until(lambda: self._next_for(worker) or self.is_to_end(worker))
 
     def claim(self, closure: Closure) -> bool:
-        """Takes a closure off the queue, to run it in this thread; False if not there."""
+        """Takes a closure off the queue for this thread to run; returns False if not there."""
         with self._lock:
             if closure not in self.queue:
                 return False
@@ -249,7 +249,7 @@ class Board:
         return True
 
     def end_drawing(self, worker: Worker) -> None:
-        """Notes that a worker has the elements of its closure, or none."""
+        """Records that a worker no longer draws elements for its closure."""
         if worker.is_drawing:
             worker.is_drawing = False
             self.waiters.ring()
@@ -376,7 +376,7 @@ class Board:
         return len(self.queue) < self._queue_size and not self._errors
 
     def _has_much_room(self) -> bool:
-        """Requires half of the queue; else two threads would alternate at every closure."""
+        """Requires half of the queue: with less, two threads would alternate at every closure."""
         return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
 
     def _is_quiet(self) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles the programs of plans before workers pull: values pulled first would be stale.
+"""Compiles a plan's programs before workers pull: values pulled first would be stale.
 
 A worker that pulled and then compiled for seconds would push gradients, and whole values, of a
 snapshot that others have replaced hundreds of times.
@@ -14,7 +14,7 @@ from distjax.servers.plan import Plan
 
 
 class CompiledPlans:
-    """The plans whose programs are compiled, by the signatures of their calls."""
+    """Which plans have their programs compiled, and for which signatures."""
 
     def __init__(self) -> None:
         self._plans: weakref.WeakKeyDictionary[Plan, dict[Hashable, _Once]]
@@ -24,7 +24,7 @@ class CompiledPlans:
     def compile_once(
         self, plan: Plan, signature: Hashable, compile_programs: Callable[[], None]
     ) -> None:
-        """Calls `compile_programs`, unless that was done for such a call of the plan.
+        """Calls `compile_programs`, unless it was called before for this plan and signature.
 
         Workers that share devices wait for the one that compiles.
 

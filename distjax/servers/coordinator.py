@@ -189,7 +189,7 @@ class Coordinator:
             for each worker present when an iteration begins; or a dataset, whose elements
             go to whichever worker asks next.
           at: where the function is called. "worker": where the worker is (in its process, on
-            `RayEngine`: it is pickled, and has to give the same elements each time), when it needs
+            `RayEngine`: it is pickled, and must give the same elements each time), when it needs
             its first element; "coordinator": here, when the iteration begins. A dataset is
             always read here.
 
@@ -214,7 +214,7 @@ class Coordinator:
         return self._crew.add(n)
 
     def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
-        """Ends workers after the closure that each has in hand, and waits for that.
+        """Ends workers after the closures they have in hand, and waits until they have ended.
 
         The rest of their shares of per-worker data is not drawn: the next ``iter(dataset)``
         shares the data among the workers present then.
@@ -250,7 +250,7 @@ class Coordinator:
     def paused(self) -> Generator[None]:
         """A context in which no closure runs, so that variables read there are consistent.
 
-        Closures in hand finish first; the queue stays, and continues afterwards.
+        Running closures finish first; the queue is kept, and continues afterwards.
 
         Example:
           >>> strategy = dj.ParameterServerStrategy(workers=2)
@@ -280,8 +280,8 @@ class Coordinator:
     def restore(self, snapshot: Snapshot | None = None) -> int:
         """Restores all servers to a snapshot; returns how many closures it contains.
 
-        Results of closures that it does not contain, including queued and running ones, become
-        a `ServerLostError`, which the next `join` raises once if any was not over.
+        The results of closures that it does not contain, including queued and running ones, become
+        a `ServerLostError`. If any was not over, the next `join` raises it, once.
 
         Args:
           snapshot: the snapshot; None: the latest.

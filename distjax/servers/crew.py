@@ -1,4 +1,4 @@
-"""Crew: the threads of a coordinator's workers; and each strategy's board."""
+"""Crew: the threads of a coordinator's workers, and the board of each strategy."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Crew:
         return ids
 
     def remove(self, ids: Iterable[int]) -> None:
-        """Ends workers after the closures in hand, and waits for that."""
+        """Ends workers after the closures they have in hand, and waits until they have ended."""
         workers = [self.board.workers[number] for number in ids]
         self.board.remove(workers)
         self.board.waiters.wait_until(lambda: all(worker.has_ended for worker in workers))

@@ -77,12 +77,12 @@ class Running(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs closures on workers, and holds the servers: the contract of all engines.
+    """Runs closures on workers, and holds the servers. The contract of all engines.
 
     Methods with a body are defaults for engines that need nothing there.
 
     Attributes:
-      max_failures: how many workers may be lost in one closure before it is given up.
+      max_failures: how many workers one closure may lose before it is given up.
     """
 
     max_failures: int
@@ -101,9 +101,9 @@ class Engine(Protocol):
         """Creates the servers; called once, by the strategy.
 
         Args:
-          workers: the devices of each worker; worker i has those of number i modulo their number.
+          workers: the devices of each worker; worker i has entry i modulo their number.
           server_devices: one for each server.
-          max_staleness: a bound on the pushes by others between a pull and its push.
+          max_staleness: the bound on pushes by others between a pull and its push; None: no bound.
         """
         ...
 
@@ -124,14 +124,14 @@ class Engine(Protocol):
         return make()
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        """Returns whether a worker is ready to run closures; waits for it while wanted."""
+        """Returns whether a worker is ready to run closures; waits for it while it is wanted."""
         return True
 
     def end_worker(self, worker: int) -> None:
         """Releases a worker that has nothing in hand."""
 
     def name_devices(self, home: Topology) -> tuple[str, ...]:
-        """Returns the names of a worker's devices: of those that `start` was given for it."""
+        """Returns the names of a worker's devices, which are those that `start` was given."""
         return tuple(map(str, home.devices))
 
     def pid_of(self, worker: int) -> int | None:

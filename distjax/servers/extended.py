@@ -1,4 +1,4 @@
-"""The inside of a ParameterServerStrategy: variables at servers, steps as closures."""
+"""`extended` of a ParameterServerStrategy: variables at servers, steps as closures."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from distjax.variables.variable import Variable
 
 
 class ServedStrategy(StrategyLike, Protocol):
-    """A strategy of which this is the inside."""
+    """A strategy whose `extended` is a `ParameterServerExtended`."""
 
     @property
     def extended(self) -> ParameterServerExtended:
-        """The inside."""
+        """Its variables, servers and cuts."""
         ...
 
 
 class ParameterServerExtended(StrategyExtended):
-    """The inside of a `ParameterServerStrategy`.
+    """The `extended` of a `ParameterServerStrategy`.
 
     Args:
-      topology: the replicas of a worker, on the device where the user's process has its values.
+      topology: the replicas of a worker, all on the device where the user's process gets values.
       engine: runs workers and servers.
       num_servers: how many servers there are.
-      partitioner: says into how many shards variables are split.
+      partitioner: says into how many shards a variable is split; None: none is split.
       cut: "least_bytes" or "arguments".
       run_closure: runs a function with its arguments as one closure, and waits for its result.
 
     Attributes:
       engine: as given.
       cut: as given.
-      cuts: what steps were cut into.
+      cuts: what each step was cut into.
       tracing: held while a step is traced.
     """
 
@@ -142,7 +142,7 @@ class ParameterServerExtended(StrategyExtended):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:
-        """Makes new variables live at the server of a variable; at every one, for no variable."""
+        """Places new variables at a variable's server; for `non_slot_devices`, at every server."""
         with super().colocate_vars_with(colocate_with_variable):
             if isinstance(colocate_with_variable, Variable):
                 yield

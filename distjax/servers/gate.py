@@ -1,6 +1,6 @@
 """Gate: bounds the pushes by others between a pull and its push."""
 
-# Staleness is a deadline. With a bound of s, a closure that pulled at time p has to push by
+# Staleness is a deadline. With a bound of s, a closure that pulled at time p must push by
 # time p + s, and each push by anyone advances time by one. If the due pushes are sorted by
 # deadline, d[0] <= d[1] <= ..., and d[i] >= now + i for all i, all can be in time: earliest
 # first. A pull or a push that would break that waits. The closure with the earliest deadline
@@ -38,7 +38,7 @@ class Deadlines:
         self._due[closure] = self._deadlines_of(num_pushes)
 
     def may_push(self, closure: int) -> bool:
-        """Returns whether a closure may push now and leave all others in time."""
+        """Returns whether all others can still be in time if a closure pushes now."""
         rest = self._due[closure][1:]
         others = [due for other, due in self._due.items() if other != closure]
         return self._can_keep([*rest, *(d for due in others for d in due)], self.now + 1)
@@ -123,7 +123,7 @@ def admitted(gate: Gate | None, closure: int, num_pushes: int) -> Generator[None
 
 
 def turn(gate: Gate | None, closure: int, stage: Stage) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the pushes of a stage respect the bound."""
+    """Returns a context that is entered when the pushes of a stage respect the bound."""
     if gate is None or not writes(stage):
         return contextlib.nullcontext()
     return gate.push(closure)

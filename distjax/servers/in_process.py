@@ -1,4 +1,4 @@
-"""The error for pickling objects that belong to a process."""
+"""The error for pickling objects that are tied to their process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distjax.errors import message
 
 
 def refuse_pickle(value: object, fix: str) -> NoReturn:
-    """Raises for `pickle` of an object tied to workers and closures of this process.
+    """Refuses to pickle an object that is tied to workers and closures of this process.
 
     Args:
       value: the object.

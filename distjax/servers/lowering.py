@@ -1,4 +1,4 @@
-"""The programs of a worker of several devices, lowered: what it exchanges over them is seen."""
+"""Lowers the programs of a worker with several devices, to show what these exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distjax.servers.programs import Programs
 
 @user_mesh.ignores_user_mesh
 def lower_parts(plan: Plan, home: Topology) -> list[jax.stages.Lowered]:
-    """Returns the programs of a worker of several devices, lowered for these; else nothing."""
+    """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
     programs, lowered = Programs(), []
     for stage in plan.stages if home.mesh is not None else ():
         pairs = zip(stage.operands, stage.program.avals, strict=True)

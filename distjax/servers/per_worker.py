@@ -61,7 +61,7 @@ class PerWorkerIterator:
 
     @property
     def values(self) -> tuple[Stream, ...]:
-        """The streams, by worker; a single one if the dataset is shared."""
+        """The stream of each worker; the same one for all if the dataset is shared."""
         return tuple(self._streams.values())
 
     def __iter__(self) -> PerWorkerIterator:
@@ -121,13 +121,13 @@ class PerWorkerDataset:
     Source: tf.distribute.experimental.coordinator.PerWorkerDataset.
 
     Args:
-      source: a function of an `InputContext`, called for each worker; or a dataset whose
-        elements go to whichever worker asks next.
+      source: a function of an `InputContext`, called for each worker; or a dataset, whose elements
+        go to whichever worker asks next.
       workers: returns the ids of the current workers.
       num_replicas: how many replicas each worker has.
       open_data: (worker, make) -> dataset, called when a worker needs its first element: makes
         the dataset where it is drawn. None: it is made here, when an iteration begins.
-      iterators: collects each iteration.
+      iterators: to which each new iterator is added.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Places each variable on the least loaded server, and its shards in turn."""
+"""Places each variable on the least loaded server, and shards on the servers in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNER = "ParameterServerStrategy"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Some rows of a variable: the number of their server, and how many there are."""
+    """Some rows of a variable: the number of their server, and how many they are."""
 
     server: int
     num_rows: int
@@ -80,7 +80,7 @@ class ServerLayout:
         return self
 
     def beside(self, shape: tuple[int, ...]) -> ServerLayout:
-        """Returns a colocated variable's layout: row by row if it has as many rows."""
+        """Returns a colocated variable's layout: in the same shards if it has as many rows."""
         num_rows = sum(shard.num_rows for shard in self.shards)
         return self if shape[:1] == (num_rows,) else dataclasses.replace(self, shards=())
 
@@ -95,7 +95,7 @@ class NoVariable:
 
 
 class ServerPlacement:
-    """Puts each variable on the server with the fewest bytes; its shards in turn.
+    """Puts each variable on the server with the fewest bytes, and shards on servers in turn.
 
     Args:
       num_servers: how many servers there are.
@@ -103,7 +103,7 @@ class ServerPlacement:
       partitioner: the number of shards per axis of a variable; None: no variable is split.
 
     Attributes:
-      synchronizes: False: a server has one value, however many replicas a worker has.
+      synchronizes: False, since a server has one value, however many replicas a worker has.
       loads: the bytes of the variables at each server.
     """
 
@@ -142,7 +142,7 @@ class ServerPlacement:
             self.loads[server] -= size
 
     def _rows(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[int]:
-        """Returns the rows of each shard, more in the first; one number if whole.
+        """Returns how many rows each shard has, more in the first ones; [1] for a whole variable.
 
         Raises:
           ValueError: the partitioner splits an axis other than the first.

@@ -1,4 +1,4 @@
-"""Where a worker has the arrays of a plan; placing them there, without JAX if they are there."""
+"""Places a plan's arrays on a worker's devices; arrays that are already there skip JAX."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distjax.servers.remote_array import Argument, RemoteArray
 
 
 def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.Array]:
-    """Returns arrays that a program there can take: committed, so that its results are there too.
+    """Returns the arrays committed to `where`, so that a program's results stay there too.
 
-    Numpy arrays are left to the program, which moves them to its other arguments.
+    Numpy arrays are returned as they are: the program moves them to its other arguments.
 
     Args:
       arrays: from anywhere.
-      where: a device; or a sharding over several.
+      where: a device, or a sharding over several.
     """
     return [_place(x, where) for x in arrays]  # type: ignore[misc]
 
@@ -38,10 +38,10 @@ def _as_sharding(where: jax.Device | Sharding) -> Sharding:
 
 
 def sharding_of(slot: int, plan: Plan, home: Topology) -> Sharding:
-    """Returns how a worker holds a slot of a plan on its devices."""
+    """Returns the sharding with which a worker holds a slot of a plan."""
     return home.per_replica if slot in plan.varying else home.mirrored
 
 
 def outs_of(stage: Stage, plan: Plan, home: Topology) -> tuple[Sharding, ...]:
-    """Returns the shardings of the results, and the token, of a worker's part."""
+    """Returns the shardings of the results, and of the token, of a stage's program."""
     return (*(sharding_of(slot, plan, home) for slot in stage.results), home.mirrored)

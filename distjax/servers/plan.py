@@ -20,7 +20,7 @@ class Program:
     Attributes:
       name: its name in error texts.
       fn: (*arrays) -> tuple of arrays.
-      avals: of the arrays.
+      avals: shapes and dtypes of the arrays.
     """
 
     name: str
@@ -68,19 +68,19 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A cut step: a machine of numbered slots on the worker.
+    """A cut step: programs that read and fill numbered slots on the worker.
 
     Attributes:
       name: the step's name.
       arguments: slots of the flat arguments.
-      pulls: (slot, key of a variable): the snapshot.
+      pulls: (slot, key of a variable) pairs: the snapshot that a worker starts from.
       stages: in order.
       results: slots of the flat results.
       rebuild: flat results -> the result of the user's function.
       owners: key of every variable used -> the number of its server.
       is_read_only: whether no push writes.
       kept: storage of variables, which keeps their values on the servers while the plan lives.
-      varying: slots with a row for each replica of a worker; the others have one value for all.
+      varying: slots with a row for each replica of a worker; the others hold one value for all.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Plan:
     def pulled_once(self) -> frozenset[str]:
         """The keys whose pulled values only the program of the first stage uses.
 
-        Those that are results are not used either: an attempt returns copies of them.
+        Being a result is not a use: an attempt returns copies.
         """
         used = {slot for stage in self.stages[1:] for slot in stage.operands}
         used.update(x for stage in self.stages for push in stage.pushes for x in push.operands)
@@ -120,10 +120,10 @@ class Cuts:
     """What one function was cut into.
 
     Attributes:
-      on_second_call: the function is no lambda that is made anew for each call.
+      on_second_call: called when the same function comes again: it is not made anew for each call.
       plans: by signature.
-      by_kinds: plan and dtypes of the arguments, by what is quick to find out, where all leaves
-        of the arguments are arrays and numbers.
+      by_kinds: (plan, dtypes of the arguments) by a key that is quick to compute; only for
+        arguments whose leaves are all arrays and numbers.
     """
 
     on_second_call: Callable[[], None]

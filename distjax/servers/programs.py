@@ -1,4 +1,4 @@
-"""Programs: the programs of plans, jitted."""
+"""Programs: runs the programs of plans, each jitted once per variant."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _launching = threading.Lock()
 
 
 class Programs:
-    """Runs programs; keeps them jitted as long as their plans are alive.
+    """Runs programs, and keeps their jitted functions as long as their plans are alive.
 
-    Each program gets one extra result, a token, since it may have no result of its own to
-    wait for.
+    Each program gets one more result, a token, since it may have no result of its own to wait for.
     """
 
     def __init__(self) -> None:
@@ -50,13 +49,13 @@ class Programs:
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Returns the results, possibly not ready, and a token that is ready with them.
 
-        A program with Python callbacks has run on return: its errors are raised here, before
-        anything uses values it did not compute, and nothing is donated.
+        A program with Python callbacks has completed on return, and nothing is donated to it: its
+        errors are raised here, before anything uses values that it did not compute.
 
         Args:
           program: the program, to run where `args` are.
           args: its arguments.
-          donated: the numbers of the arguments whose memory it may reuse.
+          donated: the numbers of the arguments that are donated.
           outs: where its results are placed; None: on the device of `args`.
         """
         run, calls_back = self._find(program, args, donated, outs)
@@ -73,7 +72,7 @@ class Programs:
         donated: tuple[int, ...] = (),
         outs: OutShardings | None = None,
     ) -> jax.stages.Traced:
-        """Returns what `run` will run for such arguments, traced."""
+        """Returns the traced function that `run` calls for such arguments."""
         jitted, _ = self._find(program, args, donated, outs)
         return jitted.trace(*args)
 
@@ -84,9 +83,9 @@ class Programs:
         donated: tuple[int, ...] = (),
         outs: OutShardings | None = None,
     ) -> list[jax.ShapeDtypeStruct]:
-        """Compiles what `run` will run for such arguments; returns its results, as structs.
+        """Compiles the function that `run` calls for such arguments; returns its results' structs.
 
-        That fills the caches of `jax.jit` itself: `run` finds what is compiled here.
+        This fills the caches of `jax.jit` itself, so that `run` compiles nothing.
         """
         traced: Any = self.trace(program, args, donated, outs)
         traced.lower().compile()

@@ -1,4 +1,4 @@
-"""RemoteArray: an array of an element that stays in the process of the worker that drew it."""
+"""RemoteArray: an array that stays in the process of the worker that drew it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Place:
     """Where an array is: in which element of which stream.
 
     Attributes:
-      stream: its number.
-      index: of the element.
-      leaf: of the array among the leaves of the element.
-      dtype: that the array is wanted in.
+      stream: the number of the stream.
+      index: the number of the element in the stream.
+      leaf: the number of the array among the leaves of the element.
+      dtype: the dtype in which the array is wanted.
     """
 
     stream: int
@@ -32,7 +32,7 @@ class Place:
 class RemoteArray:
     """An array of an element that a worker has drawn, as the coordinator knows it.
 
-    A step is cut for a stand-in of its shape and dtype; the worker that runs the closure has the
+    The step is cut for a stand-in of its shape and dtype. The worker that runs the closure has the
     element itself, or makes it again.
 
     Attributes:
@@ -47,7 +47,7 @@ class RemoteArray:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it is wanted in."""
+        """The dtype in which it is wanted."""
         return self.place.dtype
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class RemoteArray:
         return dataclasses.replace(self, place=dataclasses.replace(self.place, dtype=dtype))
 
     def stand_in(self) -> np.ndarray:
-        """Returns an array of its shape, in JAX's present precision, that is one number large."""
+        """Returns zeros of its shape and canonical dtype, which take the memory of one number."""
         dtype = jax.dtypes.canonicalize_dtype(self.dtype)
         return np.broadcast_to(np.zeros((), dtype), self.shape)
 

@@ -32,8 +32,8 @@ class Totals:
 
     Attributes:
       staleness: how many writing pushes had each staleness.
-      bytes_pulled: of values read by workers, and answers of pushes.
-      bytes_pushed: of data sent by workers.
+      bytes_pulled: bytes of the values that workers read, and of the answers to pushes.
+      bytes_pushed: bytes that workers sent.
     """
 
     staleness: collections.Counter[int] = dataclasses.field(
@@ -46,7 +46,7 @@ class Totals:
 class ParameterServer(Protocol):
     """One parameter server, as the coordinator sees it; `Server` is an implementation.
 
-    All methods but the first four properties raise ServerLostError if it is lost.
+    All members except the first four properties raise ServerLostError if it is lost.
     """
 
     @property
@@ -61,7 +61,7 @@ class ParameterServer(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has lost its values and was not restored since."""
+        """Whether it has lost its values and has not been restored since."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class ParameterServer(Protocol):
 
     @property
     def num_kept(self) -> int:
-        """The number of closures with records."""
+        """How many closures it keeps records of."""
         ...
 
     def read_totals(self) -> Totals:

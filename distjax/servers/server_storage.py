@@ -1,4 +1,4 @@
-"""The array of a variable at servers: every read fetches it, every write sends it."""
+"""The array of a variable at servers: each read fetches it, each write sends it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Part:
 
     Attributes:
       variable: the name of the variable.
-      name: its name, or `name/part_i`.
+      name: the same, or `name/part_i` for a shard.
       key: its key at the servers.
       server: the number of its server; None: it is at every server.
-      shape: of the part.
-      dtype: of the variable.
-      start: the first row of a shard.
+      shape: the shape of the part.
+      dtype: the dtype of the variable.
+      start: the number of a shard's first row.
     """
 
     variable: str
@@ -116,7 +116,7 @@ class ServerStorage(StoredArray):
         return transfer(value, SingleDeviceSharding(self._device))
 
     def require_made(self) -> None:
-        """Raises a ContextError if there is no value; fetches none."""
+        """Raises a ContextError if there is no value, without fetching it."""
         if not self._is_made:
             self.require()
 
@@ -148,7 +148,7 @@ def _remove(
     placement: ServerPlacement,
     homes: Sequence[tuple[int, Part]],
 ) -> None:
-    """Drops a variable from servers; lock-free, since it may interrupt any code."""
+    """Drops a variable from servers; lock-free, since a finalizer may interrupt any code."""
     for number, part in homes:
         servers[number].remove([part.key])
     placement.remove((number, num_bytes(part)) for number, part in homes)

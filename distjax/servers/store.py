@@ -4,12 +4,12 @@
 # the order in which pushes are dispatched is the order of the versions.
 #
 # A push runs in the memory of the values that it replaces: they are donated. A worker on the
-# server's own device is given the arrays themselves, which copies nothing. Those that its first
-# program alone uses are lent: until the attempt has ended, pushes of others leave them alone.
-# Others are given for good: the values of such a variable are never donated from then on.
-# A push is compiled twice: to take all values, and all but those that its own plan pulls. What
-# others have beyond that, such as what only an evaluation reads, is copied for it: nothing is
-# compiled while a push waits.
+# server's own device is given the arrays themselves, which copies nothing. Those that only its
+# first program uses are lent: until the attempt has ended, pushes of others do not donate them.
+# The rest are given for good: the values of such a variable are never donated from then on.
+# A push is compiled twice: to donate all values, and all but those that its own plan pulls. What
+# others hold beyond that, such as what only an evaluation reads, is copied before it is donated:
+# nothing is compiled while a push waits.
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Server:
         self._sizes: dict[str, int] = {}  # bytes, by key
         self._traffic: weakref.WeakKeyDictionary[Program, tuple[int, int]]
         self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
-        self._given: set[str] = set()  # keys whose arrays workers may have for ever
-        self._lent: dict[AttemptId, Collection[str]] = {}  # keys of arrays that attempts have
-        #: What was compiled: the numbers of the arguments whose memory a program takes.
+        self._given: set[str] = set()  # keys whose arrays workers may hold for good
+        self._lent: dict[AttemptId, Collection[str]] = {}  # keys of arrays that attempts hold
+        #: The variants that were compiled: the numbers of the arguments that each donates.
         self._compiled: weakref.WeakKeyDictionary[Program, set[tuple[int, ...]]]
         self._compiled = weakref.WeakKeyDictionary()
         self._programs = Programs()
-        # JAX compiles what two threads ask for at once twice, and one of them would not find it.
+        # JAX compiles twice what two threads ask for at once, and one would not find it later.
         self._compiling = threading.Lock()
         self._removed: collections.deque[str] = collections.deque()  # keys still to be dropped
 
@@ -125,8 +125,8 @@ class Server:
         Args:
           keys: the variables' keys.
           home: the devices of a worker that needs them; None: copies on the server's device.
-          attempt: of the worker; it ends by `end_attempt`.
-          pulled_once: those of the keys that the attempt needs no more when it pushes.
+          attempt: the worker's attempt, until `end_attempt`.
+          pulled_once: those keys whose values the attempt no longer needs when it pushes.
         """
         with self._lock:
             values = self._require(keys)
@@ -179,15 +179,15 @@ class Server:
         pulled: Iterable[str] = (),
         pulled_once: Collection[str] = (),
     ) -> None:
-        """Compiles the program of a push, so that no one waits for that while it is applied.
+        """Compiles the program of a push beforehand, since a push that compiles holds up others.
 
         Args:
           program: see `push`.
           takes: see `push`.
           writes: see `push`.
           arrays: structs for the worker's operands, as `push` will have them here.
-          home: the worker's devices, if they are of this process.
-          pulled: keys that it will pull.
+          home: the worker's devices, if they belong to this process.
+          pulled: the keys that it will pull.
           pulled_once: see `read`.
         """
         with self._lock:
@@ -267,7 +267,7 @@ class Server:
             return answer
 
     def end_attempt(self, attempt: AttemptId) -> None:
-        """Notes that an attempt has no lent arrays any more."""
+        """Records that an attempt no longer holds the arrays that it was lent."""
         with self._lock:
             self._lent.pop(attempt, None)
 
@@ -356,14 +356,14 @@ class Server:
         """Returns the keys whose memory a worker shares for good, and until it has pushed."""
         if home is None or self.device not in home.devices:
             return set(), set()
-        # A copy on several devices may be in the same memory: that is for good.
+        # A copy on several devices may share the memory: such values are given for good.
         lent = set(keys).intersection(pulled_once) if home.devices == (self.device,) else set()
         return set(keys) - lent, lent
 
     def _as_compiled(
         self, program: Program, takes: Sequence[str], wanted: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Returns what a push is to take: `wanted`, or what was compiled and copies least."""
+        """Returns what a push donates: `wanted`, or the compiled variant that copies the least."""
         compiled = self._compiled.get(program, {wanted})
 
         def cost(numbers: tuple[int, ...]) -> tuple[int, int]:
@@ -381,7 +381,7 @@ class Server:
     def _look_at(self, value: jax.Array) -> jax.Array | np.ndarray:
         """Returns a value's own memory, if numpy can view it.
 
-        The value would cache the result of `np.asarray`, and never be donated again.
+        `np.asarray` would be cached in the value, which could then never be donated again.
         """
         is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
         if not is_plain or self.device.platform != "cpu":
@@ -393,5 +393,5 @@ class Server:
 def _donated(
     takes: Sequence[str], writes: Sequence[str], spared: Collection[str]
 ) -> tuple[int, ...]:
-    """Returns the numbers of the values whose memory a push may reuse."""
+    """Returns the argument numbers of the values that a push may donate."""
     return tuple(i for i, key in enumerate(takes) if key in writes and key not in spared)

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: variables at servers, steps by workers that do not wait."""
+"""ParameterServerStrategy: variables at servers, and workers that do not wait for each other."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ CUTS = ("least_bytes", "arguments")
 
 
 class ParameterServerStrategy(Strategy):
-    """Variables at servers; workers run steps at the same time, and wait for nobody.
+    """Variables live at servers; workers run steps concurrently, without waiting for each other.
 
-    A step is written for one replica, as for any other strategy, and is cut by itself: what comes
-    before a `merge_call` (as an optimizer makes one, and each write of a variable) runs at a
-    worker, on the values that the variables had when it began; the merge function runs at the
-    servers, on the values that they have then.
+    A step is written for one replica, as for any other strategy, and is cut automatically: what
+    comes before a `merge_call` (optimizers make one, and each write of a variable is one) runs at a
+    worker, on the values that the variables had when the step began; the merge function runs at
+    the servers, on the values that they have by then.
 
     Args:
-      workers: how many, on the local devices in turn; or a sequence of devices for each, of one
-        length k: a worker of several is a sync group of k replicas, as a `MirroredStrategy` is;
-        None: one on each local device.
+      workers: how many, on the local devices in turn; or a sequence of devices for each, all of the
+        same length k: a worker with several is a sync group of k replicas, like a
+        `MirroredStrategy`; None: one on each local device.
       servers: how many.
       partitioner: `FixedShards`, `MinSize` or `MaxSize` of `dj.parts`, or a function of shape and
-        dtype: into how many shards a variable is split along its first axis. They live at
-        different servers, and are one variable to everybody else.
-      max_staleness: how many writes of others may come between a worker's reading and its
-        writing; None: any number.
-      engine: runs workers and servers: "threads", or an engine, as `dj.servers.ThreadEngine()`.
-      cut: "least_bytes": the worker does what makes the least travel, so gradients are reduced
-        over its replicas there; "arguments": servers do all of a merge, so that one closure at a
-        time gives the bits of `OneDeviceStrategy`. What differs per replica then travels as k
-        rows, for a reduction is a part of the merge; the server adds them in their order, as the
-        devices of a CPU do, which gives the bits of `MirroredStrategy` there.
+        dtype: into how many shards a variable is split along its first axis. The shards live at
+        different servers; everywhere else they are one variable.
+      max_staleness: how many writes by others may come between a worker's read and its write;
+        None: any number.
+      engine: runs workers and servers: "threads", or an engine such as `dj.servers.ThreadEngine()`.
+      cut: "least_bytes": the worker runs the part of a merge that minimizes the bytes sent, so it
+        reduces gradients over its own replicas; "arguments": servers run all of a merge, so that
+        one closure at a time gives the results of `OneDeviceStrategy` bit for bit. What differs per
+        replica is then sent as k rows, since a reduction is part of the merge; the server adds them
+        in order, as CPU devices do, so on CPU the bits are those of `MirroredStrategy`.
       axis_name: the name of the replica axis in a step (of size k, or 1).
 
     Raises:
-      ValueError: numbers below 1, devices that are none, or not as many for each worker, an
-        unknown `cut`.
-      TypeError: a partitioner that is no function.
+      ValueError: a number below 1, something that is not a device, workers with different numbers
+        of devices, or an unknown `cut`.
+      TypeError: a partitioner that is not callable.
 
     Source: tf.distribute.experimental.ParameterServerStrategy (TF 2).
     """
@@ -109,7 +109,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are at the start."""
+        """The initial number of workers."""
         return len(self.worker_devices)
 
     @property
@@ -126,19 +126,19 @@ class ParameterServerStrategy(Strategy):
     def describe_cut(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
     ) -> CutDescription:
-        """Returns what a step is cut into: for `dj.explain`."""
+        """Returns a description of what a step is cut into, for `dj.explain`."""
         plan, _ = self.cut_step(fn, args, kwargs)
         return describe_plan(plan, list(self.extended.variables))
 
     def lower_worker(
         self, fn: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None
     ) -> list[jax.stages.Lowered]:
-        """Returns what a worker of several devices runs of a step, lowered for the first one's."""
+        """Returns the programs that a worker with several devices runs, lowered for worker 0."""
         plan, _ = self.cut_step(fn, args, kwargs)
         return lower_parts(plan, self._homes[0])
 
     def describe(self) -> StrategyDescription:
-        """Returns a table of each worker's devices, and of each variable's place and bytes.
+        """Returns a table of each worker's devices, and each variable's location and bytes.
 
         Context: any. Cost: each variable is fetched once.
 

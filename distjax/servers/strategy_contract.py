@@ -31,7 +31,7 @@ class ServerStrategy(Protocol):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas each worker has."""
+        """The number of replicas of each worker."""
         ...
 
     def cut_step(

@@ -20,14 +20,14 @@ class DataEnded(Exception):
 
 
 class PerWorkerSource(Hashable, Protocol):
-    """Gives each worker its own values; stands among the arguments of a closure."""
+    """Gives each worker its own values; may stand among the arguments of a closure."""
 
     def draw(self, worker: int) -> Any:
         """Returns a worker's next value, or raises DataEnded."""
         ...
 
     def peek(self, worker: int) -> Any:
-        """Returns what `draw` would return, and leaves it there."""
+        """Returns what `draw` would return, without drawing it."""
         ...
 
     def give_back(self, worker: int, value: PyTree) -> None:
@@ -40,7 +40,7 @@ class Position(NamedTuple):
 
     Attributes:
       num_drawn: elements drawn.
-      state: of a source iterator with ``get_state`` and ``set_state``; else None.
+      state: the state of a source iterator with ``get_state`` and ``set_state``; else None.
     """
 
     num_drawn: int
@@ -101,7 +101,7 @@ class Stream:
             return Position(self._num_drawn, copy.deepcopy(self._state))
 
     def restore(self, position: Position) -> None:
-        """Continues after the element of `position`.
+        """Goes back to `position`.
 
         Raises:
           ValueError: the dataset is too short, or can be read only once.

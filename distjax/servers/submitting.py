@@ -1,4 +1,4 @@
-"""Turns a call of a step into a closure, and runs one outside of `schedule`."""
+"""Turns a call of a step into a closure; runs one for `strategy.run`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _calls = UninterruptedCalls()  # for the main thread
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Cuts a step for its arguments, with the workers' drawn values filled in."""
+    """Cuts a step for its arguments, with a worker's drawn values filled in."""
 
     strategy: ServerStrategy
     fn: Callable[..., Any]
@@ -43,7 +43,7 @@ class _Cut:
         if drawn:
             own = lambda leaf: drawn[leaf] if _is_source(leaf) else leaf
             args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_source)
-        remote: dict[int, RemoteArray] = {}  # by the id of what stands for it in the cut
+        remote: dict[int, RemoteArray] = {}  # by the id of its stand-in
         stand_ins: list[np.ndarray] = []
 
         def stand_in(leaf: PyTree) -> Any:
@@ -60,7 +60,7 @@ class _Cut:
 
 
 def _own(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Returns an array that the caller cannot fill again before a worker has read it."""
+    """Returns an array that the caller cannot overwrite before a worker has read it."""
     return np.array(array) if isinstance(array, np.ndarray) else array
 
 
@@ -73,7 +73,7 @@ def cut_call(
     *,
     is_reported: bool = True,
 ) -> Closure:
-    """Returns a closure for the board; raises the errors of its trace.
+    """Returns a closure for the board; errors of its trace are raised here.
 
     Args:
       board: the strategy's board.
@@ -125,8 +125,8 @@ def run_step(
 ) -> Any:
     """Runs a step as one closure, and returns its result: ``strategy.run``.
 
-    The open coordinator's workers run it; without one, it runs here and now. Signals wait
-    until that is over: in the middle of a push the server's values would be lost.
+    The open coordinator's workers run it; without one, it runs here and now. Signals wait until
+    that is over: one in the middle of a push would lose the server's values.
     """
     board = board_of(strategy)
     board.require_going("run")

@@ -25,7 +25,7 @@ from distjax.servers.plan import Push, count_writes
 from distjax.servers.programs import Given, Programs
 from distjax.servers.store import Server
 
-#: (point, worker, closure): called where a failure may be injected; raises that failure.
+#: (point, worker, closure): called at the points of a possible failure; may raise one.
 Fault = Callable[[str, int, int], None]
 
 
@@ -107,7 +107,7 @@ class ThreadEngine(Engine):
 
 
 class _NearServers:
-    """The servers, as seen by a worker of the same process; a context that its attempt is in."""
+    """The servers, as a worker in the same process sees them; a context around one attempt."""
 
     def __init__(
         self, servers: Sequence[Server], home: Topology, task: Task, ask: Callable[[str], None]

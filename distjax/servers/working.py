@@ -44,7 +44,7 @@ def work(
 
 
 def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Running | None:
-    """Starts a closure without waiting for it; None: its outcome is on the board."""
+    """Starts a closure without waiting for it; returns None if its outcome is on the board."""
     try:
         with closure.modes():
             try:

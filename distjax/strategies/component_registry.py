@@ -1,4 +1,7 @@
-"""Maps a component that was handed out back to its variable."""
+"""Finds the variable that a component array came from.
+
+Arrays have no hash, so entries are keyed by `id`, and removed when their array is collected.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The full contract of a strategy's inside, used by `StrategyExtended`'s parts.
+"""The full contract of `strategy.extended`, for the modules behind its methods.
 
-It has three implementations: `StrategyExtended`, `DefaultExtended`, and that of the
-reference interpreter, as far as nothing is compiled.
+Three classes implement it: `StrategyExtended`, `DefaultExtended` and, except for what is
+compiled, that of the reference interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from distjax.variables.variable import Variable
 
 
 class ExtendedContract(VariableOwner, Protocol):
-    """The inside of a strategy: see the methods of `distjax.StrategyExtended`."""
+    """`strategy.extended`, whose methods `distjax.StrategyExtended` documents."""
 
     communication: CommunicationOptions
     step_programs: FunctionCache
@@ -41,7 +41,7 @@ class ExtendedContract(VariableOwner, Protocol):
         """Sets the strategy that owns this object."""
         ...
 
-    # -- where things are, and the strategy's properties -----------------------
+    # -- devices and properties ------------------------------------------------
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]: ...

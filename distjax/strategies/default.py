@@ -66,7 +66,7 @@ class DefaultExtended:
         """Sets the Strategy that owns this object."""
         self.strategy = strategy
 
-    # -- where things are, and what there is not ------------------------------
+    # -- devices, and what the default strategy lacks ---------------------------
 
     @property
     def topology(self) -> Topology:
@@ -243,7 +243,7 @@ class DefaultExtended:
         return update.update_non_slot(self, colocate_with, fn, args, kwargs, group)
 
     def update_frame(self) -> Frame:
-        """Returns the current frame marked as an update; without copies its context stays."""
+        """Returns the current frame, marked as an update; the context stays the same."""
         return dataclasses.replace(frames.current(), in_update=True)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Destinations:

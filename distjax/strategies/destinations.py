@@ -23,10 +23,10 @@ from distjax.variables.variable_placement import LaidOut
 
 
 def resolve(extended: ExtendedContract, destinations: Destinations, method: str) -> Sharding | None:
-    """Returns the sharding a value for `destinations` needs; None: any.
+    """Returns the sharding that `destinations` stands for; None: any will do.
 
     Args:
-      extended: the strategy.
+      extended: that of the strategy.
       destinations: a variable, an array or PerReplica (its devices), a
         jax.Device or its name, a sequence of them, or None (all workers).
       method: the call's public name, for errors.

@@ -1,4 +1,4 @@
-"""The devices of a strategy: those of the whole job, or of this process."""
+"""The devices of a strategy: those of the whole job, or those of this process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Seque
 
 
 def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
-    """Returns `devices`, or for None this process's (with a warning in a larger job).
+    """Returns `devices`; for None, this process's (with a warning in a larger job).
 
     Raises:
       ValueError: not a sequence.

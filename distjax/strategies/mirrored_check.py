@@ -129,7 +129,7 @@ def _copies(array: jax.Array) -> Iterator[_Copy]:
 
 
 def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns where bits differ; every NaN equals every other."""
+    """Returns where the bits differ; any two NaNs count as equal."""
     as_bytes = [np.ascontiguousarray(x[..., None]).view(np.uint8) for x in (a, b)]
     varying = (as_bytes[0] != as_bytes[1]).any(axis=-1)
     return varying & ~((a != a) & (b != b))

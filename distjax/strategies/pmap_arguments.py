@@ -1,4 +1,4 @@
-"""Arguments of a mapped function: rows become per-replica values, by `in_axes`."""
+"""Arguments of a mapped function: turns rows into per-replica values by `in_axes`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distjax.typing import PyTree
 
 
 def as_axes(axes: PyTree, argument: str) -> Any:
-    """Returns `in_axes` or `out_axes` in pmap's form, an `in_axes` list as a tuple.
+    """Returns `in_axes` or `out_axes`, checked; a list of `in_axes` becomes a tuple.
 
     Raises:
       TypeError: a leaf that is neither an int nor None.

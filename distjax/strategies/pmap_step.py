@@ -59,6 +59,6 @@ class PmapStep:
     def take_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
-        """Returns the stateful objects that a call takes or the function captured."""
+        """Returns the stateful objects that a call is given or that the function captured."""
         donated = self.donate_argnums
         return extract_objects(self._fn, args, kwargs, self._strategy, donated, held)

@@ -1,4 +1,9 @@
-"""reduce, reduce_to, broadcast_to and gather, by locality of the input."""
+"""reduce, reduce_to, broadcast_to and gather, by the locality of the input.
+
+Leaves that are on the replicas become `GlobalValue`s, and one compiled call reduces all of them.
+Other leaves, such as host arrays, stand for one value that every replica has: a mean leaves them as
+they are, and a sum over several replicas raises.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +248,7 @@ def batch_reduce_to(
 def _fitting(
     target: Sharding | None, destinations: Destinations, leaf: PyTree, topology: Topology
 ) -> Any:
-    """Returns a reduced value's target, split only if it has the variable's shape."""
+    """Returns where a reduced value goes: split only if it has the variable's shape."""
     if not isinstance(destinations, Variable) or np.shape(leaf) == destinations.shape:
         return target
     return target if target is None or target.is_fully_replicated else topology.mirrored
@@ -252,7 +257,7 @@ def _fitting(
 def _split_form_of(
     extended: ExtendedContract, destinations: Destinations, leaf: PyTree
 ) -> LocalForm | None:
-    """Returns the local form of a value that arrives split, or None."""
+    """Returns the local form of a value that the reduction is to leave split, or None."""
     if not isinstance(destinations, Variable) or destinations.strategy is not extended.strategy:
         return None
     if np.shape(leaf) != destinations.shape:  # e.g. a loss

@@ -1,4 +1,4 @@
-"""Arrays [R, ...] with a row per replica: to a PerReplica, and the first row back."""
+"""Arrays [R, ...] with a row per replica: makes a PerReplica, takes the first row."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)
     if isinstance(rows, np.ndarray):
-        rows = rows.copy()  # device arrays may keep its memory, which the user may fill again
+        rows = rows.copy()  # the user may refill this memory, and device arrays may share it
     return PerReplica(transfer(rows, topology.per_replica), topology)
 
 

@@ -23,9 +23,9 @@ class StrategyDescription:
         share one device.
       variables: its live variables in order of creation, then those in Flax NNX
         objects placed for it, by name.
-      workers: under `ParameterServerStrategy` the devices of each worker, which has
-        `num_replicas` replicas of its own; `devices` has these one after another. On Ray,
-        whose processes have devices of their own, only their numbers are known.
+      workers: under `ParameterServerStrategy`, the devices of each worker, which has
+        `num_replicas` replicas of its own; `devices` lists them all. On Ray, where each
+        process has devices of its own, only their numbers are known.
     """
 
     strategy: str
@@ -92,8 +92,8 @@ def describe(
     """Returns the description of a strategy: see `Strategy.describe`.
 
     Args:
-      extended: its inside.
-      variables: its variables, where they are of a kind of their own.
+      extended: that of the strategy.
+      variables: the descriptions of its variables; None: made from `extended.variables`.
     """
     topology = extended.topology
     if variables is None:

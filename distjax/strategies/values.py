@@ -131,7 +131,7 @@ def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
 def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, ...]:
     """Returns one array [...] per replica: slices of [R, ...], or copies of one value.
 
-    In a trace, which is equal on every process, for all R; else for this process's replicas.
+    In a trace, which is the same on every process, for all R; else for this process's replicas.
     """
     count = topology.num_replicas
     is_on_devices = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
@@ -186,7 +186,7 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
     for replica in topology.local_replicas:
         value = fn(ValueContext(replica, topology.num_replicas))
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_sparse)
-        # Copied now, as the function may fill the same buffer again.
+        # Copied now, as the function may refill the same buffer.
         flat.append(([x.copy() if isinstance(x, np.ndarray) else x for x in leaves], treedef))
     first = topology.local_replicas[0]
     for replica, (_, treedef) in zip(topology.local_replicas, flat, strict=True):

@@ -1,4 +1,9 @@
-"""The reference interpreter: the programming model without compilation."""
+"""The reference interpreter: the programming model without compilation.
+
+Each replica is a thread that computes with concrete arrays (`reference_replicas.py`), and each
+variable is a list of R components (`reference_variables.py`). After a run, results that are
+equal on every replica are found by comparing them, where a compiled strategy proves it.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +56,12 @@ from distjax.variables.variable import Variable
 
 
 class ReferenceStrategy(Strategy):
-    """R replicas as threads that wait for each other: for tests and for debugging.
+    """Runs R replicas as threads that wait for each other, for tests and debugging.
 
     Nothing is traced or compiled: replicas hold concrete arrays, prints and
     breakpoints in a replica function work, and inner `jit`, `lax.scan`,
-    `while_loop` and `cond` run step by step (`jax.disable_jit`). It is slow, and
-    shares no code with the compiled strategies, for which it is the oracle.
+    `while_loop` and `cond` run step by step (`jax.disable_jit`). It is slow. Tests
+    compare the compiled strategies with it.
 
     Results that are equal on every replica are returned as plain arrays, others
     as PerReplica.
@@ -66,8 +71,8 @@ class ReferenceStrategy(Strategy):
 
     Not supported: bare `jax.lax` collectives (`lax.psum(x, axis_name)`: there is no
     axis; write ``ctx.all_reduce``), `dj.jit` and `jax.jit` around `run`, derivatives
-    and batching of meetings other than `all_reduce`, per-replica Python state
-    (replicas are equal programs).
+    and batching of merges and collectives other than `all_reduce`, Python state that
+    differs per replica.
 
     Example:
       >>> strategy = dj.testing.ReferenceStrategy(2)
@@ -92,7 +97,8 @@ class ReferenceStrategy(Strategy):
     def describe(self) -> StrategyDescription:
         """Returns a table of the replicas and variables: see `Strategy.describe`.
 
-        A variable has the bytes of its components; those that are one array count once.
+        The bytes of a variable are those of its components; components that share an array
+        count once.
         """
         return describe(self._extended, [v.describe() for v in self._inside.variables])
 
@@ -101,7 +107,7 @@ class ReferenceStrategy(Strategy):
 
 
 class ReferenceExtended:
-    """The inside of a ReferenceStrategy: StrategyExtended's, but for compilation."""
+    """The `extended` of a ReferenceStrategy: implements StrategyExtended, uncompiled."""
 
     is_default = False
     wraps = True
@@ -130,7 +136,7 @@ class ReferenceExtended:
         args: PositionalArgs = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs ``fn`` once per replica; replicas pause where they meet."""
+        """Runs ``fn`` once per replica; replicas pause where they wait for each other."""
         args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
         as_arrays = jax.tree.map(
@@ -283,7 +289,10 @@ class ReferenceExtended:
         dtype: DTypeLike | None,
         modes: VariableModes,
     ) -> ReferenceVariable:
-        """Creates a variable; in a replica all meet, and replica 0's value is used."""
+        """Creates a variable; in a replica context, all replicas meet and share it.
+
+        Its initial value is that of replica 0.
+        """
         value = initial_value() if callable(initial_value) else initial_value
         value = value.value if isinstance(value, ReferenceVariable) else value
         if isinstance(value, PerReplica):
@@ -354,7 +363,7 @@ class ReferenceExtended:
         return jax.tree.map(lambda *leaves: list(leaves), *results)
 
     def pause_writers(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that changes nothing: no other thread writes."""
+        """Returns a null context: no other thread writes."""
         return contextlib.nullcontext()
 
     def read_var(self, v: ReferenceVariable) -> jax.Array:
@@ -376,5 +385,5 @@ class ReferenceExtended:
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Destinations) -> Generator[None]:
-        """Changes nothing: there is one device."""
+        """Has no effect: there is one device."""
         yield

@@ -1,8 +1,9 @@
-"""Replicas as threads that pause where they meet: TF 1.13's text, literally.
+"""Replicas as threads that pause where they meet, as the documentation of TF 1.13 says.
 
-The replicas run one after another, each up to its next meeting (a merge_call, a
-collective, an aggregated write, a creation). When all have arrived, the caller's
-thread holds the meeting in cross-replica context and distributes the answers.
+A meeting is where replicas wait for each other: a merge_call, a collective, an aggregated
+write, the creation of a variable. The replicas run one after another, each up to its next
+meeting. When all have arrived, the caller's thread holds the meeting in cross-replica
+context and distributes the answers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Meeting(NamedTuple):
     """One replica's contribution to a meeting.
 
     Attributes:
-      what: the call, the same on all replicas of one meeting.
+      what: a description of the call; must be the same on all replicas.
       value: this replica's value.
       hold: returns the answers, one per replica, from the values of all.
     """
@@ -42,7 +43,7 @@ class Meeting(NamedTuple):
 
 
 class _Aborted(BaseException):
-    """Unwinds a replica whose run failed elsewhere."""
+    """Unwinds a replica after a failure elsewhere in the run."""
 
 
 class ReplicaThread(threading.Thread):
@@ -248,7 +249,7 @@ class ReferenceReplicaContext:
         return jax.random.fold_in(key, self.number)
 
     def meet(self, what: str, value: PyTree, hold: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Waits for the other replicas; returns this replica's answer from ``hold``."""
+        """Waits for the other replicas; returns this replica's answer, as given by ``hold``."""
         self._require_current(what)
         if any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value)):
             raise MergeError(

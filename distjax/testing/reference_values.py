@@ -44,7 +44,7 @@ def select(tree: PyTree, replica: int, topology: Topology, where: str) -> Any:
 
 
 def regroup(trees: Sequence[Any], topology: Topology, where: str) -> Any:
-    """Returns the trees of all replicas as one: equal leaves bare, others PerReplica."""
+    """Merges the trees of all replicas: equal leaves become one, others a PerReplica."""
     flat = [jax.tree.flatten(tree, is_leaf=is_per_replica) for tree in trees]
     treedef = flat[0][1]
     for _, other in flat:
@@ -107,7 +107,7 @@ def summable(op: ReduceOp, value: PyTree) -> jax.Array:
     array = jnp.asarray(value)
     if op is ReduceOp.MEAN and not jnp.issubdtype(array.dtype, jnp.inexact):
         return array.astype(jnp.result_type(float))
-    # Like a psum, a sum is never weakly typed.
+    # The dtype is explicit because a sum, like a psum, is never weakly typed.
     return array.astype(jnp.int32 if array.dtype == jnp.bool_ else array.dtype)
 
 

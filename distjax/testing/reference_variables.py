@@ -1,7 +1,7 @@
-"""Reference interpreter variables: a list of R components, changed in place.
+"""Variables of the reference interpreter: a list of R components, changed in place.
 
-The rules are restated here, from the tables of tf.distribute, and share nothing with
-`distjax.variables` but the class seen by operators and `isinstance`.
+The rules are stated anew, from the tables of tf.distribute. Nothing is shared with
+`distjax.variables` but the class `Variable`, for its operators and `isinstance`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ReferenceVariable(Variable):
         trainable: bool | None,
         modes: VariableModes,
     ) -> ReferenceVariable:
-        """Returns a new variable (`Variable` itself would ask the strategy for one)."""
+        """Returns a new variable; a call of `Variable` would ask the strategy for one."""
         self = object.__new__(cls)
         self.strategy, self.name = strategy, name
         self.synchronization, self.aggregation = modes
@@ -121,7 +121,7 @@ class ReferenceVariable(Variable):
     def _write_together(
         self, method: str, value: PyTree, array: jax.Array, apply: Callable[[Any, Any], Any]
     ) -> None:
-        """Writes a mirrored variable in a replica: all replicas meet, all copies change."""
+        """Writes a mirrored variable in a replica: all replicas meet, and all copies change."""
         if self.aggregation is _NONE:
             raise AggregationError(_no_aggregation_text(self, method))
         if self.aggregation is _SUM and is_number(value):
@@ -151,7 +151,7 @@ class ReferenceVariable(Variable):
         return [share + (i < rest).astype(self.dtype) for i in range(count)]
 
     def describe(self) -> VariableDescription:
-        """Returns what it is; components that are one array count once."""
+        """Returns a description; the bytes of components that share an array count once."""
         return VariableDescription(
             name=self.name,
             shape=self.shape,

@@ -1,4 +1,9 @@
-"""Reads and writes of variables, by context and by the policy table."""
+"""What a read or write of a variable does in each context.
+
+The current frame says where the value is: in the variable's storage, or in the state of the active
+trace. The variable's `Policy` says how values combine. In a replica function a write first combines
+what the replicas wrote; in cross-replica context it applies one value to every copy.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ def read(variable: StoredVariable) -> jax.Array:
 
 
 def write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
-    """Writes `value` as the current context requires; returns the new value it sees."""
+    """Writes `value` as the current context requires; returns what a read then gives."""
     if variable.sharding is None:
         return _write(variable, value, method)
     return _write_off_mesh(variable, value, method)
@@ -86,9 +91,7 @@ def components(variable: StoredVariable) -> tuple[jax.Array, ...]:
     split = variable.strategy.extended.split_components
     if state is not states.STORAGE:
         return split(variable, state.read(variable))
-    with (
-        variable.stored.lock
-    ):  # keeps the parts consistent with the array that they are remembered for
+    with variable.stored.lock:  # the parts are remembered together with their array
         return reuse_components(variable.stored, split(variable, state.read(variable)))
 
 
@@ -98,7 +101,7 @@ def read_components(variable: StoredVariable) -> jax.Array:
 
 
 def initialize(variable: StoredVariable, value: PyTree) -> None:
-    """Gives a new variable its storage: each component is a copy of `value` [...]."""
+    """Stores the initial `value` [...] of a new variable, once for each component."""
     if variable.policy.stacked:
         value = jnp.broadcast_to(jnp.asarray(value), variable.global_shape)
     if variable.layout.hands_out_copies:  # the stored form is computed on the variable's devices
@@ -196,7 +199,7 @@ def _write_component(variable: StoredVariable, state: State, array: jax.Array, m
 def _combine_in_replica(
     variable: StoredVariable, value: PyTree, array: jax.Array, method: str
 ) -> jax.Array:
-    """Returns what this replica writes, of the values that all of them gave."""
+    """Returns what this replica writes, from the values that all replicas gave."""
     rule = variable.policy.replica_write
     if rule is Combine.REFUSE:
         raise AggregationError(_no_aggregation_text(variable, method))
@@ -226,7 +229,7 @@ def _combine_in_replica(
 def _write_by_merge(
     strategy: StrategyLike, variable: StoredVariable, array: jax.Array, method: str
 ) -> None:
-    """Writes what the replicas sent, as a merge function."""
+    """Writes the combined value; a function for `merge_call`."""
     _write(variable, array, method)
 
 
@@ -250,7 +253,7 @@ def _write_across(variable: StoredVariable, state: State, array: jax.Array, meth
 def _split_total(total: jax.Array, num_components: int) -> jax.Array:
     """Returns components [R, ...] that sum to `total`, exactly for integers."""
     if jnp.issubdtype(total.dtype, jnp.integer):
-        # In a dtype that holds R, too.
+        # Widened first, since a narrow dtype may not hold R itself.
         wide = total.astype(jnp.int32 if total.dtype.itemsize < 4 else total.dtype)
         index = jnp.arange(num_components, dtype=wide.dtype)
         index = index.reshape((num_components,) + (1,) * total.ndim)

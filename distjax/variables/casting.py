@@ -1,4 +1,4 @@
-"""Casts values within a kind of dtype, or to a higher one, unless they are out of its range."""
+"""Casts to a dtype of the same or a higher kind; raises if a value does not fit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 
 from distjax.typing import DTypeLike
 
-#: Of numpy or JAX.
+#: A numpy or JAX array.
 Array = np.ndarray | jax.Array
 
 
 def cast(value: Array, dtype: DTypeLike) -> Any:
-    """Returns an array in `dtype`; floats are rounded.
+    """Returns `value` cast to `dtype`; floats are rounded.
 
     Args:
       value: a numpy or JAX array, of dtype object for Python ints of more than 64 bits.
-      dtype: of its kind, or a higher one in bool < int < float < complex.
+      dtype: of the same kind as `value`, or a higher one in bool < int < float < complex.
 
     Raises:
-      OverflowError: a value is out of the range of `dtype`; names the least and largest.
+      OverflowError: a value is out of the range of `dtype`; the text has the least and largest.
     """
     wanted = jnp.dtype(dtype)
     if value.dtype == wanted:
@@ -63,7 +63,7 @@ def _require_in_range(value: Array, wanted: np.dtype) -> None:
 
 
 def _finite_range(array: Array) -> tuple[float, float]:
-    """Returns the least and largest finite value; 0 counts as one."""
+    """Returns the least and largest value; those that are not finite count as 0."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return int(array.min()), int(array.max())
     if array.ndim == 0:

@@ -1,4 +1,12 @@
-"""Creating variables, from constructor call to storage, in any context."""
+"""Creates variables, from the constructor call to storage, in any context.
+
+Outside of traces a variable gets its storage at once. If its initial value comes from a function,
+that is compiled with the variable's sharding, so no single device ever holds the whole value.
+
+In a trace that distjax owns, the initial value is a tracer: the `CreationLog` collects it as an
+output of the trace. When the function is traced again, the constructor returns the variable already
+made.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +49,9 @@ def make_variable(
     modes: VariableModes,
     find_policy: Callable[[VariableModes, DTypeLike, str], Policy] | None = None,
 ) -> Variable:
-    """Returns a new variable of `strategy`, or the one already made at this place.
+    """Returns a new variable, or the one that the previous trace made here.
 
-    `find_policy` returns its policy for modes, dtype and name; None: the placement decides.
+    `find_policy` maps (modes, dtype, name) to a policy; None: the placement decides.
     """
     state = frames.current().state
     make_initial = _initializer(initial_value, dtype, name)
@@ -98,7 +106,7 @@ def copy_variable(variable: StoredVariable) -> Variable:
     """Returns a new variable like `variable`, with a copy of its stored array.
 
     Raises:
-      ContextError: in a replica function or another traced one.
+      ContextError: in a replica function, or in a trace.
     """
     frame = frames.current()
     if frame.is_replica or frame.state is not None or jax_compat.tracing():
@@ -209,7 +217,7 @@ def _initial_text(value: object, dtype: DTypeLike | None, name: str) -> str:
 def _initialize_now(
     variable: Variable, initial_value: PyTree, make_initial: Callable[[], jax.Array]
 ) -> None:
-    """Gives the variable its storage, outside of any trace owned by distjax."""
+    """Computes the initial value and stores it at once, rather than when a trace ends."""
     if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
         variable.stored.swap(_describe_storage(variable))
         return

@@ -1,7 +1,8 @@
-"""Converts what a user writes to a variable to its shape and dtype.
+"""Converts what a user writes to a variable to its dtype, and checks its shape.
 
-A dtype of a higher kind (bool < int < float < complex) is rejected, as is a value from the host out
-of the dtype's range. Within a kind an array of JAX is cast, so a narrower dtype may overflow.
+A value of a higher kind (bool < int < float < complex) is rejected, and so is a host value out of
+the dtype's range. The values of a JAX array are not looked at, so a cast to a narrower dtype of the
+same kind may overflow.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
     Args:
       variable: the variable being written.
       value: an array, a number, or lists of these.
-      method: the method's name as the user calls it.
+      method: the name of the method that the user called.
 
     Raises:
-      TypeError: not an array of numbers, or of a dtype of a higher kind than the variable's.
+      TypeError: not an array of numbers, or a dtype of a higher kind than the variable's.
       ValueError: the shape differs.
       OverflowError: a number or numpy array with values out of the dtype's range.
     """

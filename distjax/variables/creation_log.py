@@ -17,7 +17,7 @@ from distjax.variables.stored_variable import StoredVariable
 
 
 class CreatingState(Protocol):
-    """The state of a trace as creation needs it; see `TraceState`."""
+    """What creation needs of the state of a trace; see `TraceState`."""
 
     trace: core.Trace
     creations: CreationLog | None
@@ -29,7 +29,9 @@ class CreationLog:
     Attributes:
       made: the previous trace's variables by position; a constructor that runs again
         returns the one made at its position.
-      values: new variables and their initial values, in the view of this level.
+      outermost: the log that counts constructors across all nested traces.
+      values: the variables that this trace creates and their initial values, in its view.
+      collected: in the outermost log, the variables that any of these traces created.
       makes_at_once: whether variables get their storage immediately, from concrete
         initial values (merge functions, whose shape trace is thrown away).
       remembered: the variables that were made immediately.

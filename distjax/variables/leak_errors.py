@@ -1,4 +1,4 @@
-"""Leak error texts, which name the JAX construct around the read or write."""
+"""The texts of leak errors, which name the JAX construct around the read or write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from distjax.errors import message
 from distjax.variables.stored_variable import StoredVariable
 
-#: Loops that `dj.lax` provides, and others.
+#: Control flow that `dj.lax` provides too; `_LOOPS` adds what it does not.
 _CARRYING_LOOPS = {"scan", "while_loop", "fori_loop", "cond", "switch"}
 _LOOPS = _CARRYING_LOOPS | {"map", "associative_scan"}
 _TRANSFORMS = {

@@ -28,13 +28,13 @@ class Policy:
     """What a variable does when it is read and written.
 
     Attributes:
-      stacked: whether storage is [R, ...], one component per replica, else one value.
+      stacked: whether storage is [R, ...], one component per replica, rather than one value.
       replica_write: how values written by replicas are combined.
       cross_read: how components become the value of a cross-replica read.
       cross_assign: how one value assigned in cross-replica context is applied.
       cross_add: the same for assign_add and assign_sub.
-      merges: whether what replicas write, combined, is written by a `merge_call`: where the
-        variable lives, on the value that it has then.
+      merges: whether the combined value is written by a `merge_call`, which applies it where
+        the variable lives, to the value it has at that moment.
     """
 
     stacked: bool
@@ -133,9 +133,10 @@ def policy_at_servers(
     name: str,
     num_replicas: int,
 ) -> Policy:
-    """Returns what a variable at a server does, where a worker has so many replicas.
+    """Returns the policy of a server's variable, for workers of `num_replicas` each.
 
-    Each replica writes a part of a sync-on-read total, of which there is one for all.
+    The server has a single total for a sync-on-read variable, so what the replicas write is
+    summed.
 
     Raises:
       ValueError: as `policy_for`, with several replicas.

@@ -1,9 +1,9 @@
-"""Where variables are read and written: their storage, or a trace.
+"""Where variables are read and written: their storage, or the state of a trace.
 
 During a trace, a variable's value lives in the trace's state. The first read stages a
 `variable` equation in the trace that owns the state, no matter how deeply nested the
-reader is; whoever compiles the trace turns these equations into inputs, and the written
-values into outputs.
+reader is. When the trace is compiled, these equations become inputs of the program, and the
+written values become outputs.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class TraceState:
       read_order: variables whose value at the start of the trace is needed.
       written: variables written, in order of first write.
       creations: the log of variables created in this trace; None if none can be.
-      feedbacks: by identity, the results of functions run in this trace.
-      meant: by identity, arrays that `dj.expect` allows to come back different, and why.
+      feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
+      meant: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class TraceState:
     def whole(self, shard: jax.Array, form: LocalForm) -> Any:
         """Returns the value gathered from this replica's shard, and remembers the shard.
 
-        Code that handles the whole value can go back to the shard with `shard_of`, which
-        leaves the gather as dead code.
+        Code that is given the whole value can get the shard back with `shard_of`; if nothing
+        else uses the whole value, the gather is dead code.
         """
         topology = frames.current().strategy.extended.topology
         whole = call_on_replica(form.gather, topology, shard)
@@ -200,7 +200,7 @@ class TraceState:
         self.written[variable] = None
 
     def _renew_readers(self, variable: StoredVariable) -> None:
-        """Has functions traced again that read the former value and are called again."""
+        """Keeps JAX from reusing cached traces of functions that read the former value."""
         state: TraceState | None = self
         while state is not None:
             if variable in state._read_inside:

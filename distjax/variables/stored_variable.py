@@ -1,4 +1,4 @@
-"""StoredVariable: a variable's attributes and its array, without value semantics."""
+"""StoredVariable: a variable's attributes and array, without read and write rules."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class StoredVariable:
         return self.layout.from_stored(array, self.shape)
 
     def store(self, value: jax.Array) -> None:
-        """Stores `value`, which is in global form and not shared with anyone."""
+        """Stores `value`, which is in global form and which nobody else may hold."""
         stored = self.layout.to_stored(value)
         is_array = isinstance(stored, jax.Array)
-        # Not where JAX left it: what a step returns is committed, and would be compiled for anew.
+        # Always committed to its sharding, as what a step returns is: else the step compiles twice.
         in_place = is_array and stored.committed and stored.sharding == self.sharding
         if not in_place and not (is_array and self.sharding is None):
             stored = transfer(stored, self.sharding)

@@ -74,7 +74,7 @@ class Variable(StoredVariable):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
     ) -> Any:
-        """Creates the variable, or returns the one already created at this place."""
+        """Creates the variable, or returns the one that the previous trace created here."""
         name = "Variable" if name is None else name
         modes = resolve_modes(synchronization, aggregation, name)
         frame = frames.current()
@@ -228,7 +228,7 @@ class Variable(StoredVariable):
         return format(self.value, spec) if spec else repr(self)
 
     def __eq__(self, other: object) -> Any:
-        """Returns ``value == other`` for numbers and arrays; two variables are equal if one."""
+        """Compares the value to numbers and arrays; a variable equals no other variable."""
         return self.value == other if _is_of_numbers(other) else NotImplemented
 
     def __ne__(self, other: object) -> Any:
@@ -236,7 +236,7 @@ class Variable(StoredVariable):
 
     __hash__ = object.__hash__
 
-    #: numpy arrays and numbers leave operators with a variable to it.
+    #: Makes numpy arrays and scalars defer to the variable's own operators.
     __array_priority__ = 100
 
     def __copy__(self) -> Variable:

@@ -1,4 +1,4 @@
-"""Where the storage of a strategy's variables lives."""
+"""VariablePlacement: the part of a strategy that picks a layout for each variable."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class VariablePlacement(Protocol):
         Args:
           variable: the variable, or anything laid out like one.
 
-        The reduced value is never stored in another form, so only `unencoded` of the
-        returned layout matters.
+        The reduced value keeps its shape, so only `unencoded` of the returned layout is used.
         """
         ...
 

@@ -53,7 +53,7 @@ def push_right_logits(parameters: list[jax.Array], states: jax.Array) -> jax.Arr
 
 
 def play(parameters: list[jax.Array], key: jax.Array, count: int):
-    """States `[T, n, 4]`, actions and alive `[T, n]` of `count` episodes played at once."""
+    """Plays `count` episodes at once: states `[T, n, 4]`, actions and alive `[T, n]`."""
     start_key, play_key = jax.random.split(key)
     start = cartpole.reset(start_key, count)
 
@@ -69,7 +69,7 @@ def play(parameters: list[jax.Array], key: jax.Array, count: int):
 
 
 def surrogate_loss(parameters, states, actions, alive) -> jax.Array:
-    """Minus the log probability of the actions, weighted by how well each went for its time."""
+    """Minus the log probability of each action, times its advantage over the mean episode."""
     steps_to_go = jnp.cumsum(alive[::-1], axis=0)[::-1].astype(jnp.float32)
     usual = steps_to_go.sum(1, keepdims=True) / jnp.maximum(alive.sum(1, keepdims=True), 1)
     advantages = jnp.where(alive, steps_to_go - usual, 0.0)
@@ -79,7 +79,7 @@ def surrogate_loss(parameters, states, actions, alive) -> jax.Array:
 
 
 class Trainer:
-    """One replica's part of a step."""
+    """The policy, and one replica's part of a training step."""
 
     def __init__(self, strategy: dj.Strategy, seed: int):
         self.strategy = strategy
@@ -130,7 +130,7 @@ def main() -> None:
             done = strategy.extended.run_steps_on_iterator(
                 trainer.step, data, options.steps_per_call
             )
-            steps += done.iterations  # fewer than asked for at the end of the data
+            steps += done.iterations  # may be fewer at the end of the data
             length = float(done.last_step_outputs["length"])
             print(f"step {steps}: the pole stays up for {length:.1f} time steps")
     print(f"{options.strategy}: {length:.1f} of {cartpole.MAX_STEPS} time steps")

@@ -24,7 +24,7 @@ def load(path: Path | None = None) -> tuple[Split, Split]:
     """Digits to train on and digits to test on.
 
     Args:
-        path: Of an `.npz` file with `x_train` and `x_test`, `[n, height, width]` in 0 to 255, and
+        path: An `.npz` file with `x_train` and `x_test`, `[n, height, width]` in 0 to 255, and
             their labels `y_train` and `y_test`: the form in which MNIST is distributed. None: the
             1797 digits `[8, 8]` of scikit-learn, always split into the same 1437 and 360.
     """
@@ -63,7 +63,7 @@ def train_batches(split: Split, size: int, seed: int) -> Iterator[Split]:
 
 
 def test_batches(split: Split, size: int) -> Iterator[Split]:
-    """All examples once, in order, with the last batch filled up with blank images of no class."""
+    """All examples once, in order; the last batch is padded with blank images of no class."""
     missing = -len(split.images) % size
     images = np.pad(split.images, [(0, missing), (0, 0), (0, 0), (0, 0)])
     labels = np.pad(split.labels, (0, missing), constant_values=PADDING_LABEL)

@@ -26,8 +26,8 @@ def fit(
         options: The command line.
         strategy: The strategy that cuts global batches into batches per replica.
         splits: Examples to train on and to test on.
-        train: Takes images and labels per replica, does one step, returns the loss over them all.
-        test: Takes a list of batches per replica, returns the accuracy over them all.
+        train: Takes per-replica images and labels, does one step, returns the loss over all.
+        test: Takes a list of per-replica batches, returns the accuracy over all of them.
     """
     train_split, test_split = splits
     size = options.global_batch

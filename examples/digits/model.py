@@ -8,7 +8,7 @@ import optax
 
 
 class ConvNet(nn.Module):
-    """Three convolutions with batch normalisation, then a linear layer.
+    """Three convolutions with batch normalization, then a linear layer.
 
     The activation is smooth on purpose. Many pixels are blank in every image, so thousands of
     activations are exactly equal. With a kink, as in `relu`, the rounding of one sum can push all

@@ -18,12 +18,12 @@ import report
 
 
 class ConvNet(nnx.Module):
-    """Three convolutions with batch normalisation, then a linear layer, as in `model.py`.
+    """Three convolutions with batch normalization, then a linear layer, as in `model.py`.
 
     Args:
         shape: `(height, width, 1)` of an image.
         axis_name: The axis over which batch statistics are averaged, or None.
-        rngs: Stream "params".
+        rngs: Has a stream "params".
     """
 
     def __init__(self, shape: tuple[int, ...], axis_name: str | None, *, rngs: nnx.Rngs):

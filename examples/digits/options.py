@@ -46,10 +46,11 @@ def make_strategy(name: str, num_replicas: int, engine: str = "threads") -> dj.S
 
     Args:
         name: One of `STRATEGIES`.
-        num_replicas: Replicas of a mirrored strategy, which has each on its own device, or of a
-            virtual one, which has them all on one. Ignored for a multi-worker one, which has as
-            many as the processes have devices. With a parameter server: workers.
-        engine: Of a parameter server: threads of this process, or Ray processes.
+        num_replicas: How many replicas a mirrored strategy has (one per device) or a virtual one
+            (all on one device), or how many workers a parameter server has. A multi-worker
+            strategy ignores it: it has one replica per device of all processes.
+        engine: What the workers of a parameter server are: "threads" of this process, or "ray"
+            processes.
 
     Raises:
         SystemExit: If a mirrored strategy needs more devices than there are.
@@ -57,7 +58,7 @@ def make_strategy(name: str, num_replicas: int, engine: str = "threads") -> dj.S
     if name == "multi_worker":  # JAX_NUM_CPU_DEVICES says how many a process has
         dj.initialize()
         return dj.MultiWorkerMirroredStrategy()
-    # Has no effect on other platforms. A CPU appears as this many devices.
+    # Makes the CPU appear as this many devices; has no effect on other platforms.
     jax.config.update("jax_num_cpu_devices", num_replicas)
     if name == "one_device":
         return dj.OneDeviceStrategy()

@@ -46,7 +46,7 @@ class Game:
     def step(self, images: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """In replica context: updates both players; returns their losses over the global batch."""
         context = dj.get_replica_context()
-        first, second = jax.random.split(context.fold_in(key))  # noise of the replica's own
+        first, second = jax.random.split(context.fold_in(key))  # each replica draws its own noise
         noise = jax.random.normal(first, (len(images), networks.NOISE))
         discriminator_loss, gradients = jax.value_and_grad(networks.discriminator_loss)(
             self.discriminator.values(), self.generator.values(), images, noise
@@ -73,7 +73,7 @@ def load(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """Real images `[n, num_pixels]` in 0 to 1 and their labels `[n]`.
 
     Args:
-        path: Of an `.npz` file with square images `x_train` `[n, side, side]` in 0 to 255 and
+        path: An `.npz` file with square images `x_train` `[n, side, side]` in 0 to 255 and
             labels `y_train`, as MNIST is distributed. None: the digits of scikit-learn.
     """
     if path is None:
@@ -99,7 +99,7 @@ def judged(drawn: np.ndarray, images: np.ndarray, labels: np.ndarray) -> tuple[f
 
 
 def save_picture(images: np.ndarray, path: Path) -> None:
-    """Writes 8 rows of 8 images."""
+    """Saves 8 rows of 8 images as one picture."""
     figure = Figure(figsize=(4, 4), layout="constrained")
     axes = figure.subplots()
     side = math.isqrt(images.shape[1])

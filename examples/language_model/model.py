@@ -33,11 +33,11 @@ class LanguageModel(nnx.Module):
 
     Args:
         context: The maximum number of tokens that it sees.
-        width: Size of the vector of a token.
-        num_layers: Blocks.
-        num_heads: Attention heads; must divide `width`.
-        dropout: Rate of dropout while training.
-        rngs: Streams "params" and "dropout".
+        width: The size of a token's vector.
+        num_layers: The number of blocks.
+        num_heads: The number of attention heads; must divide `width`.
+        dropout: The dropout rate while training.
+        rngs: Has streams "params" and "dropout".
     """
 
     def __init__(
@@ -82,10 +82,10 @@ def continued(
     Compile it with a static `count`.
 
     Args:
-        model: In evaluation mode.
+        model: A model in evaluation mode.
         prompt: At least one token.
-        count: Tokens to draw.
-        key: Draws the tokens.
+        count: The number of tokens to draw.
+        key: The PRNG key to draw them with.
         temperature: Below 1 prefers likely tokens.
     """
     size, context = len(prompt), model.context

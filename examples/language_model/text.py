@@ -12,7 +12,7 @@ def load(path: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Tokens `[n]` to train on, and the last twentieth of the text to test on.
 
     Args:
-        path: Of a text file. None: the topics of `help()`, about 700,000 bytes.
+        path: A text file. None: the topics of `help()`, about 700,000 bytes.
     """
     text = "\n".join(topics[name] for name in sorted(topics)) if path is None else path.read_text()
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -31,7 +31,7 @@ class Windows:
         context: Tokens that the model sees.
         batch_size: G, windows of a global batch.
         num_batches: Length of the sequence.
-        seed: Of the random draw.
+        seed: Seeds the random draw.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def say(text: str) -> None:
 def saved_and_resumed(
     batches: dj.DistributedIterator, state: dict, chosen: argparse.Namespace
 ) -> Iterator[tuple[int, jax.Array]]:
-    """Yields the number and the batch of each remaining step; saves after some of them."""
+    """Yields the number and the batch of each remaining step; saves a checkpoint now and then."""
     if chosen.checkpoints is None:
         yield from enumerate(batches, start=1)
         return

@@ -19,7 +19,7 @@ ON_READ, MEAN = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.MEAN
 
 
 class LocalSGDExtended(dj.StrategyExtended):
-    """Makes each trainable variable a component per replica, averaged when it is read."""
+    """Gives each trainable variable a component per replica, averaged when it is read."""
 
     def create_variable(self, initial_value: Any, **options: Any) -> dj.Variable:
         """A variable with the modes requested, unless it is trainable."""

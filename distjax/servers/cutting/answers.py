@@ -1,4 +1,4 @@
-"""Answers that need several servers: each sends its share, and the worker puts them together."""
+"""Answers that need several servers: each sends its share, and the worker joins them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distjax.servers.cutting.update import Update
 
 
 def join_answers(update: Update) -> tuple[Update, NamedCode]:
-    """Returns an update each of whose answers one server has, and what makes the others of them.
+    """Returns an update whose answers need one server each, and code that joins the others of them.
 
     Args:
-      update: any update.
+      update: an update, whose answers may need several servers.
     """
     code = open_code(update.code)
     homes = _Homes(update, code)
@@ -46,7 +46,8 @@ class _Homes:
       code: its code, opened.
 
     Attributes:
-      eqns: those of the code; one whose results have several homes is one for each of them.
+      eqns: the equations of the code; one with several results is split into one for each, as
+        these may have different homes.
     """
 
     def __init__(self, update: Update, code: Code):
@@ -58,7 +59,7 @@ class _Homes:
             each = [eqn]
             if len(eqn.outvars) > 1 and not eqn.effects:
                 made = (e for out in eqn.outvars for e in _making(code.jaxpr, eqn, out))
-                each = list(dict.fromkeys(made))  # one that makes all or nothing: once
+                each = list(dict.fromkeys(made))  # once, if it cannot be split
             self.eqns += each
             for one in each:
                 homes = frozenset[int | None]().union(*map(self._of, one.invars))
@@ -68,16 +69,16 @@ class _Homes:
         return frozenset() if isinstance(atom, Literal) else self._homes.get(atom, frozenset())
 
     def are_several(self, atom: Var | Literal) -> bool:
-        """Returns whether no single server has what a value is made of."""
+        """Returns whether a value depends on variables of several servers."""
         return len(self._of(atom) - {None}) > 1
 
     def leaves_to_worker(self, eqn: JaxprEqn) -> bool:
-        """Returns whether no server computes an equation, or a worker can as well."""
+        """Returns whether the worker may run an equation: no single server can, or none has to."""
         out = eqn.outvars[0]
         return self.are_several(out) or not self._of(out)
 
     def shares_of(self, wanted: list[Any], eqns: list[JaxprEqn]) -> list[Var]:
-        """Returns what servers have of the operands of `eqns`, so far as `wanted` needs it."""
+        """Returns the operands of `eqns` that single servers compute, if `wanted` needs them."""
         needed, found = set(wanted), dict[Any, None]()
         for eqn in reversed(eqns):
             if needed.isdisjoint(eqn.outvars):
@@ -91,7 +92,7 @@ class _Homes:
 
 
 def _making(like: Jaxpr, eqn: JaxprEqn, out: Var) -> list[JaxprEqn]:
-    """Returns an equation that makes one of the results of `eqn`, of what it needs alone."""
+    """Returns `eqn` reduced to one of its results, and to the operands which that needs."""
     atoms = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
     alone = jax_compat.new_jaxpr(like, (), atoms, [out], [eqn])
     return jax_compat.dce_jaxpr(alone, [True], instantiate=True)[0].eqns

@@ -1,4 +1,4 @@
-"""Assembling a plan: the stages of a replica trace as programs, their values as slots."""
+"""Assembles a plan: the stages of a replica trace become programs, its values become slots."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ from distjax.variables.variable import Variable
 
 @dataclasses.dataclass(frozen=True)
 class ConstantResult:
-    """The name of a result that is a constant, by its number."""
+    """The name of a result that is a constant: the number of the result."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True)
 class CutStage:
-    """A stage whose merges are cut by server, its values still named as traces name them.
+    """A stage whose merges are cut by server; its values still have their names in the trace.
 
     Attributes:
-      traced: its equations.
-      joined: what the worker makes of several servers' answers, before all else.
-      moved: what of its merges runs at the worker.
-      shares: what runs at servers.
+      traced: its equations and merges.
+      joined: what the worker computes first, from the answers of several servers.
+      moved: the part of its merges that runs at the worker.
+      shares: the parts of its merges that run at servers.
       later: names of values that later stages or the results need.
     """
 
@@ -86,10 +86,10 @@ def assemble_plan(
     """Returns the plan of a traced replica function.
 
     Args:
-      name: the user's name of it.
+      name: its name, for the user.
       traced: its trace.
-      args_varying: per flat argument, whether it has a row for each replica.
-      extended: of the strategy.
+      args_varying: for each flat argument, whether it has a row for each replica.
+      extended: the strategy's.
 
     Raises:
       MergeError, StrategyMismatchError: it cannot be cut.
@@ -133,7 +133,7 @@ def assemble_plan(
 def _rebuilder(
     combine: Callable[[Sequence[Any]], Any], results: Sequence[Any], localities: Localities
 ) -> Callable[[Sequence[jax.Array]], Any]:
-    """Returns what makes the user's results of arrays that a worker has."""
+    """Returns the function that builds the user's results from a worker's arrays."""
     if localities.topology.num_replicas == 1:
         return combine
     is_varying = [v in localities.varying for v in results]
@@ -146,14 +146,14 @@ def _rebuild(
     topology: Topology,
     arrays: Sequence[jax.Array],
 ) -> Any:
-    """Returns results as values of the strategy, where its values are."""
+    """Returns the results as values of the strategy, on its device."""
     arrays = [transfer(x, topology.mirrored) for x in arrays]
     pairs = zip(arrays, is_varying, strict=True)
     return combine([PerReplica(x, topology) if varying else x for x, varying in pairs])
 
 
 def _normalise(atoms: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
-    """Returns a name for each result; one that is a constant gets one of its own."""
+    """Returns a name for each result; each constant result gets a new one."""
     names: list[Any] = []
     for number, atom in enumerate(atoms):
         is_constant = isinstance(atom, Literal) or atom in constants
@@ -201,7 +201,7 @@ def _cut_stages(
 
 
 def _move(update: Update, cut: str, num_servers: int) -> tuple[NamedCode, Update]:
-    """Returns what of an update runs at the worker, and the rest."""
+    """Returns the part of an update that runs at the worker, and the rest."""
     if cut == "least_bytes":
         update = opened(update)
         return move_to_worker(update, equations_at_worker(update, num_servers))
@@ -209,22 +209,22 @@ def _move(update: Update, cut: str, num_servers: int) -> tuple[NamedCode, Update
 
 
 class _Programs:
-    """Makes the programs of one plan: values that traces name become slots of the worker.
+    """Makes the programs of one plan: names of the trace become slots of the worker.
 
     Attributes:
-      codes: those that it has made.
+      codes: the code of all programs made so far.
     """
 
     def __init__(self, name: str, jaxpr: Jaxpr, constants: dict[Any, Any], localities: Localities):
         self._name, self._jaxpr, self._constants = name, jaxpr, constants
         self._localities, topology = localities, localities.topology
-        if topology.num_replicas > 1:  # on the devices of whichever worker
+        if topology.num_replicas > 1:  # for the devices of any worker
             topology = abstract_topology(topology.num_replicas, topology.axis_name)
         self._emitter = JaxprEmitter(topology)
         self.codes: list[Code] = []
 
     def stage(self, number: int, cut: CutStage, slots: dict[Any, int]) -> Stage:
-        """Returns one stage; names that are new get slots."""
+        """Returns one stage of the plan; new names get slots."""
         needed = cut.later.union(*(share.operands for share in cut.shares))
         made = [*cut.joined.results, *(v for e in cut.traced.eqns for v in e.outvars)]
         made += cut.moved.results
@@ -241,7 +241,7 @@ class _Programs:
         )
 
     def _worker_code(self, cut: CutStage, wanted: Sequence[Any]) -> tuple[Code, list[Any]]:
-        """Returns what a worker computes in one stage, and from what."""
+        """Returns the code that a worker runs in one stage, and the names of its operands."""
         eqns, joined, moved = cut.traced.eqns, cut.joined, cut.moved
         made = {v for e in eqns for v in e.outvars}
         used = dict.fromkeys(v for e in eqns for v in e.invars if not isinstance(v, Literal))

@@ -1,4 +1,4 @@
-"""Code: a traced function of flat arrays, to be cut further, shown, and run."""
+"""Code: a traced function of flat arrays, which can be cut further, described and run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, ShapedArray, Var
 from distjax.replica.analysis import CALLS
 from distjax.servers.plan import Program
 
-#: Primitives that say where a value lies: programs of workers and servers run where those are.
+#: Primitives that place a value. They are dropped: a program runs wherever its worker or server is.
 PLACEMENTS = frozenset(("device_put", "sharding_constraint"))
 
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A traced function of flat arrays, which can be called as it is.
+    """A traced function of flat arrays, and callable like one.
 
     Attributes:
       jaxpr: (*constants, *arrays) -> results.
@@ -37,17 +37,17 @@ class Code:
 
     @property
     def inputs(self) -> Sequence[Var]:
-        """What names the arrays that it takes."""
+        """The jaxpr's variables for the arrays, without those for the constants."""
         return self.jaxpr.invars[len(self.consts) :]
 
     @property
     def outputs(self) -> Sequence[Any]:
-        """What names its results; a constant one is a literal."""
+        """The jaxpr's atoms for the results; a constant result is a literal."""
         return self.jaxpr.outvars
 
     @property
     def used(self) -> list[bool]:
-        """Per array that it takes, whether a result depends on it."""
+        """For each array that it takes, whether it reads it."""
         read = self._read
         return [v in read for v in self.inputs]
 
@@ -57,7 +57,7 @@ class Code:
         return {v for v in atoms if not isinstance(v, Literal)}
 
     def needed(self, results: Iterable[int], effects: Collection[int]) -> set[int]:
-        """Returns the numbers of the equations that some of its results and effects need."""
+        """Returns the numbers of the equations that some of the results and effects need."""
         wanted = {v for i in results if not isinstance(v := self.jaxpr.outvars[i], Literal)}
         numbers: set[int] = set()
         for number, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
@@ -67,11 +67,11 @@ class Code:
         return numbers
 
     def cut_to(self, results: Sequence[int], effects: Collection[int] | None = None) -> Code:
-        """Returns the code of some of its results alone; it takes the same arrays.
+        """Returns the code of only some of the results; it takes the same arrays.
 
         Args:
-          results: their numbers.
-          effects: the numbers of the equations that it runs for their effects; None: all.
+          results: the numbers of the results.
+          effects: the numbers of the equations to run for their effects; None: all.
         """
         like, ends = self.jaxpr, [self.jaxpr.outvars[i] for i in results]
         eqns = like.eqns
@@ -79,12 +79,12 @@ class Code:
             numbers = self.needed(results, effects)
             eqns = [e for i, e in enumerate(eqns) if i in numbers]
         whole = jax_compat.new_jaxpr(like, (), like.invars, ends, eqns)
-        # Loops, branches and calls in it are cut down too.
+        # This also prunes inside of loops, branches and calls.
         needed, _ = jax_compat.dce_jaxpr(whole, [True] * len(ends), instantiate=True)
         return Code(needed, self.consts)
 
     def taking(self, numbers: Sequence[int]) -> Code:
-        """Returns the code as a function of some of its arrays; it uses no others."""
+        """Returns the code as a function of only some of its arrays: those that it uses."""
         like, read = self.jaxpr, self._read
         constants = [i for i in range(len(self.consts)) if like.invars[i] in read]
         invars = [*(like.invars[i] for i in constants), *(self.inputs[i] for i in numbers)]
@@ -94,7 +94,7 @@ class Code:
     def between(
         self, inputs: Sequence[Var], results: Sequence[Any], eqns: Sequence[JaxprEqn]
     ) -> Code:
-        """Returns the code that makes some of its values of others, by some of its equations."""
+        """Returns the code that computes some values from others by means of some equations."""
         invars = [*self.jaxpr.invars[: len(self.consts)], *inputs]
         part = Code(jax_compat.new_jaxpr(self.jaxpr, (), invars, results, eqns), self.consts)
         return part.cut_to(range(len(results))).taking(range(len(inputs)))
@@ -106,7 +106,7 @@ class Code:
 
 @dataclass(frozen=True)
 class NamedCode:
-    """A code that runs at the worker, its arrays named as traces name them.
+    """Code that runs at the worker, with the names that its arrays have in the trace.
 
     Attributes:
       code: (*operands) -> (*results).
@@ -120,7 +120,7 @@ class NamedCode:
 
 
 def aval_of_atom(atom: Var | Literal) -> ShapedArray:
-    """Returns shape, dtype and weak type of what a jaxpr names, and nothing of where it lies."""
+    """Returns shape, dtype and weak type of an atom, without its sharding."""
     aval: Any = atom.aval
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -140,10 +140,10 @@ def eval_equation(like: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of the jaxpr `like` under whatever trace is current.
 
     Args:
-      like: what holds it.
+      like: the jaxpr that holds it.
       eqn: the equation.
-      args: an operand for each place, whatever the equation has there: a constant, or one name at
-        several places, of which each may get another part.
+      args: a value for each operand, also for literals. Where one variable is an operand twice,
+        the two may get different values.
     """
     names: list[Any] = [Var(aval_of_atom(atom)) for atom in eqn.invars]
     named = eqn.replace(invars=names)
@@ -158,7 +158,7 @@ def eval_opened(
     args: Sequence[Any],
     opens: Callable[[JaxprEqn], bool],
 ) -> list[Any]:
-    """Evaluates a jaxpr, without placements, and without the calls that `opens` says it of."""
+    """Evaluates a jaxpr without placements, and with those calls inlined for which `opens`."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for eqn in jaxpr.eqns:
@@ -175,7 +175,7 @@ def eval_opened(
 
 
 def open_code(code: Code) -> Code:
-    """Returns the code without calls in it."""
+    """Returns the code with its calls inlined."""
     keys = {"jaxpr", "call_jaxpr"}
     opens = lambda eqn: eqn.primitive.name in CALLS and not keys.isdisjoint(eqn.params)
     avals = [aval_of_atom(v) for v in code.inputs]
@@ -194,7 +194,7 @@ def _places(eqn: JaxprEqn) -> bool:
 def in_own_buffers(code: Code) -> Code:
     """Returns the code with results that share no buffer with an input or with each other.
 
-    New values of variables are donated later, while others still hold what they were made of.
+    New values of variables are donated later, while others still hold what they were computed from.
     """
     ends = [v for v in code.jaxpr.outvars if not isinstance(v, Literal)]
     if not {*ends}.intersection(code.jaxpr.invars) and len({*ends}) == len(ends):
@@ -212,7 +212,7 @@ def _copied(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
 
 
 def off_devices(array: object) -> Any:
-    """Returns an array that any device may use: it is part of a program that runs on others."""
+    """Returns an array that is not committed: programs that hold it run on other devices."""
     if not isinstance(array, jax.Array):
         return array
     return jax_compat.as_uncommitted(array) if _is_key(array) else np.asarray(array)

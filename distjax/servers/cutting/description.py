@@ -1,4 +1,4 @@
-"""What a step was cut into, in words: what runs where, and what travels."""
+"""What a step was cut into, in words: what runs where, and what is sent."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class CutPart:
     Attributes:
       where: "worker" or "server 0".
       operations: its primitives, the most frequent first.
-      received_bytes: of what a worker sends to the server; of the worker 0.
-      answered_bytes: of what the server sends back; of the worker 0.
+      received_bytes: bytes that the worker sends to the server; 0 for the worker.
+      answered_bytes: bytes that the server sends back; 0 for the worker.
     """
 
     where: str
@@ -38,10 +38,10 @@ class CutVariable:
     """A variable that a step uses, or a shard of one.
 
     Attributes:
-      name: its name; of a shard `name/part_i`.
-      lives: where.
-      num_bytes: of its value.
-      use: in words: "pulled" is the worker's snapshot, "read now" and "written" are at its server.
+      name: its name; `name/part_i` for a shard.
+      lives: where it lives, such as "at server 0".
+      num_bytes: the bytes of its value.
+      use: in words: "pulled" for the worker's snapshot, "read now" and "written" at its server.
     """
 
     name: str
@@ -58,7 +58,7 @@ class CutDescription:
       parts: its programs, in order.
       variables: the variables that it uses.
       num_round_trips: how often the worker waits for servers after its pull.
-      pulled_bytes: of the snapshot.
+      pulled_bytes: bytes of the snapshot.
     """
 
     parts: tuple[CutPart, ...]
@@ -104,10 +104,10 @@ def _few(part: CutPart) -> str:
 
 
 def describe_plan(plan: Plan, variables: Sequence[Variable]) -> CutDescription:
-    """Returns what a plan does.
+    """Returns the description of a plan.
 
     Args:
-      plan: of a step.
+      plan: the plan of a step.
       variables: all variables of its strategy.
     """
     by_key = {part.key: part for v in variables for part in parts_of(v)}
@@ -157,7 +157,7 @@ def _operations(program: Program) -> tuple[str, ...]:
 
 
 def _primitive_names(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yields the names of the primitives of a jaxpr; of a call those that it holds."""
+    """Yields the names of the primitives of a jaxpr; for a call, of those inside of it."""
     for eqn in jaxpr.eqns:
         inner = list(jax_compat.sub_jaxprs(eqn))
         if not inner:

@@ -1,9 +1,9 @@
-"""Least bytes: which part of an update runs at the worker, so that the least of it travels.
+"""Least bytes: which part of an update runs at the worker, so that the fewest bytes are sent.
 
-An equation of a merge that takes no variable can run on either side. Which do at the worker is a
-minimum cut of the graph of the update: its edges are values, as wide as their bytes, once for each
-server that needs them. Of cuts with equal bytes it is the latest one: workers are many, and a
-server is what they all wait for.
+An equation of a merge that depends on no variable can run on either side. Which ones run at the
+worker is a minimum cut of the graph of the update: its edges are values, weighted by their bytes,
+once for each server that needs them. Among cuts of equal weight, the latest one leaves the least to
+the servers: there are many workers, and all of them wait for a server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDLESS = 1 << 30
 
 
 def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, Update]:
-    """Returns what of an update runs at the worker before anything is sent, and the rest.
+    """Returns the part of an update that the worker runs before it sends anything, and the rest.
 
     Args:
       update: the update.
@@ -49,7 +49,7 @@ def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, U
     read = _values(v for e in late for v in e.invars) + _values(ends)
     crossing = [v for v in dict.fromkeys(read) if v in at_worker]
     computed = [v for v in crossing if v not in names]
-    first = [e for i, e in eqns if i in early or not e.effects]  # effects of the rest are not its
+    first = [e for i, e in eqns if i in early or not e.effects]  # effects of the rest stay there
     moved = code.between(operands, [*computed, *(v for _, v in own)], first)
     rest = code.between([*current, *crossing], ends, late)
     sent = tuple(names.get(v, v) for v in crossing)
@@ -60,7 +60,7 @@ def move_to_worker(update: Update, early: Collection[int]) -> tuple[NamedCode, U
 
 
 def opened(update: Update) -> Update:
-    """Returns the update without calls in it: what they hold is cut too."""
+    """Returns the update with its calls inlined, so that their equations can be cut too."""
     return dataclasses.replace(update, code=open_code(update.code))
 
 
@@ -75,7 +75,7 @@ def equations_at_worker(update: Update, num_servers: int) -> set[int]:
 
 
 def slices_of_operands(update: Update) -> set[int]:
-    """Returns the numbers of the equations that only cut out a part of what a worker sends."""
+    """Returns the numbers of the equations that slice what a worker sends."""
     _, operands = _split_at(update.code.inputs, len(update.parts))
     eqns = enumerate(update.code.jaxpr.eqns)
     return {i for i, e in eqns if e.primitive.name == "slice" and e.invars[0] in operands}
@@ -85,7 +85,7 @@ class _Graph:
     """The graph of an update: a cut pays for each edge from the worker's side to the servers'.
 
     Its nodes are the two ends, the equations by number, and (server, value) for a value that is
-    there. What depends on constants alone is no node: both sides compute it.
+    sent there. What depends on constants alone has no node: both sides compute it.
     """
 
     def __init__(self, update: Update):
@@ -99,11 +99,11 @@ class _Graph:
         self._edges: dict[tuple[Any, Any], int] = {}
 
     def _known(self, atoms: Iterable[Any]) -> list[Var]:
-        """Returns the values among `atoms` that are no constants."""
+        """Returns the values among `atoms` that are not constants."""
         return [v for v in _values(atoms) if v in self._maker]
 
     def hold_in_order(self) -> None:
-        """Has the worker run an equation only if it runs those that make its operands."""
+        """Lets the worker run an equation only if it runs those that compute its operands."""
         for number, eqn in enumerate(self._jaxpr.eqns):
             for value in self._known(eqn.invars):
                 if self._maker[value] is not WORKER:
@@ -112,7 +112,7 @@ class _Graph:
                 self._edges[number, SERVERS] = ENDLESS
 
     def send(self, server: int, numbers: Sequence[int]) -> None:
-        """Lets a cut pay for each value that one server needs, and does not compute."""
+        """Makes a cut pay for each value that one server needs and does not compute."""
         code = self._update.code.cut_to(numbers)
         for eqn in code.jaxpr.eqns:
             made = self._known(eqn.outvars)
@@ -129,13 +129,13 @@ class _Graph:
             self._edges[(server, value), consumer] = ENDLESS
 
     def ask_for_answers(self) -> None:
-        """Lets a cut pay for each answer that is computed at a server."""
+        """Makes a cut pay for each answer that is computed at a server."""
         for value in self._known(self._jaxpr.outvars[len(self._update.written) :]):
             if isinstance(self._maker[value], int):
                 self._edges[WORKER, self._maker[value]] = _num_bytes(value)
 
     def worker_side(self) -> set[int]:
-        """Returns the equations on the worker's side of the latest cut that pays the least."""
+        """Returns the equations on the worker's side of the latest minimum cut."""
         nodes = {WORKER: 0, SERVERS: 1}
         for edge in self._edges:
             for node in edge:

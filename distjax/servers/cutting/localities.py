@@ -21,18 +21,18 @@ from distjax.servers.cutting.staging import find_snapshot
 
 @dataclass(frozen=True)
 class Localities:
-    """How values that a replica trace names are held: one array, of a row each where they differ.
+    """How the values of a trace are held: as one array, with a row per replica if they may differ.
 
     Attributes:
       topology: the replicas of a worker.
-      varying: the names of what may differ; with one replica nothing does.
+      varying: the names of the values that may differ; with one replica, none.
     """
 
     topology: Topology
     varying: frozenset[Any]
 
     def aval(self, name: Var) -> ShapedArray:
-        """Returns shape and dtype of what is held under a name."""
+        """Returns shape and dtype of the array that holds a value."""
         aval = aval_of_atom(name)
         if name not in self.varying:
             return aval
@@ -40,11 +40,11 @@ class Localities:
         return ShapedArray(shape, aval.dtype, weak_type=aval.weak_type)
 
     def value(self, name: Hashable, array: jax.Array) -> GlobalValue:
-        """Returns what is held under a name, with what is proved of it."""
+        """Returns the array that holds a value as a `GlobalValue`, varying or not."""
         return GlobalValue(array, not isinstance(name, Literal) and name in self.varying)
 
     def array(self, value: GlobalValue) -> Any:
-        """Returns what is held of a value."""
+        """Returns the array that holds a value."""
         is_one = self.topology.num_replicas == 1
         return as_user_value(value, self.topology) if is_one else jnp.asarray(value.array)
 
@@ -52,12 +52,15 @@ class Localities:
 def find_localities(
     jaxpr: Jaxpr, consts: Sequence[Any], args_varying: Sequence[bool], topology: Topology
 ) -> Localities:
-    """Returns the localities of all that a replica trace names.
+    """Returns the localities of all values of a replica trace.
+
+    Emits the trace abstractly, as other strategies do, and keeps which values the emitter proved
+    equal.
 
     Args:
-      jaxpr: of the trace.
+      jaxpr: the jaxpr of the trace.
       consts: the values of its constants.
-      args_varying: per argument, whether it has a row for each replica.
+      args_varying: for each argument, whether it has a row for each replica.
       topology: the replicas of a worker.
     """
     if topology.num_replicas == 1:

@@ -1,4 +1,4 @@
-"""An update cut by owner: for each server what it computes of it, and from what."""
+"""An update cut by owner: what each server computes of it, and from what."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from distjax.servers.server_storage import Part
 
 @dataclass(frozen=True)
 class ServerShare:
-    """What one server does of an update.
+    """One server's share of an update.
 
     Attributes:
       server: its number.
       code: (*takes, *operands) -> (*new values of `writes`, *answers).
       takes: parts of variables whose values it reads or replaces.
       writes: those that it replaces.
-      operands: what it needs of the worker.
-      answers: what the worker needs of it.
+      operands: names of what the worker sends it.
+      answers: names of what it sends back.
     """
 
     server: int
@@ -37,7 +37,7 @@ class ServerShare:
 def results_by_server(update: Update, num_servers: int) -> dict[int, list[int]]:
     """Returns the numbers of the results that each server computes.
 
-    What is written, where it lives; an answer, where what it is made of lives.
+    A part is written where it lives; an answer is computed where the variables that it reads live.
 
     Args:
       update: the update.
@@ -65,9 +65,9 @@ def _first_server(parts: Iterable[Part], default: int) -> int:
 def _effects_by_server(
     update: Update, name: str, results: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """Returns the numbers of the equations with effects, as callbacks, that each server runs.
+    """Returns the numbers of the equations with effects, such as callbacks, that each server runs.
 
-    Each runs once: where its value is used, else where a variable is that it reads.
+    Each runs once: where its value is used, else where a variable that it reads lives.
 
     Args:
       update: the update.
@@ -96,7 +96,7 @@ def _parts_used(
 
 
 def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShare]:
-    """Returns the share of each server that an update concerns.
+    """Returns the share of each server that takes part in an update.
 
     Args:
       update: the update.
@@ -104,7 +104,7 @@ def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShar
       num_servers: how many servers there are.
 
     Raises:
-      MergeError: one server would need a variable of another one, or several a callback's value.
+      MergeError: a server would need another one's variable, or several the value of a callback.
     """
     results = results_by_server(update, num_servers)
     effects = _effects_by_server(update, name, results)
@@ -118,7 +118,7 @@ def cut_by_owner(update: Update, name: str, num_servers: int) -> list[ServerShar
 
 
 def _foreign(parts: Sequence[Part], server: int) -> list[Part]:
-    """Returns what another server has, and `server` has not."""
+    """Returns the parts that `server` does not have."""
     return [part for part in parts if part.server not in (None, server)]
 
 

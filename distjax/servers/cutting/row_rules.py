@@ -1,4 +1,4 @@
-"""What equations do to rows: which make each row of their result of the same row of an operand."""
+"""What equations do to rows: which compute each row from the same row of an operand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.lax import GatherScatterMode
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.servers.cutting.code import aval_of_atom, eval_equation
 
-#: Each element of the result is made of the elements of the operands at its place.
+#: Each element of the result depends on the elements of the operands at the same position.
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj "
     "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 "
@@ -30,7 +30,7 @@ SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul sc
 
 
 class RowRange(NamedTuple):
-    """The rows of a shard: the first, and how many they are."""
+    """The rows of a shard: the number of the first, and how many they are."""
 
     start: int
     num_rows: int
@@ -40,14 +40,14 @@ Operands: TypeAlias = Sequence[Any]
 
 
 def shape_of(atom: Var | Literal) -> tuple[int, ...]:
-    """Returns the shape of what a jaxpr names."""
+    """Returns the shape of an atom."""
     return aval_of_atom(atom).shape
 
 
 def rows_taken(eqn: JaxprEqn) -> list[bool] | None:
-    """Returns which operands an equation needs in rows to make its result in rows.
+    """Returns which operands an equation takes by rows to compute its result by rows.
 
-    The others it needs whole. None: rows of the result are made of more than that.
+    It takes the others whole. None: a row of the result depends on more than that.
     """
     rule = _TAKEN.get(eqn.primitive.name)
     shape = () if rule is None else shape_of(eqn.outvars[0])
@@ -111,13 +111,13 @@ _TAKEN: dict[str, Callable[[JaxprEqn, tuple[int, ...]], list[bool] | None]] = {
 
 
 def run_on_rows(jaxpr: Jaxpr, eqn: JaxprEqn, here: RowRange, operands: Operands) -> Any:
-    """Returns the rows `here` of the result of an equation of `jaxpr`.
+    """Returns the rows `here` of the result of an equation.
 
     Args:
-      jaxpr: what holds it.
-      eqn: one of which `rows_taken` says something.
-      here: where they are.
-      operands: these rows of those that it takes in rows; the others are whole.
+      jaxpr: the jaxpr that holds it.
+      eqn: an equation for which `rows_taken` is not None.
+      here: which rows.
+      operands: these rows of the operands that it takes by rows; the others whole.
     """
     name, shape = eqn.primitive.name, (here.num_rows, *shape_of(eqn.outvars[0])[1:])
     if name == "broadcast_in_dim":
@@ -140,9 +140,9 @@ def _in_shard(indices: jax.Array, column: int, start: int) -> jax.Array:
 
 
 def _wide(indices: jax.Array) -> jax.Array:
-    """Returns indices of a dtype that has all rows, and numbers below 0."""
+    """Returns indices in a signed dtype that can number all rows."""
     wide = jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32
-    if indices.dtype in (jnp.uint32, jnp.uint64):  # what is beyond all rows stays there
+    if indices.dtype in (jnp.uint32, jnp.uint64):  # what is out of bounds stays so
         indices = jnp.minimum(indices, jnp.array(jnp.iinfo(wide).max, indices.dtype))
     return indices.astype(wide)
 
@@ -151,14 +151,14 @@ def _wide(indices: jax.Array) -> jax.Array:
 
 
 def look_up(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -> Any:
-    """Returns the result of an equation that looks some rows up; None: it does not.
+    """Returns the result of an equation that looks up rows; None if it does something else.
 
-    Each shard is asked for all of them; of its answers those count that it has.
+    All rows are looked up in each shard; each shard's answer counts for the rows that it has.
 
     Args:
-      jaxpr: what holds the equation.
+      jaxpr: the jaxpr that holds the equation.
       eqn: any equation.
-      shards: of its first operand.
+      shards: the shards of its first operand.
       others: its other operands.
     """
     rule = {"gather": _gathered, "dynamic_slice": _sliced_at, "slice": _sliced}

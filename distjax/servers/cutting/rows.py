@@ -1,9 +1,12 @@
-"""Partitioned variables in an update: each shard is made of its own rows, where that is so.
+"""Partitioned variables in an update: each shard is computed from its own rows, where possible.
 
-The user's merge works on whole values. Here it becomes a function of shards: whatever makes a row
-of the same row of its operands is done shard by shard, and rows that are looked up are looked up
-in each shard. All else is done on the whole, put together from the shards: which is right too, but
-needs shards of several servers, as `owners.py` and `answers.py` find.
+The user's merge works on whole values. Here it becomes a function of shards: an equation that
+computes each row from the same row of its operands runs shard by shard, and a lookup of rows runs
+in each shard. All others run on whole values, concatenated from the shards. That is correct too,
+but it needs shards of several servers, which is for `owners.py` and `answers.py` to find.
+
+How each value is needed is found first: forwards, what is computed in shards because its operands
+are; then backwards, in which shards the results need the rest, so that it is sliced early.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Code:
-    """Returns a code whose arrays and results are shards.
+    """Returns code that takes and returns shards.
 
     Args:
-      code: of whole values.
-      taken: for each array that it takes.
-      given: for each of its results.
+      code: the same on whole values.
+      taken: the shards' sizes for each array that it takes.
+      given: the shards' sizes for each of its results.
     """
     code = _prepared(code)
     values = _Values(code.jaxpr)
@@ -54,7 +57,10 @@ def in_shards(code: Code, taken: Sequence[Sizes], given: Sequence[Sizes]) -> Cod
 
 
 def _prepared(code: Code) -> Code:
-    """Returns the code without calls, and without dimensions of size 1 that come and go."""
+    """Returns the code with calls inlined, and with successive reshapes merged into one.
+
+    A dimension of size 1 that comes first and goes again would hide the rows.
+    """
     code = open_code(code)
     avals = [aval_of_atom(v) for v in code.inputs]
 
@@ -90,7 +96,7 @@ class _Values:
     """The values of a jaxpr, whole and in shards.
 
     Attributes:
-      natural: sizes of the values that are made in shards, of shards.
+      natural: sizes of the values that are computed in shards, from shards.
       wanted: sizes in which other values are needed too.
     """
 
@@ -104,7 +110,7 @@ class _Values:
     # -- how each value is needed ---------------------------------------------
 
     def find_natural(self, taken: Sequence[Sizes]) -> None:
-        """Finds what is made in shards, the operands being as `taken` says."""
+        """Finds what is computed in shards, for operands with the sizes `taken`."""
         self.natural.update((v, s) for v, s in zip(self._jaxpr.invars, taken, strict=True) if s)
         for number, eqn in enumerate(self._jaxpr.eqns):
             if eqn.primitive.name == "cond":
@@ -134,7 +140,7 @@ class _Values:
                 self.natural[out] = sizes
 
     def find_wanted(self, given: Sequence[Sizes]) -> None:
-        """Finds what is needed in shards for results as `given` says."""
+        """Finds what is needed in shards, for results with the sizes `given`."""
         self._want(zip(self._jaxpr.outvars, given, strict=True))
         for number, eqn in reversed([*enumerate(self._jaxpr.eqns)]):
             if number in self._branches:
@@ -151,7 +157,7 @@ class _Values:
                 self.wanted.setdefault(atom, {})[sizes] = None
 
     def _made(self, out: Var) -> list[Sizes]:
-        """Returns the sizes in which a value is made by rows."""
+        """Returns the sizes in which a value is computed by rows."""
         return [self.natural[out]] if out in self.natural else list(self.wanted.get(out, ()))
 
     def _want_in_branches(self, number: int, eqn: JaxprEqn) -> None:
@@ -170,7 +176,7 @@ class _Values:
         """Returns the results, each in its shards.
 
         Args:
-          inputs: the shards of each operand; of a whole one itself.
+          inputs: the shards of each operand; a whole one is its only shard.
           given: sizes of the results.
         """
         env = _Environment()
@@ -240,7 +246,7 @@ class _Values:
             env.set(v, sizes, shards)
 
     def _asked(self, atom: Var | Literal) -> list[Sizes]:
-        """Returns the forms in which branches get an operand."""
+        """Returns the sizes in which the branches get an operand."""
         natural = self._natural(atom)
         if natural or isinstance(atom, Literal):
             return [natural]
@@ -248,7 +254,7 @@ class _Values:
 
 
 class _Environment:
-    """Values by name and sizes; what is there in one form can be had in every other."""
+    """Values by name and sizes; a value that is there in one form is converted to any other."""
 
     def __init__(self) -> None:
         self._forms: dict[Var, dict[Sizes, Sequence[Any]]] = {}
@@ -261,7 +267,7 @@ class _Environment:
         return value
 
     def get(self, atom: Var | Literal, sizes: Sizes) -> Sequence[Any]:
-        """Returns the shards of a value; of a whole one itself."""
+        """Returns the shards of a value; a whole one is its only shard."""
         if isinstance(atom, Literal):
             return _cut(atom.val, sizes)
         forms = self._forms[atom]

@@ -1,4 +1,4 @@
-"""What the programs of a plan close over: it is shipped with them."""
+"""The limit on what the programs of a plan close over, which is sent with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distjax.errors import message
 from distjax.servers.cutting.code import Code
 from distjax.servers.cutting.sizes import num_bytes
 
-#: Bytes of arrays that the programs of one step may close over.
+#: How many bytes of arrays the programs of one step may close over.
 MOST_BYTES = 16 << 20
 
 

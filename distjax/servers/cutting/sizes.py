@@ -1,4 +1,4 @@
-"""Bytes of values, as they travel."""
+"""The sizes of values, in the bytes that are sent."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class HasDtype(Protocol):
 
 
 def num_bytes(value: HasDtype) -> int:
-    """Returns the bytes of what has a shape and a dtype; a key's data count as 8 bytes."""
+    """Returns the bytes of a value; each PRNG key counts as 8."""
     itemsize = 8 if jax_compat.is_key_dtype(value.dtype) else np.dtype(value.dtype).itemsize
     return math.prod(value.shape) * itemsize

@@ -1,8 +1,8 @@
-"""A replica trace as stages: what a worker computes, then the merges that meet the servers.
+"""A replica trace as stages: what a worker computes, then the merges that run at the servers.
 
-A merge that reads or writes a variable runs where the variable lives. Everything before it that it
-takes an argument from is in its stage or in an earlier one; whatever needs one of its results is
-in a later one. Merges of one stage depend on none of each other's results: they become one push.
+A merge that reads or writes a variable runs where the variable lives. The equations that compute
+its arguments are in its stage or in an earlier one; whatever needs one of its results is in a later
+one. Merges of one stage do not need each other's results, so they become one push.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ServerMerge:
 
     Attributes:
       eqn: the equation.
-      read: per operand the variable that it is the value of; None: an argument, which travels.
+      read: for each operand, the variable whose value it is; None for an argument, which is sent.
       written: the variables whose new values are its last results.
     """
 
@@ -42,21 +42,21 @@ class ServerMerge:
 
     @property
     def arguments(self) -> list[Any]:
-        """The operands that travel to the servers."""
+        """The operands that are sent to the servers."""
         pairs = zip(self.eqn.invars, self.read, strict=True)
         return [atom for atom, variable in pairs if variable is None]
 
 
 @dataclass(frozen=True)
 class TracedStage:
-    """Equations of a worker, and the merges that follow them."""
+    """The equations of a worker, and the merges that follow them."""
 
     eqns: list[JaxprEqn] = field(default_factory=list)
     merges: list[ServerMerge] = field(default_factory=list)
 
 
 def as_server_merge(eqn: JaxprEqn) -> ServerMerge | None:
-    """Returns what an equation does at servers; None: it does nothing there."""
+    """Returns an equation as a merge at servers; None if it is not one."""
     if eqn.primitive.name != MERGE_NAME:
         return None
     merge = _merge_of_user(eqn.params["merge"])
@@ -70,7 +70,7 @@ def as_server_merge(eqn: JaxprEqn) -> ServerMerge | None:
 
 
 def _merge_of_user(merge: Merge) -> UserMerge:
-    """Returns the user's merge behind its derivatives and its mapped forms."""
+    """Returns the user's merge, of which `merge` may be a derivative or a mapped form."""
     if isinstance(merge, WeakMerge):
         found = merge.user_merge
         assert found is not None, "the trace keeps its merges alive"
@@ -83,10 +83,10 @@ def _merge_of_user(merge: Merge) -> UserMerge:
 
 
 def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple[Jaxpr, list[Any]]:
-    """Returns a replica trace in which every merge that meets a server is an equation of its own.
+    """Returns the trace with calls inlined, so that each merge at servers is a top-level equation.
 
     Raises:
-      MergeError: one stands in a loop or branch.
+      MergeError: one is inside of a loop or branch.
     """
     if all(as_server_merge(e) or not _holds_server_merge(e) for e in jaxpr.eqns):
         return jaxpr, list(consts)
@@ -98,10 +98,10 @@ def open_calls(jaxpr: Jaxpr, consts: Sequence[Any], topology: Topology) -> tuple
 
 
 def _holds_server_merge(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is or holds a merge that meets a server.
+    """Returns whether an equation is, or holds, a merge at servers.
 
     Raises:
-      MergeError: it holds one, and is no call.
+      MergeError: it holds one, and is not a call.
     """
     if as_server_merge(eqn) is not None:
         return True
@@ -130,13 +130,13 @@ def _loop_text(name: str, merge: JaxprEqn) -> str:
 
 
 def find_snapshot(jaxpr: Jaxpr) -> dict[Var, Variable]:
-    """Returns the values of variables that a replica trace starts from, by what names them."""
+    """Returns the variables whose values a replica trace starts from, by the values' names."""
     reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
     return {e.outvars[0]: e.params["variable"]() for e in reads}
 
 
 def read_parts(snapshot: Mapping[Var, Variable]) -> tuple[list[JaxprEqn], dict[Var, Part]]:
-    """Returns equations that make values of variables of their parts, and what names the parts."""
+    """Returns equations that join variables from their parts, and the parts by name."""
     eqns: list[JaxprEqn] = []
     pulled: dict[Var, Part] = {}
     for name, variable in snapshot.items():
@@ -151,7 +151,7 @@ def read_parts(snapshot: Mapping[Var, Variable]) -> tuple[list[JaxprEqn], dict[V
 
 
 def split_stages(jaxpr: Jaxpr, results: Sequence[Any]) -> list[TracedStage]:
-    """Returns the equations that `results` and writes need, each in its stage."""
+    """Returns the equations that `results`, effects and writes need, each in its stage."""
     stages = [TracedStage()]
     level: dict[Any, int] = {}
     latest = 0  # merges keep the order of the program

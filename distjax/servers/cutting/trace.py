@@ -53,9 +53,9 @@ def cut_step(
       kwargs: its keyword arguments.
 
     Raises:
-      ValueError, TypeError: args or kwargs of another type, no function.
-      MergeError: a merge in a loop, an update across servers.
-      StrategyMismatchError: variables of another strategy.
+      ValueError, TypeError: args or kwargs have the wrong type, or fn is not a function.
+      MergeError: a merge is in a loop, or an update needs variables of several servers.
+      StrategyMismatchError: fn uses variables of another strategy.
       Whatever ``fn`` raises.
     """
     given, named = require_call(fn, args, kwargs, "schedule")
@@ -64,7 +64,7 @@ def cut_step(
         cuts.on_second_call()
     leaves, treedef = jax.tree.flatten((given, named))
     kinds = tuple(map(_kind_of, leaves))
-    key = treedef, jax.dtypes.canonicalize_dtype(np.int64), kinds  # of 32 bits or of 64
+    key = treedef, jax.dtypes.canonicalize_dtype(np.int64), kinds  # x64 or not
     found = cuts.by_kinds.get(key)
     if found is None:
         plan, flat = _look_up(strategy, fn, given, named, cuts)
@@ -76,7 +76,7 @@ def cut_step(
 
 
 def _kind_of(leaf: object) -> Hashable:
-    """Returns what a trace asks of an argument; None: it may ask more."""
+    """Returns what a trace depends on in an argument; None if it may depend on more than that."""
     aval = getattr(leaf, "aval", None)
     if aval is not None:
         return aval.shape, aval.dtype, aval.weak_type
@@ -97,8 +97,8 @@ def _look_up(
     kwargs: dict[str, PyTree],
     cuts: Cuts,
 ) -> tuple[Plan, list[jax.Array | np.ndarray]]:
-    """Returns the plan for any arguments, cut now if there is none, and the flat arguments."""
-    if not cuts.plans:  # as JAX programs have it: objects are looked for at the first call
+    """Returns the plan for any arguments, cut now if it is new, and the flat arguments."""
+    if not cuts.plans:  # at the first call only, as in other strategies
         _require_no_objects(fn, args, kwargs)
     names = argument_names(fn, len(args))
     marked = mark_modules((args, kwargs), tuple(names))
@@ -141,7 +141,7 @@ def _values_of(
     partitioned: PartitionedTree,
     names: Sequence[str],
 ) -> list[GlobalValue]:
-    """Returns the arguments as replicas of a worker see them."""
+    """Returns the arguments, each marked as varying per replica or not."""
     values: list[GlobalValue] = []
     for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
         is_varying = isinstance(leaf, PerReplica)

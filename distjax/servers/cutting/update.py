@@ -1,4 +1,4 @@
-"""The update of a stage: its merges as one function of what the variables are then."""
+"""The update of a stage: its merges as one function of the variables' current values."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Update:
     """The merges of one stage, as one function.
 
     Attributes:
-      code: (*values of `parts` now, *operands) -> (*new values of `written`, *answers).
-      parts: of the variables that a merge reads or writes.
-      operands: what the worker sends, as the replica trace names it.
+      code: (*current values of `parts`, *operands) -> (*new values of `written`, *answers).
+      parts: the parts of the variables that a merge reads or writes.
+      operands: the names, in the trace, of what the worker sends.
       written: the parts of variables that get new values.
-      answers: what the worker needs of the results, as the replica trace names it.
+      answers: the names, in the trace, of the results that the worker needs.
     """
 
     code: Code
@@ -47,9 +47,9 @@ def trace_update(
 
     Args:
       merges: in the order of the program: each sees what the one before has written.
-      constants: values of the names that stand for one in the replica trace; they do not travel.
-      needed: names that the worker needs afterwards.
-      localities: of what the replica trace names.
+      constants: the constants of the trace, by name; they are not sent.
+      needed: the names of what the worker needs afterwards.
+      localities: how the values of the trace are held.
     """
     read = (v for m in merges for v in (*m.read, *m.written) if v is not None)
     variables = tuple(dict.fromkeys(read))
@@ -82,7 +82,7 @@ def _parts_of_all(variables: Sequence[Variable]) -> tuple[Part, ...]:
 def _run_merge(
     merge: ServerMerge, now: dict[Variable, Any], env: dict[Any, Any], localities: Localities
 ) -> None:
-    """Runs a merge on the values that its variables have now."""
+    """Runs a merge on the current values of its variables."""
     values = []
     for atom, variable in zip(merge.eqn.invars, merge.read, strict=True):
         if variable is not None:

@@ -1,9 +1,9 @@
 """Starts Ray or connects to it: its address, authentication and cleanup."""
 
 # Our own cluster listens only at 127.0.0.1, requires a token, and reports to no one. Ray reads
-# these settings from the environment, on import and on start: what it read before is read again,
+# these settings from the environment, on import and on start: what it read on import is read again,
 # and the environment is restored afterwards. The token and Ray's logs are in a directory that is
-# deleted with the process.
+# deleted when the process ends.
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from distjax.servers.crew import end_all
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # its other meaning: whether on several machines
 _starting = threading.Lock()
 
-#: Settings of our own cluster, unless the environment overrides them. The way through Ray's store
-#: costs more than a message of a few hundred kilobytes, a common size of gradients; and its
-#: processes, by default at nice 15, are the main program here, not a background job.
+#: Settings of our own cluster, unless the environment overrides them. Ray's object store costs more
+#: than a message of a few hundred kilobytes, a common size of gradients; and Ray's processes, by
+#: default at nice 15, are the main program here, not background jobs.
 _SETTINGS = {"RAY_max_direct_call_object_size": str(1 << 20), "RAY_worker_niceness": "0"}
 
 
@@ -53,7 +53,7 @@ def require_ray() -> None:
                 fix="pip install 'distjax[ray]'; engine=\"threads\" needs nothing",
             )
         ) from error
-    # Ray shuts down at exit; before it does, all waiting for it must end.
+    # Ray shuts down at exit; the threads that wait for it must end first.
     atexit.register(end_all, os.getpid())
 
 

@@ -1,8 +1,8 @@
 """Elements of per-worker data, drawn in the process of a worker.
 
-The coordinator knows an element by stream and number, and asks for its shapes. A process that has
-never seen the element makes it again: a new one in place of one that died, or another worker that
-is given the closure.
+The coordinator knows an element by stream and number, and asks for its shapes. A process that does
+not have the element makes it again: one that replaces a process that died, or that of another
+worker that is given the closure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from distjax.servers.remote_array import Place
 from distjax.servers.streams import DataEnded
 from distjax.typing import PyTree
 
-#: So many elements of a stream are kept: those of closures on their way, and of `next` by hand.
+#: How many elements of a stream are kept: for closures in progress, and for `next` by hand.
 _KEPT = 8
 
 
 class UnknownStream(Exception):
-    """A process was not told how a stream is made."""
+    """A process has not been told how a stream is made."""
 
 
 class Elements:
@@ -37,7 +37,7 @@ class Elements:
         self._lock = threading.Lock()  # a worker draws while it computes
 
     def add(self, streams: dict[int, bytes]) -> None:
-        """Takes the functions that make streams, pickled."""
+        """Adds streams by number, each as a pickled function that makes it."""
         from ray import cloudpickle
 
         with self._lock:
@@ -46,21 +46,21 @@ class Elements:
                     self._streams[number] = _Stream(cloudpickle.loads(pickled))
 
     def drop(self, streams: Iterable[int]) -> None:
-        """Drops streams of which the coordinator has no more."""
+        """Drops streams that the coordinator no longer has."""
         with self._lock:
             for number in streams:
                 self._streams.pop(number, None)
 
     def knows(self, arrays: Sequence[OnWire | Place]) -> bool:
-        """Returns whether all these can be given."""
+        """Returns whether the stream of each array that lies in an element is known."""
         return all(not isinstance(x, Place) or x.stream in self._streams for x in arrays)
 
     def describe(self, stream: int, index: int) -> PyTree:
-        """Returns an element, a struct in place of each array.
+        """Returns an element, with a struct in place of each array.
 
         Raises:
           DataEnded: the stream ends before it.
-          UnknownStream: it is to be added first.
+          UnknownStream: the stream has not been added.
         """
         with self._lock:
             return jax.tree.map(_as_struct, self._find(stream).element(index))
@@ -85,10 +85,10 @@ class _Stream:
     """The elements of one dataset, by number.
 
     Args:
-      make: makes the dataset; called again for an element that is not kept any more.
+      make: makes the dataset; called again for an element that is no longer kept.
 
     Attributes:
-      kept: the latest that were read.
+      kept: the latest elements read, by number.
     """
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
@@ -105,7 +105,7 @@ class _Stream:
 
     def _read_to(self, index: int) -> None:
         if index != self._next:
-            self._next = -1  # until it is there: to skip may fail
+            self._next = -1  # until the skip has succeeded
             self._source = iter(self._make())
             skip(self._source, index, "RayEngine needs a per-worker dataset")
             self._next = index
@@ -114,7 +114,7 @@ class _Stream:
         except StopIteration:
             raise DataEnded from None
         self._next += 1
-        # The source may fill the same memory again.
+        # The source may reuse the memory of its elements.
         self.kept[index] = jax.tree.map(_own, element)
         for oldest in list(self.kept)[:-_KEPT]:
             del self.kept[oldest]

@@ -44,11 +44,11 @@ class RayEngine(Engine):
     Args:
       address: of a cluster; None: the one that Ray is connected to, or named by RAY_ADDRESS, or
         else a new one on this machine, which ends with this process.
-      worker_resources: what Ray reserves for each worker, as ``{"num_gpus": 1}``; None: a
-        core, or nothing in our own cluster.
+      worker_resources: what Ray reserves for each worker, such as ``{"num_gpus": 1}``; None: a
+        core, or nothing in a cluster that this process started.
       server_resources: the same for each server.
       runtime_env: Ray's `runtime_env`: environment variables and packages of all processes.
-      max_failures: how many workers may be lost in one closure before it is given up.
+      max_failures: how many workers one closure may lose before it is given up.
 
     Raises:
       ImportError: Ray is not installed.
@@ -169,7 +169,7 @@ class RayEngine(Engine):
         told = self._streams.send_sources(process.actor, task.arrays)
         with self._announcing:
             number, shipped = self._plans[task.plan]
-            epoch = self.epoch  # first: a server that is replaced now is sent by the next order
+            epoch = self.epoch  # first: a server replaced after this is sent with the next order
             servers = [server.actor for server in self._servers]
             add_plan = process.actor.add_plan
             told.append(add_plan.remote(number, shipped.for_workers, epoch, servers))

@@ -38,7 +38,7 @@ class StableFunction:
 
 
 def _require_no_callback(exported: export.Exported) -> None:
-    """Raises if a received program would call Python: checked on this side, too."""
+    """Raises if a received program would call Python, whatever its sender has checked."""
     found = re.search(r"custom_call @(\w*callback\w*)", exported.mlir_module())
     if found is None:
         return
@@ -53,13 +53,13 @@ def _require_no_callback(exported: export.Exported) -> None:
 
 
 def _run_elsewhere(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Stands in for a program absent here: servers have theirs, workers theirs."""
+    """Stands in for a server's program, which workers do not have."""
     raise AssertionError("a program of a server, called at a worker")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShippedPlan:
-    """What is sent of a plan to workers and servers.
+    """What is sent to workers and servers of a plan.
 
     Attributes:
       for_workers: the plan with the programs of workers.
@@ -77,7 +77,7 @@ def export_plan(
     worker_platforms: Iterable[str],
     server_platforms: Iterable[str],
 ) -> ShippedPlan:
-    """Returns a plan in the form to be sent.
+    """Returns a plan in the form in which it is sent.
 
     Args:
       plan: made by a strategy.
@@ -108,7 +108,7 @@ def export_plan(
                 pushes=tuple(map(_without_program, stage.pushes)),
             )
         )
-    for_workers = Plan(  # only this: the rest is the user's, or the strategy's
+    for_workers = Plan(  # the other fields hold objects of the user or the strategy
         plan.name,
         plan.arguments,
         plan.pulls,
@@ -131,7 +131,7 @@ def _without_program(push: Push) -> Push:
 def _shardings(
     slots: Sequence[int], plan: Plan, replicas: tuple[int, str]
 ) -> tuple[Sharding, ...] | None:
-    """Returns how slots of a worker lie on several devices, whichever these are."""
+    """Returns the shardings of slots over any worker's devices; None if it has one device."""
     if replicas[0] == 1:
         return None
     anywhere = abstract_topology(*replicas)

@@ -74,8 +74,8 @@ def actor_options(
     """Returns the Ray options of a process.
 
     Args:
-      resources: for Ray to reserve.
-      runtime_env: the user's; it takes precedence.
+      resources: what Ray reserves.
+      runtime_env: the user's, which takes precedence.
       is_ours: whether this process started the cluster: its processes then share the
         installation, and nothing is reserved unless asked for.
     """
@@ -97,7 +97,7 @@ def actor_options(
 
 
 def with_devices(options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns what Ray is told of a process that needs several devices, where it has only CPUs."""
+    """Returns the options of a process that gets `count` devices even if it has only CPUs."""
     if count == 1:
         return dict(options)
     environment = dict(options["runtime_env"])

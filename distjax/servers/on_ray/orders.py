@@ -1,4 +1,4 @@
-"""What a worker's Ray process is told to do, and what comes of it."""
+"""Orders to a worker's Ray process, and their outcomes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Order:
 
     Attributes:
       plan: its number.
-      epoch: of the servers: replacing a server begins a new one.
+      epoch: the epoch of the servers; replacing a server begins a new one.
       closure: the number of the closure.
       attempt: 1, 2, ...
       arrays: the flat arguments; a `Place` for an array of an element.
-      modes: the JAX modes where it was scheduled.
+      modes: the JAX modes in effect where the closure was scheduled.
     """
 
     plan: int

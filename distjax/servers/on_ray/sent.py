@@ -1,4 +1,4 @@
-"""Sent: an attempt at a closure that was sent to a Ray worker."""
+"""Sent: an attempt at a closure, in progress in a worker's Ray process."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class RayServer:
         if self._is_gone():
             self._over.clear()
             self.actor = self._make(self.number)
-            self.num_processes += 1  # after it: who sees the number sees the process
+            self.num_processes += 1  # last: whoever sees the number sees the process
             self.wait_for_start()
             self.is_lost = False
         held = {key: value for key, value in snapshot.values.items() if key in self._keys}

@@ -30,7 +30,8 @@ class Report(NamedTuple):
 class ServerActor:
     """A `Server` in its own process.
 
-    Ray runs one call at a time, so no value changes while it is sent; it compiles beside them.
+    Ray runs one call at a time, so no value changes while it is sent. Only `compile` runs beside
+    the others.
 
     Args:
       number: its number in the strategy.

@@ -1,4 +1,4 @@
-"""What a started Ray process says of itself, and checks that it is usable."""
+"""What a started Ray process reports about itself, and checks that it is usable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distjax.errors import ClusterError, message
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-#: How long the first processes may take to start: by then a cluster may have made room.
+#: How long the first processes may take to start: a cluster may have to make room for them.
 START_SECONDS = 300.0
 
 
@@ -53,7 +53,7 @@ def wait_for_start(name: str, actor: ActorHandle[Any], seconds: float | None = N
       seconds: maximum wait; None: START_SECONDS.
 
     Raises:
-      ClusterError: it did not start in time, or at all; or its versions differ.
+      ClusterError: it did not start in time, or failed to, or its versions differ.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
@@ -105,7 +105,7 @@ def require_same_versions(name: str, info: ProcessInfo) -> None:
 
 
 def require_devices(name: str, info: ProcessInfo, count: int) -> None:
-    """Raises a ClusterError if a process has not the devices for its replicas."""
+    """Raises a ClusterError if a process has too few devices for its replicas."""
     if info.num_devices >= count:
         return
     raise ClusterError(

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class RayStreams:
-    """The functions that make per-worker data, by number; workers draw by them.
+    """The functions that make per-worker data, by number; worker processes draw from them.
 
     Args:
       workers: the processes.
-      max_failures: so many may be lost while one element is drawn.
+      max_failures: how many of them may be lost while one element is drawn.
     """
 
     def __init__(self, workers: RayWorkers, max_failures: int):
@@ -39,7 +39,7 @@ class RayStreams:
         self._dropped: list[int] = []  # streams that only the processes still have
 
     def open(self, worker: int, make: Callable[[], Iterable[Any]]) -> RemoteElements:
-        """Returns what a worker draws of ``make()``, which is called in its process.
+        """Returns the elements of ``make()``, which is called in the worker's process.
 
         Raises:
           TypeError: the function cannot be pickled.
@@ -57,13 +57,13 @@ class RayStreams:
         return elements
 
     def send_sources(self, actor: ActorHandle[WorkerActor], arrays: Sequence[object]) -> list[Any]:
-        """Sends a worker the functions of the elements among `arrays`; returns its answers."""
+        """Sends a worker the functions that make the elements of `arrays`; returns its answers."""
         streams = {x.place.stream for x in arrays if isinstance(x, RemoteArray)}
         known = {number: self._pickled[number] for number in streams}
         return [actor.add_streams.remote(known)] if known else []
 
     def ask(self, worker: int, stream: int, method: str, *args: object) -> Any:
-        """Returns what a method of a worker returns, which needs a stream.
+        """Calls a method of a worker that needs a stream; returns its result.
 
         Raises:
           WorkerDied: too many processes were lost meanwhile.
@@ -102,9 +102,9 @@ class RayStreams:
 
 
 class RemoteElements:
-    """The elements that a worker draws, one after the other: of arrays only where they are.
+    """The elements that a worker draws, in order; their arrays stay in its process.
 
-    It keeps its state, so that a restore reads no element between.
+    Its state can be set, so that a restore does not read the elements in between.
     """
 
     def __init__(self, streams: RayStreams, worker: int, number: int):
@@ -140,7 +140,7 @@ class RemoteElements:
         return self._index
 
     def set_state(self, state: int) -> None:
-        """Goes to an element."""
+        """Makes the element with this number the next one."""
         self._index = state
 
 

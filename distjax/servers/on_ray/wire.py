@@ -1,4 +1,4 @@
-"""The wire form of arrays between processes: numpy arrays, sent without a copy."""
+"""The wire form of arrays: numpy arrays, sent between processes without a copy."""
 
 # JAX's own pickle is slower, PRNG keys are not numpy arrays, and numpy pickles dtypes that it
 # does not know (bfloat16) through a copy.
@@ -18,11 +18,11 @@ from distjax.placement.transfer import transfer_each
 
 
 class Disguised(NamedTuple):
-    """An array of a dtype unknown to numpy, as one of a known dtype.
+    """An array of a dtype unknown to numpy, as one of a dtype that numpy knows.
 
     Attributes:
       data: the same bytes as unsigned integers.
-      dtype: the name of the dtype; for a key, of its implementation.
+      dtype: the name of the dtype; for a key, the name of its implementation.
       is_key: whether it is a PRNG key.
     """
 
@@ -61,13 +61,13 @@ def from_wire(sent: Sequence[OnWire], device: jax.Device | None = None) -> list[
 
 
 def for_programs(sent: Sequence[OnWire], device: jax.Device) -> list[jax.Array]:
-    """Returns arrays for a program on a device; its call moves small ones itself."""
+    """Returns arrays for a program on a device; small ones stay in numpy, moved by its call."""
     placed = iter(from_wire([x for x in sent if not _stays_on_host(x)], device))
     return [x if _stays_on_host(x) else next(placed) for x in sent]  # type: ignore[misc]
 
 
 def arrives_as(aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """Returns what an array from `for_programs` is, before it is there."""
+    """Returns the struct of an array that `for_programs` will return."""
     is_plain = not jax_compat.is_key_dtype(aval.dtype) and aval.dtype.kind != "V"
     is_on_host = is_plain and _is_small(aval.dtype.itemsize, aval.size)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if is_on_host else sharding)

@@ -1,4 +1,4 @@
-"""What runs in a worker's Ray process: of the user's code, only what makes its data."""
+"""What runs in a worker's Ray process; of the user's code, only what makes its data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerActor:
     """A worker in its own process, which talks to the servers directly.
 
     Args:
-      num_replicas: how many it has, each on a device of its own.
+      num_replicas: how many replicas it has, each on its own device.
       axis_name: the name of their axis.
     """
 
@@ -74,17 +74,17 @@ class WorkerActor:
 
     @ray.method(concurrency_group="data")
     def add_streams(self, streams: dict[int, bytes]) -> None:
-        """Takes functions that make per-worker data."""
+        """Adds streams of per-worker data: see `Elements.add`."""
         self._elements.add(streams)
 
     @ray.method(concurrency_group="data")
     def drop_streams(self, streams: Iterable[int]) -> None:
-        """Drops those of which the coordinator has no more."""
+        """Drops streams that the coordinator no longer has."""
         self._elements.drop(streams)
 
     @ray.method(concurrency_group="data")
     def draw(self, stream: int, index: int) -> PyTree:
-        """Returns an element of per-worker data, a struct in place of each array."""
+        """Returns an element of per-worker data, with a struct in place of each array."""
         return self._elements.describe(stream, index)
 
     @ray.method(concurrency_group="data")
@@ -177,7 +177,7 @@ class _Gone(Exception):
 
 
 class _RemoteServers:
-    """The servers, as seen by a worker in its own process."""
+    """The servers, as a worker in its own process sees them."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """RayWorkers: the processes of workers; one that dies is replaced at once."""
 
 # Closures are sent to a worker while it has another one in hand. Of those that a process had when
-# it died, the first may have killed it; the others had not begun, and it does not count for them.
+# it died, the first may have killed it; the others had not begun, and the death does not count
+# against them.
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class RayProcess:
 
     Args:
       actor: the process.
-      num_failures: how many of the worker's processes in a row ended during startup.
+      num_failures: how many of the worker's processes, in a row, have ended during startup.
 
     Attributes:
       in_hand: the attempts sent to it that have not ended, in order.
@@ -76,7 +77,7 @@ class RayWorkers:
             return self._processes[worker]
 
     def prepare(self, worker: int, is_wanted: Callable[[], bool]) -> bool:
-        """Returns whether a worker has a process; waits for it while wanted."""
+        """Returns whether a worker has a process; waits for it while it is wanted."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -101,7 +102,7 @@ class RayWorkers:
         """Returns the process of a worker, ready to be used.
 
         Raises:
-          RuntimeError: it is unusable, or several died during startup.
+          ClusterError: it is unusable, or several in a row ended during startup.
         """
         self.prepare(worker, lambda: True)
         process = self.begin(worker)

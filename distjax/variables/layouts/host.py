@@ -25,7 +25,7 @@ from distjax.variables.layouts.mirrored import MirroredLayout
 class HostLayout:
     """One value in host memory, flattened, padded and split over the host's devices.
 
-    A replicated host array would hold one copy per device; split, the host holds only one.
+    A replicated host array would hold one copy per device; a split one holds a single copy.
     """
 
     topology: Topology
@@ -70,7 +70,7 @@ class HostLayout:
         return stored
 
     def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout | MirroredLayout:
-        """Returns a shape-preserving host layout; on device if no size is divisible by R."""
+        """Returns a host layout that keeps the shape; on the devices if R divides no axis."""
         count = self.topology.num_replicas
         axis = next((i for i, size in enumerate(shape) if size and size % count == 0), None)
         if axis is None:

@@ -19,8 +19,8 @@ from distjax.variables.layouts.shards import AxisShards
 class HostShardedLayout:
     """One value [...] in host memory, split along `axis` over the host's devices.
 
-    For arrays that keep their shape wherever they live, such as those of Flax variables;
-    `HostLayout` stores values flat, so it needs no axis divisible by R.
+    For arrays that must keep their shape, such as those of Flax variables. `HostLayout`
+    stores values flat, and so needs no axis that R divides.
     """
 
     topology: Topology

@@ -1,4 +1,4 @@
-"""What one replica holds of a value: all of it, or a component of its own."""
+"""LocalForm: what one replica holds of a value, and the form of unsplit values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distjax.placement.topology import Topology
 class LocalForm(Protocol):
     """How the local form of a value and its global form convert to each other.
 
-    `UnsplitForm`, `AxisShards` and `Shards` cover all built-in layouts; custom classes
-    work as well.
+    The built-in layouts use `UnsplitForm`, `AxisShards` and `Shards`; custom classes work
+    as well.
     """
 
     @property
@@ -66,9 +66,9 @@ class LocalForm(Protocol):
         ...
 
     def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> tuple[Any, LocalForm] | None:
-        """Returns this replica's parts of all slices ``value[i]``, and their form.
+        """Returns this replica's parts of the slices ``value[i]``, stacked, and their form.
 
-        Stacked over i, for a loop that gathers one slice at a time. None if impossible; the
+        A loop over i can then gather one slice at a time. None if that is impossible; the
         loop then gathers the whole value before it starts.
         """
         ...

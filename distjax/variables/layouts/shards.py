@@ -1,4 +1,4 @@
-"""What one replica holds of a split value: a shard."""
+"""The local forms of split values, of which each replica holds a shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distjax.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class AxisShards:
-    """The value is split into R equal parts along `axis`.
+    """The local form of a value split into R equal parts along `axis`.
 
     Attributes:
       topology: the R replicas.
@@ -95,7 +95,7 @@ class AxisShards:
         axis = next((i for i, n in enumerate(shape) if i and n and n % count == 0), None)
         if axis is None:
             return None
-        # Each replica holds whole slices; exchange them for its part of every slice.
+        # Each replica holds whole slices: exchange them for a part of every slice.
         parts = lax.all_to_all(
             local, self.topology.axis_name, split_axis=axis, concat_axis=0, tiled=True
         )
@@ -104,7 +104,7 @@ class AxisShards:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The value is split into R equally shaped shards by a pair of functions.
+    """The local form of a value that a pair of functions splits into R equal shards.
 
     Everything follows from the pair: a replica's own shard is an element of
     ``split(value)``, gathering is `join` after an all-gather, and reducing is a

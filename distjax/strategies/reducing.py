@@ -144,8 +144,10 @@ def _reduce_elsewhere(
         )
     if not axes:
         return leaf
-    reduced = np.sum if op is ReduceOp.SUM else np.mean
-    return jnp.asarray(reduced(np.asarray(leaf), axis=axes))
+    array = np.asarray(leaf)
+    module = np if array.dtype.isbuiltin == 1 else jnp  # numpy sums bfloat16 in bfloat16
+    reduced = module.sum if op is ReduceOp.SUM else module.mean
+    return jnp.asarray(reduced(array, axis=axes))
 
 
 def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:

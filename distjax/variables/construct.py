@@ -54,6 +54,8 @@ def make_variable(
     `find_policy` maps (modes, dtype, name) to a policy; None: the placement decides.
     """
     state = frames.current().state
+    if isinstance(initial_value, Variable):
+        initial_value = initial_value.value
     make_initial = _initializer(initial_value, dtype, name)
     value: Any = None
     if state is None:
@@ -169,18 +171,17 @@ def _layout(
     return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
 
 
-def _is_concrete_in_merge(state: TraceState, initial_value: object) -> bool:
+def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:
     creations = state.creations
     if creations is None or not creations.makes_at_once:
         return False
-    return callable(initial_value) or not isinstance(initial_value, jax_compat.Tracer)
+    is_traced = any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(initial_value))
+    return callable(initial_value) or not is_traced
 
 
 def _initializer(
     initial_value: PyTree, dtype: DTypeLike | None, name: str
 ) -> Callable[[], jax.Array]:
-    if isinstance(initial_value, Variable):
-        initial_value = initial_value.value
     if isinstance(initial_value, PerReplica):
         raise LocalityError(
             message(
@@ -234,8 +235,7 @@ def _initialize_now(
             variable.stored.swap(compiled())
         return
     with jax.ensure_compile_time_eval():
-        value = initial_value.value if isinstance(initial_value, Variable) else initial_value
-        value = value() if callable(value) else value
+        value = initial_value() if callable(initial_value) else initial_value
         if not isinstance(value, jax.Array):
             value = np.asarray(value)
         if value.dtype != variable.dtype:  # PRNG keys have no astype

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 
 from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
-from distjax.checkpoint.first_process import hear_from_first
+from distjax.checkpoint.first_process import ask_first_process
 from distjax.checkpoint.orbax_settings import of_processes, restore_args, retry_look
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
@@ -70,13 +70,10 @@ class Storage:
         local: bool = False,
     ):
         self.job = None if local else job()
-        if self.job is None:
-            require_checkpoint_directory(directory)
-            self.directory = os.path.abspath(os.fspath(directory))
-        else:
-            check = functools.partial(require_checkpoint_directory, directory)
-            hear_from_first("the construction of a Checkpointer", check)
-            self.directory = os.path.abspath(os.fspath(directory))
+        check = functools.partial(require_checkpoint_directory, directory)
+        ask_first_process(self.job, "the construction of a Checkpointer", check)
+        self.directory = os.path.abspath(os.fspath(directory))
+        if self.job is not None:
             require_shared_directory(self.job, self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
@@ -229,11 +226,10 @@ class Storage:
           CheckpointError: it was not written by distjax, or is damaged.
         """
         args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
-        read = lambda manager: manager.restore(step, args=args)[_DESCRIPTION]
 
         def look(manager: ocp.CheckpointManager) -> Any:
             with self._guard_read(step):
-                return read(manager)
+                return manager.restore(step, args=args)[_DESCRIPTION]
 
         return self._ask("a look at the description of a step", look)
 
@@ -287,7 +283,7 @@ class Storage:
                 return None
             return self._look(look, alone=True)
 
-        return answer() if self.job is None else hear_from_first(occasion, answer)
+        return ask_first_process(self.job, occasion, answer)
 
     def _look(self, look: Callable[[ocp.CheckpointManager], T], alone: bool = False) -> T:
         """Returns ``look(manager)``, with a manager that has just read the directory.
@@ -378,8 +374,15 @@ _with_a_save_under_way: set[Storage] = set()
 
 
 def _wait_for_all() -> None:
+    """Waits for every save; raises the first error of those that fail."""
+    errors: list[Exception] = []
     for storage in list(_with_a_save_under_way):
-        storage.wait()
+        try:
+            storage.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 # A program may end with a save. `atexit` functions run after Python has shut down the thread

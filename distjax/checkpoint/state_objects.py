@@ -82,8 +82,9 @@ def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[st
 
 
 def _children(value: PyTree) -> list[tuple[str, Any]]:
-    if isinstance(value, tuple) and hasattr(type(value), "_asdict"):  # e.g. an optax state
-        value = value._asdict()
+    as_dict = getattr(type(value), "_asdict", None)
+    if as_dict is not None:  # a namedtuple, e.g. an optax state
+        value = as_dict(value)
     if isinstance(value, Mapping):
         return [(str(key), child) for key, child in value.items()]
     if isinstance(value, (list, tuple, collections.deque)):

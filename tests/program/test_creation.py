@@ -234,7 +234,7 @@ def test_unguarded_constructors_get_the_variables_of_their_places(pair):
     ("first", "second"),
     [
         (dict(name="a"), dict(name="b")),
-        (dict(name="a"), dict(name="a", dtype=jnp.int32)),
+        (dict(name="a"), dict(name="a", dtype=jnp.float16)),
         (dict(name="a", initial_value=1.0), dict(name="a", initial_value=np.ones(2))),
     ],
     ids=["name", "dtype", "shape"],

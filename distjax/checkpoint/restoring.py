@@ -33,7 +33,7 @@ class Saved:
     def __init__(self, storage: Storage, step: int, rename: Mapping[str, str]):
         self._storage = storage
         self._step = step
-        self._where = storage.place(step)
+        self._where = storage.describe_step(step)
         self._description = storage.description(step)
         require_readable(self._description, self._where)
         self._specs = saved_specs(self._description)

@@ -92,7 +92,7 @@ def make_variable(
         _initialize_now(variable, initial_value, make_initial)
     elif state.creations.makes_at_once:
         _initialize_now(variable, initial_value, make_initial)
-        state.creations.remember(variable)
+        state.creations.remembered.append(variable)
     else:
         state.creations.collect(variable, value)
         if state.local_view:  # replica 0's value wins, so all replicas start equal

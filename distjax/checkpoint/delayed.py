@@ -53,9 +53,11 @@ class DelayedRestore:
         Raises:
           CheckpointError: a value of the wrong shape; nothing is changed, and the key
             remains.
+          AgreementError: in a job, processes restore different keys or shapes.
         """
         wanted = as_tree(tree, "restore")
         names = {key: self._left[key] for key in wanted.leaves if key in self._left}
+        self._saved.agree("a delayed restoration", [wanted.leaves[key] for key in names])
         if not names:
             return tree
         restored = self._saved.restore(wanted, names, partial=True)

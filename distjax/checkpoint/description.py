@@ -14,6 +14,7 @@ from distjax.checkpoint.positions import gather_states
 from distjax.checkpoint.specs import Spec
 from distjax.cluster.job import Job
 from distjax.context import frames
+from distjax.errors import CheckpointError, message
 
 #: Incremented when older versions can no longer read what is written.
 FORMAT = 1
@@ -50,6 +51,21 @@ def describe(
         "keys": {leaf.key: {**leaf.spec.to_json(), "lives": leaf.lives} for leaf in leaves},
         "values": values | gather_states(joined, states),
     }
+
+
+def require_readable(description: Mapping[str, Any], where: str) -> None:
+    """Raises a CheckpointError if a later version wrote what this one cannot read."""
+    if description["format"] <= FORMAT:
+        return
+    raise CheckpointError(
+        message(
+            f"{where} needs a version of distjax that can read it",
+            got=f"format {description['format']}, written by distjax {description['distjax']}",
+            why=f"distjax {distjax.__version__} reads formats up to {FORMAT}. Nothing has been "
+            "changed",
+            fix=f"restore it with distjax {description['distjax']} or later",
+        )
+    )
 
 
 def saved_specs(description: Mapping[str, Any]) -> dict[str, Spec]:

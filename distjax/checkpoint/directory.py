@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from distjax.checkpoint.first_process import hear_from_first
+from distjax.checkpoint.first_process import ask_first_process
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
 from distjax.errors import CheckpointError, describe_value, message
@@ -81,7 +81,7 @@ def require_shared_directory(joined: Job, directory: str) -> None:
       CheckpointError: a process sees another directory; nothing is left in it.
     """
     occasion = "the construction of a Checkpointer"  # the path may be spelled differently elsewhere
-    token = hear_from_first(occasion, lambda: _leave_token(directory))
+    token = ask_first_process(joined, occasion, lambda: _leave_token(directory))
     try:
         sees = _sees(directory, token) if token is not None else _names(directory)
         everyone = [json.loads(said) for said in exchange(joined, occasion, json.dumps(sees))]

@@ -11,32 +11,47 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from distjax.cluster.job import job
+from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
-from distjax.errors import CheckpointError
+from distjax.errors import CheckpointError, message
 
 
-def hear_from_first(occasion: str, look: Callable[[], Any]) -> Any:
+def ask_first_process(joined: Job | None, occasion: str, look: Callable[[], Any]) -> Any:
     """Returns process 0's ``look()``, a JSON value, on every process.
 
     Args:
+      joined: the job whose processes ask; None: this process alone, which looks itself.
       occasion: what all of them are about to do, for errors.
-      look: called on process 0 only, or here if there is no job.
+      look: called on process 0 only.
 
     Raises:
-      CheckpointError: on every process, if ``look`` raises it on process 0.
+      CheckpointError: on every other process, if ``look`` raises on process 0, which raises its
+        own error.
       ClusterError: a process does not arrive, or does something else.
     """
-    joined = job()
     if joined is None:
         return look()
-    said = ""
+    answer: dict[str, Any] = {}
+    raised: Exception | None = None
     if joined.process_id == 0:
         try:
-            said = json.dumps({"value": look()})
-        except CheckpointError as error:
-            said = json.dumps({"error": str(error)})
-    heard = json.loads(exchange(joined, occasion, said, joined.timeouts.phase)[0])
-    if "error" in heard:
-        raise CheckpointError(heard["error"])
-    return heard["value"]
+            answer = {"value": look()}
+        except Exception as error:
+            answer, raised = {"error": _as_text(occasion, error)}, error
+    told = json.loads(exchange(joined, occasion, json.dumps(answer), joined.timeouts.phase)[0])
+    if raised is not None:
+        raise raised
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    return told["value"]
+
+
+def _as_text(occasion: str, error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return message(
+        f"{occasion} needs process 0 to see the directory",
+        got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        why="it looks for all processes, so that all of them do the same",
+        fix="what process 0 says, in its own error",
+    )

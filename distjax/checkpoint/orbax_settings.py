@@ -17,7 +17,7 @@ _NUM_LOOKS = 5
 T = TypeVar("T")
 
 
-def of_processes(alone: bool) -> ocp.options.MultiprocessingOptions:
+def multiprocessing_options(alone: bool) -> ocp.options.MultiprocessingOptions:
     """Returns options that say who takes part: the whole job, or this process alone."""
     if job() is None or not alone:
         return ocp.options.MultiprocessingOptions()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distjax.checkpoint.description import saved_specs
+from distjax.checkpoint.agreement import agree_on_step
+from distjax.checkpoint.description import require_readable, saved_specs
 from distjax.checkpoint.leaves import Leaf, StateLeaf, pause_writers
 from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.positions import first_failure, own_state
@@ -25,16 +26,22 @@ class Saved:
       names: the saved keys by their names in the tree.
 
     Raises:
-      CheckpointError: not a distjax checkpoint, or a rename that does not fit.
+      CheckpointError: not a distjax checkpoint, one of a later format, or a rename that does
+        not fit.
     """
 
     def __init__(self, storage: Storage, step: int, rename: Mapping[str, str]):
         self._storage = storage
         self._step = step
-        self._where = storage.place(step)
+        self._where = storage.describe_step(step)
         self._description = storage.description(step)
+        require_readable(self._description, self._where)
         self._specs = saved_specs(self._description)
         self.names = rename_keys(self._specs, rename, self._where)
+
+    def agree(self, occasion: str, leaves: Iterable[Leaf]) -> None:
+        """Waits until every process is about to restore these leaves: see `agree_on_step`."""
+        agree_on_step(self._storage.job, occasion, self._step, leaves)
 
     def restore(self, wanted: Tree, names: Mapping[str, str], *, partial: bool) -> Any:
         """Returns the tree with saved values for its keys in `names`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -80,12 +82,22 @@ def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[st
 
 
 def _children(value: PyTree) -> list[tuple[str, Any]]:
-    if hasattr(value, "_asdict"):  # a namedtuple, e.g. an optax state
-        value = value._asdict()
+    as_dict = getattr(type(value), "_asdict", None)
+    if as_dict is not None:  # a namedtuple, e.g. an optax state
+        value = as_dict(value)
     if isinstance(value, Mapping):
         return [(str(key), child) for key, child in value.items()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, collections.deque)):
         return [(str(i), child) for i, child in enumerate(value)]
     if isinstance(value, _CLOSED):
         return []
-    return list(getattr(value, "__dict__", {}).items())
+    return [*getattr(value, "__dict__", {}).items(), *_slots_of(value)]
+
+
+def _slots_of(value: object) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes that `value` keeps in `__slots__`, with their names."""
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    yield name, member.__get__(value)

@@ -23,8 +23,8 @@ from jax.sharding import Sharding
 
 from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
-from distjax.checkpoint.first_process import hear_from_first
-from distjax.checkpoint.orbax_settings import of_processes, restore_args, retry_look
+from distjax.checkpoint.first_process import ask_first_process
+from distjax.checkpoint.orbax_settings import multiprocessing_options, restore_args, retry_look
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
@@ -70,13 +70,10 @@ class Storage:
         local: bool = False,
     ):
         self.job = None if local else job()
-        if self.job is None:
-            require_checkpoint_directory(directory)
-            self.directory = os.path.abspath(os.fspath(directory))
-        else:
-            check = functools.partial(require_checkpoint_directory, directory)
-            hear_from_first("the construction of a Checkpointer", check)
-            self.directory = os.path.abspath(os.fspath(directory))
+        check = functools.partial(require_checkpoint_directory, directory)
+        ask_first_process(self.job, "the construction of a Checkpointer", check)
+        self.directory = os.path.abspath(os.fspath(directory))
+        if self.job is not None:
             require_shared_directory(self.job, self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
@@ -87,7 +84,7 @@ class Storage:
         # `begin_launch`.
         self._calls = UninterruptedCalls(ledger.wait if self.job is not None else lambda: None)
 
-    def place(self, step: int) -> str:
+    def describe_step(self, step: int) -> str:
         """Returns the name of the checkpoint of `step` in error texts."""
         return f"the checkpoint of step {step} in {self.directory!r}"
 
@@ -158,7 +155,7 @@ class Storage:
         except OSError as error:
             raise CheckpointError(
                 message(
-                    f"{self.place(step)} needs to be removed from the disk",
+                    f"{self.describe_step(step)} needs to be removed from the disk",
                     got=f"{type(error).__name__}: {_first_line(error)}",
                     why="the directory may be closed to this user, or the disk read-only",
                     fix="open it for writing, and call checkpointer.delete(step) again",
@@ -183,7 +180,7 @@ class Storage:
     def _guard_write(self, step: int) -> Generator[None]:
         """Turns failures into a CheckpointError and discards the writer."""
         try:
-            with phase(f"writing {self.place(step)}"):
+            with phase(f"writing {self.describe_step(step)}"):
                 yield
         except Exception as error:
             self._set_complete()
@@ -193,7 +190,7 @@ class Storage:
                     failed.close()
             raise CheckpointError(
                 message(
-                    f"{self.place(step)} needs to be written to the disk",
+                    f"{self.describe_step(step)} needs to be written to the disk",
                     got=f"{type(error).__name__}: {_first_line(error)}",
                     why="the disk may be full, the directory closed to this user, or another "
                     "checkpointer writing to it; the step is not complete, those before it are as "
@@ -229,11 +226,10 @@ class Storage:
           CheckpointError: it was not written by distjax, or is damaged.
         """
         args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
-        read = lambda manager: manager.restore(step, args=args)[_DESCRIPTION]
 
         def look(manager: ocp.CheckpointManager) -> Any:
             with self._guard_read(step):
-                return read(manager)
+                return manager.restore(step, args=args)[_DESCRIPTION]
 
         return self._ask("a look at the description of a step", look)
 
@@ -264,12 +260,13 @@ class Storage:
     @contextlib.contextmanager
     def _guard_read(self, step: int) -> Generator[None]:
         try:
-            with phase(f"reading {self.place(step)}"):
+            with phase(f"reading {self.describe_step(step)}"):
                 yield
         except Exception as error:
             raise CheckpointError(
                 message(
-                    f"{self.place(step)} needs to be one that distjax wrote, with all its files",
+                    f"{self.describe_step(step)} needs to be one that distjax wrote, with all its "
+                    "files",
                     got=f"{type(error).__name__}: {_first_line(error)}",
                     why="it was written by another program, or files in it are damaged or gone, as "
                     "those of a step that max_to_keep has removed. "
@@ -287,7 +284,7 @@ class Storage:
                 return None
             return self._look(look, alone=True)
 
-        return answer() if self.job is None else hear_from_first(occasion, answer)
+        return ask_first_process(self.job, occasion, answer)
 
     def _look(self, look: Callable[[ocp.CheckpointManager], T], alone: bool = False) -> T:
         """Returns ``look(manager)``, with a manager that has just read the directory.
@@ -320,7 +317,7 @@ class Storage:
 
     def _make_manager(self, *, is_writer: bool, alone: bool = False) -> ocp.CheckpointManager:
         metric = self._best_metric
-        processes = of_processes(alone or self.job is None)
+        processes = multiprocessing_options(alone or self.job is None)
         handlers = None
         if self._is_alone_in_a_job:  # orbax's default handlers belong to process 0
             handlers = {
@@ -378,8 +375,15 @@ _with_a_save_under_way: set[Storage] = set()
 
 
 def _wait_for_all() -> None:
+    """Waits for every save; raises the first error of those that fail."""
+    errors: list[Exception] = []
     for storage in list(_with_a_save_under_way):
-        storage.wait()
+        try:
+            storage.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 # A program may end with a save. `atexit` functions run after Python has shut down the thread

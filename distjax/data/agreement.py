@@ -39,7 +39,7 @@ EMPTY = "without any element"
 _OCCASION = "the next element of a dataset"
 
 
-class Said(NamedTuple):
+class Report(NamedTuple):
     """What a process reports at its next element.
 
     Attributes:
@@ -60,14 +60,14 @@ class Next(NamedTuple):
 
     Attributes:
       num_elements: how many elements they take; 0: the data has ended.
-      teller: the process that sends an example to those that never had any, or None.
+      sender: the process that sends an example to those that never had any, or None.
     """
 
     num_elements: int
-    teller: int | None = None
+    sender: int | None = None
 
 
-def describe_elements(tree: HostTree, *, is_own: bool) -> Said:
+def describe_elements(tree: HostTree, *, is_own: bool) -> Report:
     """Returns the report to compare for some elements, leaves [k, R, B, ...]."""
     first = 2 if is_own else 1  # with own data, R counts this process's replicas
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
@@ -75,10 +75,10 @@ def describe_elements(tree: HostTree, *, is_own: bool) -> Said:
     for leaf in () if is_own else tree.leaves:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
     text = f"{shapes} in {describe_structure(tree.treedef)}"
-    return Said(ELEMENT, text, checksum, len(tree.leaves[0]))
+    return Report(ELEMENT, text, checksum, len(tree.leaves[0]))
 
 
-def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) -> Next:
+def agree_on_elements(joined: Job, said: Report, partial: str, *, is_own: bool) -> Next:
     """Returns what all processes do next.
 
     With "pad", a process that has fewer elements than others adds masked copies.
@@ -95,7 +95,7 @@ def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) ->
       PeerLostError: the source of another process failed; includes its error text.
     """
     texts = exchange(joined, _OCCASION, json.dumps(said), joined.timeouts.phase)
-    everyone = [Said(*json.loads(text)) for text in texts]
+    everyone = [Report(*json.loads(text)) for text in texts]
     failed = [i for i, other in enumerate(everyone) if other.kind == FAILED]
     if failed and said.kind != FAILED:
         raise PeerLostError(_failed_text(joined, failed[0], everyone[failed[0]].text))
@@ -116,14 +116,14 @@ def agree_on_elements(joined: Job, said: Said, partial: str, *, is_own: bool) ->
     raise BatchError(_uneven_text(joined, [i for i, n in enumerate(counts) if n < max(counts)]))
 
 
-def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int) -> HostTree:
+def receive_example(joined: Job, sender: int, tree: HostTree | None, num_rows: int) -> HostTree:
     """Returns copies of another process's example, for a process that never had any.
 
     The example is sent as numbers, through the coordination service.
 
     Args:
       joined: the job.
-      teller: the process that sends it.
+      sender: the process that sends it.
       tree: this process's element, leaves [R, B, ...], or None.
       num_rows: R.
 
@@ -131,12 +131,12 @@ def tell_example(joined: Job, teller: int, tree: HostTree | None, num_rows: int)
       BatchError: its structure is not made of dicts, lists and tuples.
     """
     said = ""
-    if joined.process_id == teller:
-        assert tree is not None, "who tells an example has an element"
+    if joined.process_id == sender:
+        assert tree is not None, "the sender has an element"
         said = _pack_example(tree)
-    told = exchange(joined, "an example for who has none", said, joined.timeouts.phase)[teller]
+    told = exchange(joined, "an example for who has none", said, joined.timeouts.phase)[sender]
     if not told:
-        raise BatchError(_untold_text(joined, teller))
+        raise BatchError(_untold_text(joined, sender))
     structure, leaves = json.loads(told)
     decode, registry = base64.b64decode, jax.tree_util.default_registry
     data = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, decode(structure))
@@ -185,7 +185,7 @@ def _pack_example(tree: HostTree) -> str:
     return json.dumps([text(structure), leaves])
 
 
-def _require_equal(joined: Job, everyone: Sequence[Said], *, is_own: bool) -> None:
+def _require_equal(joined: Job, everyone: Sequence[Report], *, is_own: bool) -> None:
     what = lambda said: said._replace(num_elements=0) if is_own else said
     (first, expected), *others = [(i, s) for i, s in enumerate(everyone) if s.kind != ENDED]
     for process, said in others:
@@ -193,7 +193,7 @@ def _require_equal(joined: Job, everyone: Sequence[Said], *, is_own: bool) -> No
             raise AgreementError(_different_text(joined, (first, expected), (process, said)))
 
 
-def _different_text(joined: Job, first: tuple[int, Said], second: tuple[int, Said]) -> str:
+def _different_text(joined: Job, first: tuple[int, Report], second: tuple[int, Report]) -> str:
     is_value = first[1].text == second[1].text
     show = lambda said: f"values of checksum {said.checksum:08x}" if is_value else said.text
     return message(
@@ -227,10 +227,10 @@ def _uneven_text(joined: Job, ended: Sequence[int]) -> str:
     )
 
 
-def _untold_text(joined: Job, teller: int) -> str:
+def _untold_text(joined: Job, sender: int) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes, or of dicts, lists and tuples",
-        got=f"no element at all on some, another structure on {joined.name_process(teller)}",
+        got=f"no element at all on some, another structure on {joined.name_process(sender)}",
         why="who never had an element goes on with a copy of another's, which a mask leaves out; "
         "other classes cannot be told",
         fix="give each process an element, or yield {'x': x, 'y': y}",

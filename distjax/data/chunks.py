@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from distjax.data.agreement import Said, describe_elements
+from distjax.data.agreement import Report, describe_elements
 from distjax.data.block import Block, HostElement
 from distjax.data.elements import HostTree
 from distjax.data.input_layout import InputLayout
@@ -48,7 +48,7 @@ class Chunk:
 
     block: Block
     result: Any
-    said: Said | None
+    said: Report | None
 
 
 def outcomes_of(items: list[Chunk | End]) -> list[HostElement | End]:

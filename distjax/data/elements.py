@@ -95,7 +95,7 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
         array = np.asarray(leaf)
         if not array.dtype.isnative:  # as in files of another byte order, which JAX refuses
             array = array.astype(array.dtype.newbyteorder("="))
-        if _is_of_numbers(array.dtype):
+        if _is_array_dtype(array.dtype):
             return array
     except Exception as error:  # whatever the conversion of a foreign type raises
         cause = error
@@ -111,7 +111,7 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
 
 
 @functools.lru_cache
-def _is_of_numbers(dtype: np.dtype) -> bool:
+def _is_array_dtype(dtype: np.dtype) -> bool:
     """Returns whether JAX has arrays of `dtype` (not of timedeltas or 128-bit floats)."""
     if dtype.kind == "m" or (dtype.kind in "fc" and np.finfo(dtype).bits > 64):
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -56,11 +55,7 @@ class InputLayout:
         if self._gives_own_rows:
             return self.as_element(self._from_own_rows(tree, axis=0))
         leaves = tree.leaves if self.num_replicas > 1 else [leaf[0] for leaf in tree.leaves]
-        sharding = None
-        if self.topology is not None:
-            is_one = self.num_replicas == 1
-            sharding = self.topology.mirrored if is_one else self.topology.per_replica
-        arrays = transfer_each(leaves, sharding)
+        arrays = transfer_each(leaves, self._sharding(0))
         return self.as_element(jax.tree.unflatten(tree.treedef, arrays))
 
     def to_steps(self, tree: HostTree) -> Any:
@@ -68,7 +63,7 @@ class InputLayout:
         if self._gives_own_rows:
             return self._from_own_rows(tree, axis=1)
         leaves = tree.leaves if self.num_replicas > 1 else [leaf[:, 0] for leaf in tree.leaves]
-        return jax.tree.unflatten(tree.treedef, transfer_each(leaves, self._of_steps))
+        return jax.tree.unflatten(tree.treedef, transfer_each(leaves, self._sharding(1)))
 
     def allocate(self, num_steps: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns host memory [K, *shape] that moves to the devices without a host copy.
@@ -95,11 +90,11 @@ class InputLayout:
         arrays = [transfer_local_rows(leaf, self.topology, axis) for leaf in tree.leaves]
         return jax.tree.unflatten(tree.treedef, arrays)
 
-    @functools.cached_property
-    def _of_steps(self) -> Sharding | None:
-        if self.topology is None or self.topology.mesh is None or self.num_replicas == 1:
-            return None if self.topology is None else self.topology.mirrored
-        return self.topology.split_along(1)
+    def _sharding(self, axis: int) -> Sharding | None:
+        """Returns the sharding of a leaf whose `axis` runs over the replicas."""
+        if self.topology is None:
+            return None
+        return self.topology.mirrored if self.num_replicas == 1 else self.topology.split_along(axis)
 
     def as_element(self, arrays: PyTree) -> Any:
         """Returns arrays [R, B, ...] as PerReplica; one replica's [B, ...] unchanged."""

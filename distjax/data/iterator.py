@@ -25,10 +25,10 @@ from distjax.data.agreement import (
     EMPTY,
     ENDED,
     FAILED,
-    Said,
+    Report,
     agree_on_elements,
+    receive_example,
     require_position_of,
-    tell_example,
 )
 from distjax.data.block import Block, HostElement
 from distjax.data.chunks import Chunk, Steps, make_chunk, outcomes_of, peek_chunk
@@ -247,12 +247,12 @@ class DistributedIterator:
         said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
         assert said is not None, "described, as the layout spans processes"
         is_own = self._layout.is_own
-        count, teller = agree_on_elements(joined, said, self._options.partial, is_own=is_own)
+        count, sender = agree_on_elements(joined, said, self._options.partial, is_own=is_own)
         block = None if isinstance(outcome, End) else outcome.block
         if self._options.partial == PAD and is_own and block is not None:
             self._latest = block.element(len(block) - 1).tree
-        if teller is not None:
-            example = tell_example(joined, teller, self._latest, self._layout.num_rows)
+        if sender is not None:
+            example = receive_example(joined, sender, self._latest, self._layout.num_rows)
             self._latest = self._latest or example
         if count == said.num_elements:
             return outcome
@@ -260,10 +260,10 @@ class DistributedIterator:
             self.close()
         return self._cut(block, count, steps) if count else End()
 
-    def _describe(self, end: End) -> Said:
+    def _describe(self, end: End) -> Report:
         if end.error_text is not None:
-            return Said(FAILED, end.error_text)
-        return Said(ENDED, "" if self._latest is not None else EMPTY)
+            return Report(FAILED, end.error_text)
+        return Report(ENDED, "" if self._latest is not None else EMPTY)
 
     def _cut(self, block: Block | None, count: int, steps: int | None) -> Chunk:
         """Returns `count` elements: those of `block`, then masked copies of the latest."""

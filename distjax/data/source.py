@@ -55,7 +55,7 @@ class Source:
     """A user's dataset, opened: its iterator, and how to open it at another position.
 
     Attributes:
-      set_itself: whether the iterator was set to a saved state of its own.
+      was_set: whether the iterator was set to a saved state of its own.
 
     Args:
       dataset: an iterable.
@@ -66,7 +66,7 @@ class Source:
         self._dataset: Any = dataset
         self._iterator: Any = _open(dataset) if iterator is None else iterator
         self._is_once = self._iterator is dataset  # its own iterator: gives its elements once
-        self.set_itself = False
+        self.was_set = False
         self._is_unread = True
         self._moved_from: Any = None  # the own state to return to, if another source has left it
         self._skip: _Skip | None = None
@@ -135,7 +135,7 @@ class Source:
         if "source" not in state or not keeps_position(self._iterator):
             return False
         self._iterator.set_state(copy.deepcopy(state["source"]))
-        self.set_itself = True
+        self.was_set = True
         return True
 
     def _skip_to(self, state: Mapping[str, Any]) -> None:

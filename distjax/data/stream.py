@@ -146,7 +146,7 @@ class HostStream:
         """
         state = _require_state(state)
         source = self._source.at(state)
-        full_size, is_resumed = state.get("full_size"), source.set_itself
+        full_size, is_resumed = state.get("full_size"), source.was_set
         position = Position(state["consumed"], full_size, is_resumed=is_resumed)
         return HostStream(source, self._splitter, position, state["delivered"])
 

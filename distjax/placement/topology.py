@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,14 @@ class Topology:
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, self.axis_name))
+
+    def find_axis(self, shape: Sequence[int], axes: Iterable[int] | None = None) -> int | None:
+        """Returns the first of some axes (None: of all) that R divides, or None.
+
+        An axis without elements is left whole.
+        """
+        axes = range(len(shape)) if axes is None else axes
+        return next((i for i in axes if shape[i] and shape[i] % self.num_replicas == 0), None)
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:

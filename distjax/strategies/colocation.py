@@ -27,23 +27,17 @@ def colocate(extended: ExtendedContract, colocate_with: Destinations) -> Generat
                 fix="with strategy.scope(), strategy.extended.colocate_vars_with(v): ...",
             )
         )
-    if not isinstance(colocate_with, Variable):
-        _require_known(extended, colocate_with)
-        with frames.with_block(dataclasses.replace(frame, colocate_with=None)):
-            yield
-        return
-    if colocate_with.strategy is not extended.strategy:
-        raise LocalityError(_foreign_text(extended, colocate_with))
-
-    with frames.with_block(dataclasses.replace(frame, colocate_with=colocate_with)):
+    _require_known(extended, colocate_with)
+    variable = colocate_with if isinstance(colocate_with, Variable) else None
+    with frames.with_block(dataclasses.replace(frame, colocate_with=variable)):
         yield
 
 
-def _require_known(extended: ExtendedContract, devices: Destinations) -> None:
+def _require_known(extended: ExtendedContract, colocate_with: Destinations) -> None:
     try:
-        require_non_slot_devices(extended, devices, "colocate_vars_with")
+        require_non_slot_devices(extended, colocate_with, "colocate_vars_with")
     except ValueError:
-        raise LocalityError(_foreign_text(extended, devices)) from None
+        raise LocalityError(_foreign_text(extended, colocate_with)) from None
 
 
 def _foreign_text(extended: ExtendedContract, colocate_with: object) -> str:

@@ -17,7 +17,7 @@ from distjax.typing import PyTree
 from distjax.variables.stored_variable import StoredVariable
 
 
-class ContainerRegistry:
+class ComponentRegistry:
     """Remembers, weakly, which variable a component array came from."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from distjax.replica.arguments import require_call, require_callable
 from distjax.replica.default_context import DefaultReplicaContext
 from distjax.replica.static import unmark
 from distjax.strategies import colocation, reducing, update, values
-from distjax.strategies.component_registry import ContainerRegistry
+from distjax.strategies.component_registry import ComponentRegistry
 from distjax.strategies.reducing import require_pairs
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.strategies.strategy import Strategy
@@ -59,7 +59,7 @@ class DefaultExtended:
         self.placement = PlainPlacement()
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
-        self._containers = ContainerRegistry()
+        self._containers = ComponentRegistry()
         self.variable_lock = threading.RLock()
 
     def bind(self, strategy: OwningStrategy) -> None:

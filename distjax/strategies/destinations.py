@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from distjax import jax_compat
 from distjax.context.contracts import Destinations
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.strategies.contracts import ExtendedContract
@@ -33,6 +33,7 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
 
     Raises:
       ValueError: anything else, or an empty sequence or string.
+      LocalityError: an unpickled PerReplica of another number of replicas.
     """
     topology = extended.topology
     if destinations is None:
@@ -40,6 +41,8 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
     if isinstance(destinations, Variable):
         return reduction_layout(destinations.strategy.extended, destinations).sharding
     if isinstance(destinations, PerReplica):
+        if not destinations.topology.is_placed:  # it was unpickled
+            require_same_topology(destinations, topology, f"{method}: destinations")
         return destinations.topology.mirrored
     if isinstance(destinations, jax_compat.Tracer):
         return topology.mirrored

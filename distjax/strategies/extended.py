@@ -25,7 +25,7 @@ from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments
 from distjax.replica.arguments import require_call
 from distjax.strategies import colocation, job_devices, reducing, update, values
-from distjax.strategies.component_registry import ContainerRegistry
+from distjax.strategies.component_registry import ComponentRegistry
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
@@ -80,7 +80,7 @@ class StrategyExtended:
         self._run_programs = FunctionCache(functools.partial(make_run_program, self))
         self.variable_lock = threading.RLock()
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
-        self._containers = ContainerRegistry()
+        self._containers = ComponentRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
 
     def bind(self, strategy: OwningStrategy) -> None:

@@ -96,7 +96,7 @@ def _compare_copies(topology: Topology, name: str, array: jax.Array) -> None:
 def _compare_processes(joined: Job, arrays: Sequence[tuple[str, jax.Array]]) -> None:
     """Raises on every process if any part of an array differs between processes."""
     own = {
-        f"{name} {copy.slices}": f"{zlib.crc32(np.ascontiguousarray(copy.data).tobytes()):08x}"
+        f"{name} {copy.slices}": f"{zlib.crc32(_with_equal_nans(copy.data).tobytes()):08x}"
         for name, array in arrays
         for copy in _copies(array)
     }
@@ -130,9 +130,16 @@ def _copies(array: jax.Array) -> Iterator[_Copy]:
 
 def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns where the bits differ; any two NaNs count as equal."""
-    as_bytes = [np.ascontiguousarray(x[..., None]).view(np.uint8) for x in (a, b)]
-    varying = (as_bytes[0] != as_bytes[1]).any(axis=-1)
-    return varying & ~((a != a) & (b != b))
+    first, second = (
+        np.ascontiguousarray(_with_equal_nans(x)[..., None]).view(np.uint8) for x in (a, b)
+    )
+    return (first != second).any(axis=-1)
+
+
+def _with_equal_nans(array: np.ndarray) -> np.ndarray:
+    """Returns the array, with the same bits for every NaN."""
+    is_nan = array != array
+    return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 
 
 def _drift_text(

@@ -218,8 +218,8 @@ def pmap(
     require_callable(fn, "pmap")
     options = _options(axis_name, out_axes, results)
     static, donated = _static_and_donated(static_broadcasted_argnums, donate_argnums)
-    own = _own_devices(function_name(fn), devices, backend, strategy)
     name, names = function_name(fn), positional_names(fn)
+    own = _own_devices(name, devices, backend, strategy)
     arguments = MappedArguments(name, names, as_axes(in_axes, "in_axes"), axis_size, static)
     return MappedFunction(fn, arguments, options, own, strategy, donated)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
@@ -110,10 +109,8 @@ class MappedArguments:
         def place(leaf: PyTree, axis: int | None) -> Any:
             if not is_elsewhere(leaf, devices):
                 return leaf
-            if topology.mesh is None or axis is None:
-                return transfer(leaf, topology.mirrored)
-            spec = PartitionSpec(*[None] * axis, topology.axis_name)
-            return transfer(leaf, NamedSharding(topology.mesh, spec))
+            sharding = topology.mirrored if axis is None else topology.split_along(axis)
+            return transfer(leaf, sharding)
 
         return jax.tree_util.tree_unflatten(treedef, [place(x, axis) for _, x, axis in leaves])
 

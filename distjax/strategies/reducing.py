@@ -77,7 +77,7 @@ def _reduce_leaves(
     options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: Sequence[Any] = (),
 ) -> Any:
-    global_values = [_as_global_value(extended, op, leaf) for leaf in leaves]
+    global_values = [_as_global_value(extended, leaf, is_sum=op is ReduceOp.SUM) for leaf in leaves]
     found = [x for x in global_values if x is not None]
     for x in found:
         require_sums(x.array.dtype, f"reduce({op.name})")
@@ -99,24 +99,30 @@ def _reduce_leaves(
 
 
 def _as_global_value(
-    extended: ExtendedContract, op: ReduceOp, leaf: PyTree, role: str = "the value to reduce"
+    extended: ExtendedContract,
+    leaf: PyTree,
+    role: str = "the value to reduce",
+    *,
+    is_sum: bool = False,
 ) -> GlobalValue | None:
     """Returns `leaf` as a global value, or None if it is not on the replicas."""
     if isinstance(leaf, PerReplica):
         require_same_topology(leaf, extended.topology, role)
         return GlobalValue(leaf.stacked, True)
     if isinstance(leaf, Variable):
-        return _locate_variable(extended, op, leaf)
+        return _locate_variable(extended, leaf, is_sum=is_sum)
     if is_mirrored(extended.topology, leaf):
         return GlobalValue(leaf, False)
     require_not_split(leaf, extended.topology, role)
     return None
 
 
-def _locate_variable(extended: ExtendedContract, op: ReduceOp, variable: Variable) -> GlobalValue:
+def _locate_variable(
+    extended: ExtendedContract, variable: Variable, *, is_sum: bool
+) -> GlobalValue:
     if variable.policy.stacked:
         return GlobalValue(read_components(variable), True)
-    if op is ReduceOp.SUM and extended.num_replicas > 1:
+    if is_sum and extended.num_replicas > 1:
         raise LocalityError(
             message(
                 f"reduce(SUM) needs a value per replica, not mirrored variable {variable.name!r}",
@@ -144,8 +150,10 @@ def _reduce_elsewhere(
         )
     if not axes:
         return leaf
-    reduced = np.sum if op is ReduceOp.SUM else np.mean
-    return jnp.asarray(reduced(np.asarray(leaf), axis=axes))
+    array = np.asarray(leaf)
+    module = np if array.dtype.isbuiltin == 1 else jnp  # numpy sums bfloat16 in bfloat16
+    reduced = module.sum if op is ReduceOp.SUM else module.mean
+    return jnp.asarray(reduced(array, axis=axes))
 
 
 def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
@@ -190,11 +198,11 @@ def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
 def _reduce_masked(
     extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:
-    global_value = _as_global_value(extended, op, value)
+    global_value = _as_global_value(extended, value, is_sum=op is ReduceOp.SUM)
     if global_value is None:
         value = _reduce_elsewhere(extended, op, value, ())  # or raises
         global_value = GlobalValue(jnp.asarray(off_device(value)), False)
-    global_mask = _as_global_value(extended, ReduceOp.MEAN, mask, "the mask")
+    global_mask = _as_global_value(extended, mask, "the mask")
     global_mask = global_mask or GlobalValue(jnp.asarray(off_device(mask)), False)
     shape = global_value.array.shape[int(global_value.varying) :]
     fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
@@ -326,9 +334,7 @@ def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
     """Returns the replicas' values concatenated: see `Strategy.gather`."""
     require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    global_values = [
-        _as_global_value(extended, ReduceOp.MEAN, leaf, "the value to gather") for leaf in leaves
-    ]
+    global_values = [_as_global_value(extended, leaf, "the value to gather") for leaf in leaves]
     found = [x for x in global_values if x is not None]
     for x in found:
         require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")

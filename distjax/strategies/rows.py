@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
+from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.bare_rows import is_split_over_replicas
@@ -17,6 +18,7 @@ from distjax.placement.transfer import transfer
 from distjax.replica.arguments import is_array
 from distjax.replica.output_layout import place_output
 from distjax.typing import PyTree
+from distjax.variables.access import read_components
 from distjax.variables.variable import Variable
 
 
@@ -85,7 +87,7 @@ def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
     def take(path: tuple[Any, ...], leaf: PyTree) -> Any:
         where = f"first: the value{jax.tree_util.keystr(path)}"
         if isinstance(leaf, Variable):
-            return leaf.local_results()[0]
+            return _first_of_variable(leaf, topology)
         if isinstance(leaf, PerReplica):
             require_same_topology(leaf, topology, where)
             return _place(leaf.stacked[0], topology)
@@ -95,6 +97,12 @@ def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
         return _place(leaf[0], topology)
 
     return jax.tree_util.tree_map_with_path(take, tree, is_leaf=is_per_replica)
+
+
+def _first_of_variable(variable: Variable, topology: Topology) -> Any:
+    if not variable.policy.stacked or frames.current().is_replica:
+        return variable.value
+    return _place(read_components(variable)[0], topology)
 
 
 def _place(row: PyTree, topology: Topology) -> Any:

@@ -63,15 +63,13 @@ class ShardedPlacement:
         return PartitionedLayout(self.topology, axis)
 
     def _axis(self, shape: tuple[int, ...], dtype: DTypeLike) -> int | None:
-        count = self.topology.num_replicas
-        if jax_compat.is_key_dtype(dtype) or count == 1:
+        if jax_compat.is_key_dtype(dtype) or self.topology.num_replicas == 1:
             return None
-        axes = range(len(shape))
+        axes = None
         if self.partitioner is not None:
             shards = count_shards("ShardedStrategy", self.partitioner, shape, dtype)
             axes = [i for i, n in enumerate(shards) if n > 1]
-        fitting = (i for i in axes if shape[i] > 0 and shape[i] % count == 0)
-        return next(fitting, None)
+        return self.topology.find_axis(shape, axes)
 
 
 class ShardedStrategy(Strategy):

@@ -126,9 +126,12 @@ def run_steps(
     iterations = _count(iterations)
     _require_initial(initial_loop_values)
     context = MultiStepContext(initial_loop_values)
+    is_ours = isinstance(iterator, DistributedIterator)
+    chunks = iter(()) if is_ours else _stack_elements(iterator, iterations)
     while context.iterations < iterations:
         try:
-            steps = _take(iterator, iterations - context.iterations)
+            left = iterations - context.iterations
+            steps = iterator.take(left) if is_ours else next(chunks)
         except StopIteration:
             if context.iterations == 0:
                 raise
@@ -195,14 +198,34 @@ def _count(iterations: object) -> int:
     )
 
 
-def _take(iterator: Iterator[PyTree], num_steps: int) -> Steps:
-    """Returns up to `num_steps` elements of any iterator, stacked."""
-    if isinstance(iterator, DistributedIterator):
-        return iterator.take(num_steps)
-    elements = list(itertools.islice(iterator, num_steps))
-    if not elements:
-        raise StopIteration
-    arrays = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *elements)
+def _stack_elements(iterator: Iterator[PyTree], num_steps: int) -> Iterator[Steps]:
+    """Yields the next `num_steps` elements of any iterator, stacked while their shapes are equal.
+
+    If the iterator raises, the elements before come first.
+    """
+    alike: list[Any] = []
+    try:
+        for element in itertools.islice(iterator, num_steps):
+            arrays = jax.tree.map(jnp.asarray, element)
+            if alike and _form(arrays) != _form(alike[0]):
+                yield _as_steps(alike)
+                alike = []
+            alike.append(arrays)
+    except Exception:
+        if alike:
+            yield _as_steps(alike)
+        raise
+    if alike:
+        yield _as_steps(alike)
+
+
+def _form(element: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(element)
+    return structure, [(x.shape, x.dtype) for x in leaves]
+
+
+def _as_steps(elements: list[Any]) -> Steps:
+    arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *elements)
     return Steps(len(elements), arrays, InputLayout(None))
 
 

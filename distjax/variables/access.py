@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distjax import user_mesh
 from distjax.cluster.writes import note_write
@@ -31,7 +32,7 @@ from distjax.errors import (
 )
 from distjax.modes import ReduceOp, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
-from distjax.typing import PyTree
+from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import reuse_components
@@ -105,8 +106,13 @@ def initialize(variable: StoredVariable, value: PyTree) -> None:
     if variable.policy.stacked:
         value = jnp.broadcast_to(jnp.asarray(value), variable.global_shape)
     if variable.layout.hands_out_copies:  # the stored form is computed on the variable's devices
-        value = variable.beside(value)
-    variable.store(variable.copied(value))
+        value = variable.on_own_devices(value)
+    variable.store(_copied(value))
+
+
+def _copied(value: ArrayLike) -> Any:
+    """Returns a copy that nobody else holds."""
+    return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
 
 # -- ownership ----------------------------------------------------------------
@@ -184,13 +190,13 @@ def _write_component(variable: StoredVariable, state: State, array: jax.Array, m
     if state is not states.STORAGE:
         state.write(variable, _apply(state.read(variable), array, method))
         return
-    array = variable.beside(array)
+    array = variable.on_own_devices(array)
     with variable.stored.lock:
         is_gone = method == "assign" and (variable.stored.is_lost or variable.storage is not None)
         if not is_gone:  # an assignment needs no previous value, so it can replace a deleted one
             variable.require_initialized()
         if method == "assign":  # copied, since the user keeps the array
-            new = variable.copied(jnp.broadcast_to(array, variable.global_shape))
+            new = _copied(jnp.broadcast_to(array, variable.global_shape))
         else:
             new = _apply(variable.stored_value, array, method)
         state.write(variable, new)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from distjax import jax_compat
 from distjax.cluster.facts import describe_on_host, describe_program
@@ -27,6 +26,8 @@ from distjax.placement.per_replica import PerReplica
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
+from distjax.variables.casting import Array
+from distjax.variables.conversion import as_array, is_traced, to_dtype
 from distjax.variables.creation_log import require_no_trace, require_own_trace
 from distjax.variables.donation import hand_out
 from distjax.variables.layouts.layout import Layout
@@ -54,6 +55,8 @@ def make_variable(
     `find_policy` maps (modes, dtype, name) to a policy; None: the placement decides.
     """
     state = frames.current().state
+    if isinstance(initial_value, Variable):
+        initial_value = initial_value.value
     make_initial = _initializer(initial_value, dtype, name)
     value: Any = None
     if state is None:
@@ -63,7 +66,7 @@ def make_variable(
         aval = _shape_of_initial(make_initial, name)
     else:
         require_own_trace(state, name)
-        value = make_initial()
+        value = jnp.asarray(make_initial())
         aval = jax_compat.aval_of(value)
     if find_policy is None:
         find_policy = policy_for if placement.synchronizes else lambda *_: PLAIN
@@ -89,7 +92,7 @@ def make_variable(
         _initialize_now(variable, initial_value, make_initial)
     elif state.creations.makes_at_once:
         _initialize_now(variable, initial_value, make_initial)
-        state.creations.remember(variable)
+        state.creations.remembered.append(variable)
     else:
         state.creations.collect(variable, value)
         if state.local_view:  # replica 0's value wins, so all replicas start equal
@@ -169,18 +172,14 @@ def _layout(
     return placement.layout(aval.shape, aval.dtype, colocate_with=frames.current().colocate_with)
 
 
-def _is_concrete_in_merge(state: TraceState, initial_value: object) -> bool:
+def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:
     creations = state.creations
     if creations is None or not creations.makes_at_once:
         return False
-    return callable(initial_value) or not isinstance(initial_value, jax_compat.Tracer)
+    return callable(initial_value) or not is_traced(initial_value)
 
 
-def _initializer(
-    initial_value: PyTree, dtype: DTypeLike | None, name: str
-) -> Callable[[], jax.Array]:
-    if isinstance(initial_value, Variable):
-        initial_value = initial_value.value
+def _initializer(initial_value: PyTree, dtype: DTypeLike | None, name: str) -> Callable[[], Array]:
     if isinstance(initial_value, PerReplica):
         raise LocalityError(
             message(
@@ -191,16 +190,20 @@ def _initializer(
             )
         )
 
-    def make() -> jax.Array:
+    def make() -> Array:
         value = initial_value() if callable(initial_value) else initial_value
-        if isinstance(value, jax.Array) and dtype is None:
+        if isinstance(value, jax.Array) and (dtype is None or value.dtype == dtype):
             return value
         try:
-            return jnp.asarray(value, dtype)
+            array = as_array(value)
+            default = jax.dtypes.canonicalize_dtype(array.dtype)
+            wanted = jnp.asarray(0, default if dtype is None else dtype).dtype
         except jax.errors.JAXTypeError:  # a tracer error, unrelated to the value
             raise
         except (TypeError, ValueError) as error:
             raise ValueError(_initial_text(value, dtype, name)) from error
+        what = f"the initial value of variable {name!r}"
+        return to_dtype(array, wanted, what, f"dj.Variable(x.astype(jnp.{wanted}))")
 
     return make
 
@@ -215,7 +218,7 @@ def _initial_text(value: object, dtype: DTypeLike | None, name: str) -> str:
 
 
 def _initialize_now(
-    variable: Variable, initial_value: PyTree, make_initial: Callable[[], jax.Array]
+    variable: Variable, initial_value: PyTree, make_initial: Callable[[], Array]
 ) -> None:
     """Computes the initial value and stores it at once, rather than when a trace ends."""
     if variable.sharding is not None and jax_compat.only_compiles(variable.sharding.device_set):
@@ -234,12 +237,7 @@ def _initialize_now(
             variable.stored.swap(compiled())
         return
     with jax.ensure_compile_time_eval():
-        value = initial_value.value if isinstance(initial_value, Variable) else initial_value
-        value = value() if callable(value) else value
-        if not isinstance(value, jax.Array):
-            value = np.asarray(value)
-        if value.dtype != variable.dtype:  # PRNG keys have no astype
-            value = value.astype(variable.dtype)
+        value = make_initial()
         if variable.spans_processes:
             agree_on_creation([variable], describe_on_host(value))
         access.initialize(variable, value)

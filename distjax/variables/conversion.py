@@ -17,7 +17,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.errors import describe_value, message
 from distjax.typing import DTypeLike, PyTree
-from distjax.variables.casting import cast
+from distjax.variables.casting import Array, cast
 from distjax.variables.stored_variable import StoredVariable
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -49,29 +49,47 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
       ValueError: the shape differs.
       OverflowError: a number or numpy array with values out of the dtype's range.
     """
-    array = _as_array(variable, value, method)
-    is_key = jax_compat.is_key_dtype(variable.dtype)
-    if array.dtype != variable.dtype and (is_key or not _can_hold(variable.dtype, array.dtype)):
-        raise TypeError(_dtype_text(variable, method, f"dtype {array.dtype}"))
+    what, fix = f"{method} of variable {variable.name!r}", f"v.{method}(x.astype(v.dtype))"
+    array = to_dtype(_as_numbers(variable, value, what, fix), variable.dtype, what, fix)
     if array.shape != variable.shape:
         raise ValueError(
             message(
-                f"{method} of variable {variable.name!r} needs shape {variable.shape}",
+                f"{what} needs shape {variable.shape}",
                 got=f"shape {array.shape}",
                 why="a variable keeps its shape",
                 fix="as many keys: jax.random.split(key, v.shape)"
-                if is_key
+                if jax_compat.is_key_dtype(variable.dtype)
                 else "reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
             )
         )
+    return array if isinstance(array, jax.Array) else jnp.asarray(array, variable.dtype)
+
+
+def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
+    """Returns a numpy or JAX array cast to a dtype of its kind, or of a higher one.
+
+    Args:
+      array: a numpy or JAX array.
+      dtype: the dtype of the variable.
+      what: what needs it, for errors, such as "assign of variable 'v'".
+      fix: how to cast it explicitly, for errors.
+
+    Raises:
+      TypeError: `dtype` is of a lower kind.
+      OverflowError: a numpy array with values out of the range of `dtype`.
+    """
+    if array.dtype == dtype:
+        return array
+    if jax_compat.is_key_dtype(dtype) or not _can_hold(dtype, array.dtype):
+        raise TypeError(_dtype_text(dtype, what, f"dtype {array.dtype}", fix))
     if isinstance(array, jax.Array):
-        return array if array.dtype == variable.dtype else jnp.asarray(array, variable.dtype)
+        return array.astype(dtype)
     try:
-        return jnp.asarray(cast(array, variable.dtype), variable.dtype)
+        return cast(array, dtype)
     except OverflowError as error:
         raise OverflowError(
             message(
-                f"{method} of variable {variable.name!r} needs values that {variable.dtype} holds",
+                f"{what} needs values that {dtype} holds",
                 got=str(error),
                 why="they would wrap around or become infinite, and a conversion that loses "
                 "information is not made in silence",
@@ -80,17 +98,28 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
         ) from error
 
 
-def _as_array(variable: StoredVariable, value: PyTree, method: str) -> Any:
+def _as_numbers(variable: StoredVariable, value: PyTree, what: str, fix: str) -> Array:
     if isinstance(value, jax.Array):
         return value
     is_known = hasattr(value, "dtype") or isinstance(value, (numbers.Number, list, tuple))
     if not is_known or jax_compat.is_key_dtype(variable.dtype):
-        raise TypeError(_dtype_text(variable, method, describe_value(value)))
+        raise TypeError(_dtype_text(variable.dtype, what, describe_value(value), fix))
     try:
-        is_traced = any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value))
-        return jnp.asarray(value) if is_traced else np.asarray(value)
+        return as_array(value)
     except (TypeError, ValueError) as error:  # ragged lists, or lists of other objects
-        raise TypeError(_dtype_text(variable, method, describe_value(value))) from error
+        raise TypeError(_dtype_text(variable.dtype, what, describe_value(value), fix)) from error
+
+
+def as_array(value: PyTree) -> Array:
+    """Returns an array of numbers as it is, and all others as numpy arrays unless traced."""
+    if isinstance(value, jax.Array):
+        return value
+    return jnp.asarray(value) if is_traced(value) else np.asarray(value)
+
+
+def is_traced(value: PyTree) -> bool:
+    """Returns whether `value` is or contains a tracer."""
+    return any(isinstance(x, jax_compat.Tracer) for x in jax.tree.leaves(value))
 
 
 def _can_hold(wanted: DTypeLike, given: DTypeLike) -> bool:
@@ -98,14 +127,13 @@ def _can_hold(wanted: DTypeLike, given: DTypeLike) -> bool:
     return rank is not None and limit is not None and rank <= limit
 
 
-def _dtype_text(variable: StoredVariable, method: str, got: str) -> str:
-    fix = f"v.{method}(x.astype(v.dtype))"
-    if jax_compat.is_key_dtype(variable.dtype):
-        impl = jax_compat.key_impl(variable.dtype)
+def _dtype_text(dtype: DTypeLike, what: str, got: str, fix: str) -> str:
+    if jax_compat.is_key_dtype(dtype):
+        impl = jax_compat.key_impl(dtype)
         fix = f"a key of that kind: jax.random.key(0, impl={impl!r}), or of old data "
         fix += f"jax.random.wrap_key_data(data, impl={impl!r})"
     return message(
-        f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
+        f"{what} needs a value of dtype {dtype}",
         got=got,
         why="a conversion that loses information is not made in silence",
         fix=fix,

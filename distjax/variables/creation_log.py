@@ -93,10 +93,6 @@ class CreationLog:
         for variable in self.collected:
             variable.stored.is_being_made = False
 
-    def remember(self, variable: StoredVariable) -> None:
-        """Records a variable that was made immediately."""
-        self.remembered.append(variable)
-
 
 def require_no_trace(name: str) -> None:
     """Raises TraceLeakError inside a JAX trace that distjax does not own."""

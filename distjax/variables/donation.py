@@ -29,8 +29,9 @@ from distjax.variables.storage import SteppedArrays, StoredArray
 
 #: The living arrays that share buffers with a variable, by `id`.
 handed_out: dict[int, weakref.ref[jax.Array]] = {}
-#: Without it, two threads that split an array into shards for the first time get different ones.
-_taking_apart = threading.RLock()
+#: Without it, two threads that split an array into shards for the first time get different ones,
+#: and each loses the handles that the other registers.
+_registering = threading.RLock()
 
 
 def hand_out(stored: StoredArray) -> jax.Array:
@@ -55,14 +56,14 @@ def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
 
 def _register(stored: StoredArray) -> jax.Array:
     array: Any = stored.require()  # may wait for stored.lock, whose holder may wait for the next
-    with _taking_apart:
+    with _registering:
         handle = jax_compat.another_handle(array)
         held = (handle, *(shard.data for shard in handle.addressable_shards))
+        living = [r for r in stored.handles if r() is not None]
+        stored.handles = [*living, *map(weakref.ref, held)]
     for array in held:
         key = id(array)
         handed_out[key] = weakref.ref(array, functools.partial(_forget, key))
-    living = [r for r in stored.handles if r() is not None]
-    stored.handles = [*living, *map(weakref.ref, held)]
     if stored.place is not None:
         stored.place[0].aliased.append(stored)
     return handle

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 
 from distjax.context.contracts import ExtendedLike, StrategyLike
@@ -97,16 +95,12 @@ class StoredVariable:
             stored = transfer(stored, self.sharding)
         self.stored.swap(stored)
 
-    def beside(self, value: ArrayLike) -> Any:
+    def on_own_devices(self, value: ArrayLike) -> Any:
         """Returns `value` on devices where it can be combined with the stored array."""
         if not isinstance(value, jax.Array) or not value.committed or self.sharding is None:
             return value
         devices = self.sharding.device_set
         return value if value.sharding.device_set == devices else as_uncommitted(value)
-
-    def copied(self, value: ArrayLike) -> Any:
-        """Returns an unshared copy of a global value."""
-        return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
     def require_initialized(self) -> None:
         """Raises if there is no value: never made, lost, or deleted."""

@@ -39,7 +39,7 @@ class Variable(StoredVariable):
         (compiled, so that no single device ever holds the whole). Copied.
       trainable: whether to train it; defaults to True, or False for ON_READ.
       name: the name in messages and checkpoints; defaults to "Variable".
-      dtype: dtype to convert the initial value to.
+      dtype: dtype to convert the initial value to, of its kind or a higher one.
       synchronization: a VariableSynchronization.
       aggregation: a VariableAggregation: how values written by replicas are combined.
 
@@ -48,7 +48,8 @@ class Variable(StoredVariable):
       value, and the function is traced again.
 
     Raises:
-      ValueError: invalid modes, or MEAN of a non-floating dtype.
+      ValueError: invalid modes, MEAN of a non-floating dtype, or no initial value of numbers.
+      TypeError, OverflowError: an initial value of a higher kind than `dtype`, or out of its range.
       TraceLeakError: created inside an inner JAX trace.
       ContextError: created in another order when the function is traced again, or in
         a function passed to `dj.explain`.

@@ -182,6 +182,23 @@ def test_a_checkpoint_of_another_program(tmp_path):
         checkpointer.restore({"x": np.zeros(3)})
 
 
+def test_a_checkpoint_of_a_later_format(checkpointer, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("distjax.checkpoint.description.FORMAT", 2)
+        checkpointer.save(1, {"x": 1})
+        checkpointer.wait()
+        assert checkpointer.restore({"x": 0}) == {"x": 1}
+    with pytest.raises(CheckpointError) as error:
+        checkpointer.restore({"x": 0})
+    assert str(error.value).splitlines() == [
+        f"the checkpoint of step 1 in {checkpointer.directory!r} needs a version of distjax that "
+        "can read it.",
+        f"  Got: format 2, written by distjax {dj.__version__}.",
+        f"  Why: distjax {dj.__version__} reads formats up to 1. Nothing has been changed.",
+        f"  Fix: restore it with distjax {dj.__version__} or later",
+    ]
+
+
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     checkpointer = dj.checkpoint.Checkpointer(tmp_path / "file" / "checkpoints")

@@ -1,6 +1,7 @@
 """What a tree may hold besides variables, and what comes back."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,42 @@ def test_objects_with_variables_in_their_attributes(checkpointer, pair):
     model.tied.assign(0.0)
     checkpointer.restore({"model": model})
     assert float(model.layers[0].value) == 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    kept: dj.Variable
+    never: dj.Variable = dataclasses.field(init=False)
+
+
+class MoreSlots(Slotted):
+    __slots__ = ("__hidden", "__weakref__")
+
+    def hide(self, value):
+        self.__hidden = value
+
+
+class Asking:
+    def __getattr__(self, name):
+        raise ZeroDivisionError(f"the attribute {name} was asked for")
+
+
+def test_variables_in_slots_and_deques(checkpointer):
+    class Model:
+        def __init__(self):
+            self.inner = MoreSlots(dj.Variable(1.0))
+            self.inner.hide([dj.Variable(2.0)])
+            self.recent = collections.deque([dj.Variable(3.0)])
+            self.own = Asking()  # of an arbitrary object only the class is looked at
+
+    model = Model()
+    checkpointer.save(1, {"model": model, "root": Slotted(dj.Variable(4.0))})
+    keys = sorted(checkpointer.description()["keys"])
+    names = ["inner/_MoreSlots__hidden/0", "inner/kept", "recent/0"]
+    assert keys == [*(f"model/{name}" for name in names), "root/kept"]
+    model.inner.kept.assign(0.0)
+    checkpointer.restore({"model": model, "root": Slotted(dj.Variable(0.0))})
+    assert float(model.inner.kept.value) == 1.0
 
 
 def test_the_description_of_a_run(checkpointer, mirrored):

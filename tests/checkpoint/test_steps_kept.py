@@ -10,6 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import distjax as dj
+from distjax.checkpoint import storage
+from distjax.errors import CheckpointError
 
 ROOT = pathlib.Path(dj.__file__).parent.parent
 
@@ -99,6 +101,24 @@ def test_a_program_may_end_with_a_save(checkpointer):
     subprocess.run(command, check=True, env=environment, timeout=120)
     assert checkpointer.latest_step() == 1
     assert checkpointer.restore({"x": jnp.zeros(1 << 20)})["x"].min() == 1.0
+
+
+def test_at_the_end_every_save_is_waited_for_though_one_fails(monkeypatch):
+    waited = []
+
+    class Save:
+        def __init__(self, number):
+            self.number = number
+
+        def wait(self):
+            waited.append(self.number)
+            if self.number < 2:
+                raise CheckpointError(f"save {self.number}")
+
+    monkeypatch.setattr(storage, "_with_a_save_under_way", [Save(0), Save(1), Save(2)])
+    with pytest.raises(CheckpointError, match="save 0"):
+        storage._wait_for_all()
+    assert waited == [0, 1, 2]
 
 
 WITHOUT_ORBAX = """

@@ -53,6 +53,16 @@ def test_a_deep_copy_of_a_per_replica_is_placed_by_the_strategy_that_uses_it(pai
     assert float(pair.reduce("sum", copied)) == 1
 
 
+def test_an_unpickled_per_replica_is_a_destination(pair):
+    values = per_replica_of(pair)
+    unpickled = pickle.loads(pickle.dumps(values))
+    assert float(pair.extended.reduce_to("sum", values, unpickled)) == 1
+    other = pickle.loads(pickle.dumps(dj.VirtualStrategy(3).per_replica(np.ones(3))))
+    with pytest.raises(dj.errors.LocalityError) as caught:
+        pair.extended.reduce_to("sum", values, other)
+    assert str(caught.value).startswith("reduce_to: destinations needs a PerReplica over 2 replic")
+
+
 def contents(value):
     """Returns what a pickle has to bring back, next to the class."""
     if isinstance(value, dj.Strategy):

@@ -361,6 +361,60 @@ def test_what_process_0_finds_wrong_is_known_to_all(group, tmp_path):
     assert "Got: a file." in first
 
 
+def look_at_a_closed_directory(directory):
+    """Returns the errors where process 0 alone is refused a look, and the steps afterwards."""
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, {"n": 1})
+        checkpointer.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if job().process_id == 0:
+                patch.setattr("os.path.isdir", refuse_a_look)
+            with pytest.raises(Exception, match="closed to this user") as caught:
+                checkpointer.all_steps()
+        return type(caught.value).__name__, str(caught.value), checkpointer.all_steps()
+
+
+def refuse_a_look(path):
+    raise PermissionError("closed to this user")
+
+
+def test_any_error_of_process_0_is_known_to_all(group, tmp_path):
+    first, second = group.call(look_at_a_closed_directory, str(tmp_path))
+    assert first == ("PermissionError", "closed to this user", [1])
+    name, text, steps = second
+    assert (name, steps) == ("CheckpointError", [1])
+    assert text.splitlines() == [
+        "a look at the steps needs process 0 to see the directory.",
+        "  Got: PermissionError: closed to this user.",
+        "  Why: it looks for all processes, so that all of them do the same.",
+        "  Fix: what process 0 says, in its own error",
+    ]
+
+
+def restore_late(directory):
+    """Returns the error where one process restores a key, and what is left then on each."""
+    me = job().process_id
+    state = make_state(STRATEGIES["multi_worker"]())
+    w, seen = {"w": state["w"]}, {"seen": state["seen"]}
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, {**w, **seen})
+        later = checkpointer.delayed()
+        with pytest.raises(dj.errors.AgreementError) as caught:
+            later.restore({"other": state["key"]} if me else w)
+        left = later.remaining
+        later.restore(w)
+        later.restore(w)
+        return str(caught.value), left, later.remaining
+
+
+def test_a_delayed_restore_is_one_of_all_processes(group, tmp_path):
+    first, second = group.call(restore_late, str(tmp_path))
+    assert first == second
+    text, left, remaining = first
+    assert "differs from process 0 in 'w' in a delayed restoration" in text
+    assert (left, remaining) == (("seen", "w"), ("seen",))
+
+
 # -- what differs --------------------------------------------------------------
 
 

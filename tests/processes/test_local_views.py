@@ -217,6 +217,37 @@ def drift():
     return str(caught.value).splitlines()[0]
 
 
+def nans():
+    """Returns whether NaNs of other bits on each process count as equal."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    value = np.array([np.nan, 1], np.float32)
+    value.view(np.uint32)[0] += job().process_id
+    copies = [jax.device_put(value, d) for d in jax.local_devices()]
+    sharding = strategy.extended.topology.mirrored
+    array = jax.make_array_from_single_device_arrays((2,), sharding, copies)
+    strategy.assert_mirrored(array)
+    return int(np.asarray(array.addressable_data(0)).view(np.uint32)[0])
+
+
+def test_any_two_nans_are_equal_over_processes(group):
+    first, second = group.call(nans)
+    assert second == first + 1
+
+
+def first_component():
+    strategy = dj.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        v = dj.Variable(5.0, synchronization=ON_READ)
+    strategy.run(lambda: v.assign_add(dj.get_replica_context().replica_id_in_sync_group + 1.0))
+    first = strategy.first(v)
+    strategy.assert_mirrored(first)
+    return float(first), [float(x) for x in strategy.local_results(v)]
+
+
+def test_the_first_component_is_replica_0s_on_every_process(group):
+    assert group.call(first_component) == [(6.0, [6.0, 7.0]), (6.0, [8.0, 9.0])]
+
+
 def test_copies_are_compared_over_processes(group):
     first, second = group.call(drift)
     assert first == second

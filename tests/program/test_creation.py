@@ -175,9 +175,13 @@ def test_creation_in_a_merge_function(pair, how, kind, sync):
     assert len(made) == 1 and made[0].strategy is pair
 
 
-def test_creation_from_a_traced_value_in_a_merge_function(pair):
+@pytest.mark.parametrize("kind", ["value", "in a list", "variable"])
+def test_creation_from_a_traced_value_in_a_merge_function(pair, kind):
+    with pair.scope():
+        other = dj.Variable(1.0)
+    initial = {"value": lambda x: x, "in a list": lambda x: [x, 1.0], "variable": lambda x: other}
     fn = lambda x: dj.get_replica_context().merge_call(
-        lambda strategy, x: dj.Variable(x, name="m").value, args=(x,)
+        lambda strategy, x: dj.Variable(initial[kind](x), name="m").value, args=(x,)
     )
     with pytest.raises(TraceLeakError) as caught:
         pair.run(fn, args=(jnp.float32(1),))
@@ -230,7 +234,7 @@ def test_unguarded_constructors_get_the_variables_of_their_places(pair):
     ("first", "second"),
     [
         (dict(name="a"), dict(name="b")),
-        (dict(name="a"), dict(name="a", dtype=jnp.int32)),
+        (dict(name="a"), dict(name="a", dtype=jnp.float16)),
         (dict(name="a", initial_value=1.0), dict(name="a", initial_value=np.ones(2))),
     ],
     ids=["name", "dtype", "shape"],

@@ -148,6 +148,16 @@ def test_r119_plain_values_with_an_axis(pair):
     assert float(pair.reduce("mean", np.array([1.0, 3.0]), axis=0)) == 2.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_plain_values_are_summed_as_exactly_as_those_on_replicas(pair, dtype):
+    """numpy would sum bfloat16 in bfloat16: the 256 of 1000 ones, and a mean of 0.256."""
+    ones = np.ones(1000, dtype)
+    mean = pair.reduce("mean", ones, axis=0)
+    on_replicas = pair.reduce("mean", pair.extended.broadcast_to(ones), axis=0)
+    assert float(mean) == float(on_replicas) == 1 and mean.dtype == on_replicas.dtype
+    assert float(dj.OneDeviceStrategy().reduce("sum", ones, axis=0)) == 1000
+
+
 def test_r121_mirrored_variable(pair, how):
     with pair.scope():
         v = dj.Variable(2.0, name="kept")

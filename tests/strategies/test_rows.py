@@ -98,6 +98,17 @@ def test_first_is_on_every_replica(pair):
         dj.VirtualStrategy(3).first(pair.per_replica(ROWS))
 
 
+def test_first_of_components_is_on_every_replica(pair, how):
+    on_read = dj.VariableSynchronization.ON_READ
+    with pair.scope():
+        v = dj.Variable(5.0, synchronization=on_read)
+    pair.run(lambda: v.assign_add(1.0 + dj.get_replica_context().replica_id_in_sync_group))
+    first = how(lambda: pair.first({"v": v})["v"])()
+    pair.assert_mirrored(first)
+    assert float(first + pair.extended.broadcast_to(1.0)) == 7.0
+    assert local(pair, pair.run(lambda: pair.first(v))) == [6.0, 7.0]  # each its own
+
+
 def test_first_of_what_came_from_pmap(mirrored):
     rows = jax.pmap(lambda x: x + 1, devices=jax.devices()[:2])(ROWS)
     assert mirrored.first(rows).tolist() == [1, 2, 3]

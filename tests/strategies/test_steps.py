@@ -121,6 +121,35 @@ def test_any_iterator_of_the_default_strategy():
     assert isinstance(context.last_step_outputs["x"], jax.Array)
 
 
+def sum_steps(iterator, iterations):
+    """Returns the number of steps and the sum of all their elements."""
+    strategy = dj.get_strategy()
+    total = dj.Variable(0, dtype=jnp.int32)
+    step = lambda context, inputs: total.assign_add(inputs.sum())
+    try:
+        context = strategy.extended.run_steps_on_iterator(step, iterator, iterations)
+        return context.iterations, int(total.value)
+    except OSError as error:
+        return str(error), int(total.value)
+
+
+def test_any_iterator_may_end_with_a_smaller_element():
+    elements = [np.ones(4, np.int32), np.ones(4, np.int32), np.ones(2, np.int32)]
+    iterator = iter([*elements, *elements])
+    assert sum_steps(iterator, 3) == (3, 10)
+    assert sum_steps(iterator, 9) == (3, 10)
+    with pytest.raises(StopIteration):
+        sum_steps(iterator, 1)
+
+
+def test_elements_before_an_error_of_any_iterator_are_used():
+    def source():
+        yield from [np.ones(4, np.int32), np.ones(4, np.int32)]
+        raise OSError("gone")
+
+    assert sum_steps(source(), 3) == ("gone", 8)
+
+
 def test_a_step_function_that_raises_leaves_variables_as_they_were(pair):
     with pair.scope():
         v = dj.Variable(1.0)

@@ -147,7 +147,7 @@ def test_aggregation_none_the_object(pair):
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 def test_mean_of_a_dtype_that_is_not_floating(pair, dtype, sync):
     with pytest.raises(ValueError) as caught:
-        make(pair, 1, name="v", dtype=dtype, synchronization=sync, aggregation=AGG.MEAN)
+        make(pair, True, name="v", dtype=dtype, synchronization=sync, aggregation=AGG.MEAN)
     assert first_line(caught) == "variable 'v' needs a floating dtype for aggregation MEAN."
 
 
@@ -237,6 +237,28 @@ def test_an_initial_value_that_is_no_array(pair, wrong):
         dj.Variable(wrong, name="w")
     with pair.scope(), pytest.raises(ValueError, match="(?s)^variable 'w'.*for dtype nonsense"):
         dj.Variable(1.0, name="w", dtype="nonsense")
+
+
+def test_an_initial_value_is_cast_as_an_assigned_one(pair):
+    """tf.Variable(3.7, dtype=tf.int32) is a TypeError too."""
+    for value, dtype, error in [
+        (3.7, jnp.int32, TypeError),
+        (jnp.float32(3), jnp.int32, TypeError),
+        (lambda: jnp.ones(3), jnp.bool_, TypeError),
+        (300, jnp.int8, OverflowError),
+        (np.array([1, 300]), jnp.int8, OverflowError),
+        (lambda: np.array(70000.0), jnp.float16, OverflowError),
+        (2**40, None, OverflowError),
+    ]:
+        with pytest.raises(error, match="^the initial value of variable 'w' needs ") as caught:
+            make(pair, value, name="w", dtype=dtype)
+        if error is TypeError:
+            fix = f"dj.Variable(x.astype(jnp.{jnp.dtype(dtype)}))"
+            assert str(caught.value).endswith(f"Fix: {fix}")
+    with pytest.raises(TypeError, match="^the initial value of variable 'w' needs a value of dty"):
+        pair.run(lambda x: dj.Variable(x, name="w", dtype=jnp.int32), args=(1.5,))
+    wide = make(pair, np.array([1, 2]), dtype=jnp.bfloat16)
+    assert wide.dtype == jnp.bfloat16 and wide.value.tolist() == [1, 2]
 
 
 def test_a_function_is_compiled_onto_the_devices(mirrored):

@@ -1,5 +1,7 @@
 """Written variables are donated; every array that the user holds stays valid."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,25 @@ def test_what_the_user_holds_stays_valid(pair, holder, sync, how, collect_garbag
     for array in held:
         np.testing.assert_array_equal(np.asarray(array), np.ones(4))
     np.testing.assert_array_equal(v.value, np.full(4, 4.0))
+
+
+def test_what_two_threads_read_at_once_stays_valid(pair, switch_often):
+    v = make(pair, jnp.ones(4))
+    held = []
+
+    def read():
+        for _ in range(300):
+            held.append(v.value)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    known = {id(reference()) for reference in v.stored.handles}
+    assert {id(array) for array in held} <= known
+    writer(pair, v, "run")()
+    assert all(array.tolist() == [1, 1, 1, 1] for array in held)
 
 
 @pytest.mark.parametrize("how", ["run", "jit"])

@@ -151,7 +151,7 @@ DTYPE_ERRORS = [
 @pytest.mark.parametrize("where", ["cross", "replica", "update", "jit"])
 @pytest.mark.parametrize(("dtype", "value", "named"), DTYPE_ERRORS, ids=lambda x: str(x)[:20])
 def test_dtype_error(pair, dtype, value, named, where):
-    v = make(pair, 0, name="v", dtype=dtype, aggregation=AGG.ONLY_FIRST_REPLICA)
+    v = make(pair, False, name="v", dtype=dtype, aggregation=AGG.ONLY_FIRST_REPLICA)
     value = value(0) if value is jax.random.key else value
     write = {
         "cross": lambda: v.assign(value),

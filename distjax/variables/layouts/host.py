@@ -71,8 +71,7 @@ class HostLayout:
 
     def unencoded(self, shape: tuple[int, ...]) -> HostShardedLayout | MirroredLayout:
         """Returns a host layout that keeps the shape; on the devices if R divides no axis."""
-        count = self.topology.num_replicas
-        axis = next((i for i, size in enumerate(shape) if size and size % count == 0), None)
+        axis = self.topology.find_axis(shape)
         if axis is None:
             return MirroredLayout(self.topology)
         return HostShardedLayout(self.topology, axis, self.memory_kind)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from distjax.collectives.ops import require_sums
 from distjax.modes import ReduceOp
@@ -34,10 +34,7 @@ class AxisShards:
     @property
     def sharding(self) -> Sharding:
         """`P(..., replica)` with the replica axis at `axis`."""
-        if self.topology.mesh is None:
-            return self.topology.mirrored
-        spec = PartitionSpec(*(None,) * self.axis, self.topology.axis_name)
-        return NamedSharding(self.topology.mesh, spec)
+        return self.topology.split_along(self.axis)
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns `shape`."""
@@ -91,8 +88,7 @@ class AxisShards:
         """Returns the slices' shards, split along one of the slices' own axes."""
         if self.axis > 0:
             return local, AxisShards(self.topology, self.axis - 1)
-        count = self.topology.num_replicas
-        axis = next((i for i, n in enumerate(shape) if i and n and n % count == 0), None)
+        axis = self.topology.find_axis(shape, range(1, len(shape)))
         if axis is None:
             return None
         # Each replica holds whole slices: exchange them for a part of every slice.

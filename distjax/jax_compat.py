@@ -1,15 +1,15 @@
 """The only module that deals with JAX version differences and JAX internals.
 
 It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` and
-`jax.interpreters`. Three internal modules are reached through public functions; see "traces" and
-"processes".
+`jax.interpreters`. Four internal modules are reached through public names; see "traces",
+"settings" and "processes".
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -272,6 +272,21 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
         data = as_uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=key_impl(array.dtype))
     return jax.numpy.asarray(np.asarray(array))
+
+
+# -- settings -----------------------------------------------------------------
+
+
+def trace_context() -> Hashable:
+    """Returns the settings of this thread that a trace depends on: a part of JAX's own cache keys.
+
+    For example 64-bit mode and the default matmul precision.
+    """
+    return _config_module.trace_context()
+
+
+# JAX has no public API for this; the name is the same in JAX 0.10.2 to 0.12.
+_config_module: Any = sys.modules[type(jax.config).__module__]
 
 
 # -- processes ----------------------------------------------------------------

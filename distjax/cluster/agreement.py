@@ -59,7 +59,7 @@ def agree(
             texts = exchange(
                 joined, occasion, _pack(said) if joined.process_id in (0, differ[0]) else ""
             )
-            pair = _parse(_unpack(texts[0])), _parse(_unpack(texts[differ[0]]))
+            pair = _parse(_unpack(texts[0]), _unpack(texts[differ[0]]))
             raise AgreementError(difference_text(joined, differ, *_first_difference(*pair)))
         if known is not None:
             _agreed.add(known)
@@ -81,11 +81,11 @@ def _unpack(packed: str) -> str:
     return zlib.decompress(base64.b64decode(packed)).decode()
 
 
-def _parse(said: str) -> dict[str, str]:
+def _parse(first: str, second: str) -> tuple[dict[str, str], dict[str, str]]:
     try:
-        return dict(json.loads(said))
-    except ValueError:  # truncated
-        return {"what they do": said}
+        return dict(json.loads(first)), dict(json.loads(second))
+    except ValueError:  # one is truncated: they are compared as one fact
+        return {"what they do": first}, {"what they do": second}
 
 
 def _first_difference(first: dict[str, str], second: dict[str, str]) -> tuple[str, str, str]:
@@ -103,7 +103,8 @@ def _first_difference(first: dict[str, str], second: dict[str, str]) -> tuple[st
 
 
 def _around_the_difference(first: str, second: str) -> tuple[str, str]:
-    same = next((i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), 0)
+    length = min(len(first), len(second))
+    same = next((i for i in range(length) if first[i] != second[i]), length)
     start = max(0, same - _MAX_LINE // 2)
     return first[start:], second[start:]
 

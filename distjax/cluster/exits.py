@@ -59,7 +59,7 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def flush_outputs() -> None:
-    """Flushes logging, stdout and stderr."""
+    """Flushes stdout, stderr and logging, whose handlers it closes."""
     for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
         with contextlib.suppress(Exception):  # a closed output must not change the exit code
             flush()

@@ -47,7 +47,7 @@ def describe_on_host(value: PyTree) -> str:
     One line. For a value that spans processes, shape and dtype only: each process holds a part.
     """
     if not hasattr(value, "dtype"):
-        is_number = isinstance(value, (bool, int, float, complex, str))
+        is_number = isinstance(value, (int, float, complex, str))
         return repr(value) if is_number else type(value).__name__
     shown = f"{value.dtype}{list(value.shape)}"
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

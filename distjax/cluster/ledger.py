@@ -90,6 +90,7 @@ class Ledger:
         "_calls",
         "_latest",
         "_launched",
+        "_launching",
         "_num_meetings",
         "_one_at_a_time",
         "_thread",
@@ -107,18 +108,25 @@ class Ledger:
         # (number, checksum, launch, occasion of a meeting)
         self._calls: list[tuple[int, int, Launch, str]] = [(0, 0, _MEETING, "")] * _SIZE
         self._one_at_a_time = threading.Lock()
+        self._launching = threading.RLock()  # held from the beginning of a launch to its end
 
     def begin_launch(self, launch: Launch) -> Launch:
         """Records that a program over several processes is about to run.
 
         With one CPU device per process, JAX keeps launches in order only within a thread: another
         thread's program would run alongside those in flight, and their collectives would pair up.
-        So this first waits for the latest launch of another thread. Returns the launch.
+        So this first waits for the latest launch of another thread, and no other thread begins one
+        until `end_launch` or `abandon_launch`. Take no lock in between. Returns the launch.
         """
-        if self._thread != threading.get_ident():
-            self.wait()
-        self.starting = launch
-        return launch
+        try:
+            self._launching.acquire()
+            if self._thread != threading.get_ident():
+                self.wait()
+            self.starting = launch
+            return launch
+        except BaseException:  # a signal
+            self.abandon_launch(launch)
+            raise
 
     def wait(self) -> None:
         """Waits for the latest launch to complete; errors surface where its results are read."""
@@ -128,14 +136,25 @@ class Ledger:
 
     def end_launch(self, launch: Launch, token: Token | None) -> None:
         """Records that the program was launched; `token` is ready when it completes."""
-        self.starting = None
-        self._latest, self._thread = token, threading.get_ident()
-        number = self._add(launch)
-        self._launched[number & _NUM_AWAITED - 1] = number, token
+        try:
+            self.starting = None
+            self._latest, self._thread = token, threading.get_ident()
+            number = self._add(launch)
+            self._launched[number & _NUM_AWAITED - 1] = number, token
+        finally:
+            self._let_others_launch()
 
-    def abandon_launch(self) -> None:
-        """Records that the launch failed, so the program did not run."""
-        self.starting = None
+    def abandon_launch(self, launch: Launch) -> None:
+        """Records that a launch failed, so the program did not run."""
+        if self.starting is launch:
+            self.starting = None
+        self._let_others_launch()
+
+    def _let_others_launch(self) -> None:
+        try:
+            self._launching.release()
+        except RuntimeError:  # this thread has not begun, or has ended already
+            pass
 
     def add_meeting(self, occasion: str) -> None:
         """Records a meeting; the checksum ignores its occasion, which meetings compare."""

@@ -27,7 +27,7 @@ from distjax.errors import ClusterError, message
 _PROTOCOL = "distjax roll call 1"
 _RECORD_BYTES = 4096
 _VERDICT_BYTES = 1 << 20
-#: How long process 0 waits for data on a new connection.
+#: How long process 0 waits for the line of a new connection.
 _LINE_SECONDS = 5.0
 #: Once something is wrong, how much longer process 0 waits for the others, to tell them as well.
 _GRACE_SECONDS = 5.0
@@ -144,8 +144,7 @@ def _accept(
         return None, None
     record = None
     try:
-        connection.settimeout(_LINE_SECONDS)
-        record = _parse_record(_read_line(connection, _RECORD_BYTES))
+        record = _parse_record(_read_line(connection, _RECORD_BYTES, _LINE_SECONDS))
     except OSError:
         pass  # it is gone, or silent
     if record is None:
@@ -218,10 +217,11 @@ def _answer(settings: Settings, own: Record) -> dict[str, Any]:
     while True:
         try:
             with socket.create_connection(address, timeout=patience) as connection:
-                connection.settimeout(patience + _LINE_SECONDS)
                 record = {"protocol": _PROTOCOL, **dataclasses.asdict(own)}
                 connection.sendall(as_line(record).encode())
-                verdict = _parse_verdict(_read_line(connection, _VERDICT_BYTES))
+                verdict = _parse_verdict(
+                    _read_line(connection, _VERDICT_BYTES, patience + _LINE_SECONDS)
+                )
             if verdict is not None and verdict["error"] is None:
                 _wait_for_coordinator(address)
             if verdict is not None:
@@ -256,14 +256,20 @@ def _wait_for_coordinator(address: tuple[str, int]) -> None:
 # -- lines --------------------------------------------------------------------
 
 
-def _read_line(connection: socket.socket, max_bytes: int) -> bytes:
-    """Returns a line without its newline; empty if none arrived within `max_bytes`."""
-    read = b""
+def _read_line(connection: socket.socket, max_bytes: int, seconds: float) -> bytes:
+    """Returns a line without its newline; empty if none arrived within `max_bytes`.
+
+    Raises:
+      TimeoutError: it has not ended within `seconds`, however often a part of it came.
+    """
+    read, deadline = b"", time.monotonic() + seconds
     while len(read) < max_bytes:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
         part = connection.recv(min(65536, max_bytes - len(read)))
         read += part
         if not part or read.endswith(b"\n"):
             break
+    connection.settimeout(seconds)  # for what is sent on it
     return read[:-1] if read.endswith(b"\n") else b""
 
 

@@ -71,7 +71,7 @@ def call_compiled(
         try:
             out, token = compiled(arrays)
         except BaseException:
-            ledger.abandon_launch()
+            ledger.abandon_launch(launch)
             raise
         ledger.end_launch(launch, token)
     else:

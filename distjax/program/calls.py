@@ -197,17 +197,17 @@ def _start_watched_reader(
     cell: list[Any] = []
     launch = None
     try:
-        if build.is_in_job and trace_state.value is EVAL_TRACE:
-            launch = _begin(build, signature, args, kwargs)
         if build.reads:
             require_outside_traces(build)
         with build.lock if build.reads else contextlib.nullcontext():
             operands = [], build.collect_read(), kwargs, *args
+            if build.is_in_job and trace_state.value is EVAL_TRACE:
+                launch = _begin(build, signature, args, kwargs)
             cell[:] = starmap(signature.jitted, (operands,))
-        returned = cell[0]
-        if launch is not None:
-            _end_launch(launch, returned)
-            launch = None
+            returned = cell[0]
+            if launch is not None:
+                _end_launch(launch, returned)
+                launch = None
         spec = spec_of(returned)
         result = spec.results(returned[2])
         if finish is not None:
@@ -285,7 +285,7 @@ def _end_launch(launch: Launch, returned: tuple[Any, ...]) -> None:
 def _conclude_launch(launch: Launch, returned: tuple[Any, ...] | None) -> None:
     """Completes the record of a launch whose call raised."""
     if returned is None:
-        ledger.abandon_launch()
+        ledger.abandon_launch(launch)
     else:
         _end_launch(launch, returned)
 

@@ -17,12 +17,11 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import Any
 
-from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.outcomes import cancelled, end_of_data, given_up
+from distjax.servers.pauses import Pauses
 from distjax.servers.streams import PerWorkerSource
 from distjax.servers.waiting import Waiters
 
@@ -33,7 +32,6 @@ class Worker:
 
     Attributes:
       number: its id.
-      closure: the closure in hand, or None.
       num_closures: how many it has completed.
       num_restarts: how often it was lost.
       is_removed: whether it may take no more.
@@ -43,23 +41,12 @@ class Worker:
     """
 
     number: int
-    closure: Closure | None = None
     num_closures: int = 0
     num_restarts: int = 0
     is_removed: bool = False
     has_ended: bool = False
     is_drawing: bool = False
     ended: weakref.WeakSet[PerWorkerSource] = dataclasses.field(default_factory=weakref.WeakSet)
-
-    def describe(self, pid: int | None) -> dict[str, Any]:
-        """Returns its entry in `stats`."""
-        return {
-            "id": self.number,
-            "pid": pid,
-            "state": "running" if self.closure is not None else "idle",
-            "closures": self.num_closures,
-            "restarts": self.num_restarts,
-        }
 
 
 class Board:
@@ -81,7 +68,7 @@ class Board:
     ):
         self.waiters = Waiters()
         self.queue: collections.deque[Closure] = collections.deque()
-        self.running: set[Closure] = set()
+        self.running: dict[Closure, Worker] = {}
         self.workers: dict[int, Worker] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self._numbers = numbers
@@ -97,7 +84,7 @@ class Board:
         self._done: weakref.WeakSet[Closure] = (
             weakref.WeakSet()
         )  # whose results may still be requested
-        self._pausing: dict[object, int] = {}  # the threads that keep it paused
+        self.pauses = Pauses()
 
     # -- the user's side ------------------------------------------------------
 
@@ -107,6 +94,9 @@ class Board:
         Args:
           closure: a new one.
           require_open: raises if nothing would run it; called again after each wait.
+
+        Raises:
+          ContextError: it would wait in a pause of the calling thread, which makes no room.
         """
         while True:
             with self._lock:
@@ -114,6 +104,7 @@ class Board:
                 if self._has_room():
                     self._queue_new(closure)
                     break
+            self.pauses.require_going("schedule with a full queue")
             self.waiters.wait_until(self._has_much_room)
             self.raise_error()
         if closure.sources:
@@ -182,30 +173,13 @@ class Board:
         pause = object()
         try:
             with self._lock:
-                self._pausing[pause] = threading.get_ident()
+                self.pauses.begin(pause)
             if wait:
                 self.waiters.wait_until(self._is_quiet)
             yield
         finally:
-            self._pausing.pop(pause, None)
+            self.pauses.end(pause)
             self.waiters.ring()
-
-    def require_going(self, method: str) -> None:
-        """Raises a ContextError if the calling thread keeps the board paused.
-
-        Args:
-          method: the caller, which would wait for closures forever.
-        """
-        if threading.get_ident() not in tuple(self._pausing.values()):
-            return
-        raise ContextError(
-            message(
-                f"{method} needs closures to run",
-                got="a call in `with coordinator.paused():`",
-                why="it waits for a closure, and none runs until the block ends",
-                fix="call it after the block; in it read variables: v.value",
-            )
-        )
 
     def close(self) -> None:
         """Ends the workers after the closures in hand. Takes no lock: see `Waiters`."""
@@ -231,20 +205,28 @@ class Board:
             with self._lock:
                 closure = self._next_for(worker)
                 if closure is not None:
-                    self._begin(closure)
+                    self._begin(closure, worker)
                     worker.is_drawing = bool(closure.sources)
-                worker.closure = closure
             if closure is not None or not wait or self.is_to_end(worker):
                 self.waiters.ring()
                 return closure
             self.waiters.wait_until(lambda: self._next_for(worker) or self.is_to_end(worker))
 
-    def claim(self, closure: Closure) -> bool:
-        """Takes a closure off the queue for this thread to run; returns False if not there."""
-        with self._lock:
-            if closure not in self.queue:
-                return False
-            self._begin(closure)
+    def claim(self, closure: Closure, worker: Worker) -> bool:
+        """Takes a certain closure off the queue for a worker; returns False if it is not there.
+
+        Waits until the board is not paused, as workers do.
+        """
+        while True:
+            with self._lock:
+                if closure.state is not State.QUEUED:
+                    return False
+                if self._may_begin(closure):
+                    self._begin(closure, worker)
+                    break
+            self.waiters.wait_until(
+                lambda: closure.state is not State.QUEUED or self._may_begin(closure)
+            )
         self.waiters.ring()
         return True
 
@@ -266,7 +248,6 @@ class Board:
     def retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
         """Requeues a closure whose worker was lost; after too many losses, fails it."""
         with self._lock:
-            worker.closure = None if worker.closure is closure else worker.closure
             if death.has_begun:
                 worker.num_restarts += 1
                 reason = str(death) or "no reason"
@@ -291,7 +272,6 @@ class Board:
                 self.num_held += 1
                 self._done.add(closure)
                 worker.num_closures += 1
-                worker.closure = None if worker.closure is closure else worker.closure
         self._announce([closure] if is_done else [])
 
     def end(self, closure: Closure, error: BaseException) -> None:
@@ -314,20 +294,24 @@ class Board:
         """Returns the first closure for which the worker has data."""
         if self.is_to_end(worker):
             return None
-        if self._pausing:  # a retried closure may be partly applied, so it continues
+        if self.pauses:
             return next(iter(tuple(self._retried)), None)
         if not worker.ended:
             return self.queue[0] if self.queue else None
         return next((c for c in tuple(self.queue) if worker.ended.isdisjoint(c.sources)), None)
 
-    def _begin(self, closure: Closure) -> None:
+    def _may_begin(self, closure: Closure) -> bool:
+        """A pause is for those that have not begun: a retried one may be partly applied."""
+        return not self.pauses or closure in self._retried
+
+    def _begin(self, closure: Closure, worker: Worker) -> None:
         self.queue.remove(closure)
         self._retried.pop(closure, None)
-        self.running.add(closure)
+        self.running[closure] = worker
         closure.state = State.RUNNING
 
     def _put_first(self, closure: Closure) -> None:
-        self.running.discard(closure)
+        self.running.pop(closure, None)
         if not closure.is_over:
             closure.state = State.QUEUED
             self.queue.appendleft(closure)
@@ -346,7 +330,7 @@ class Board:
         ran: Ran | None = None,
         error: BaseException | None = None,
     ) -> bool:
-        self.running.discard(closure)
+        self.running.pop(closure, None)
         self._retried.pop(closure, None)
         if closure.is_over:
             return False

@@ -87,7 +87,8 @@ class Closure:
     def prepare(self, worker: int) -> PerWorkerSource | None:
         """Draws its elements, once: a second attempt has the same.
 
-        Returns the source that has no more for the worker, with nothing drawn; else None.
+        Returns the source that has no more for the worker; else None. Where one has no more, or
+        raises, nothing is drawn from the others either.
         """
         if isinstance(self._call, Call) or self._call is None:
             return None
@@ -95,10 +96,12 @@ class Closure:
         for source in self.sources:
             try:
                 drawn[source] = source.draw(worker)
-            except DataEnded:
+            except BaseException as error:
                 for earlier, value in drawn.items():
                     earlier.give_back(worker, value)
-                return source
+                if isinstance(error, DataEnded):
+                    return source
+                raise
         self.sources = ()
         self._call = self._call(drawn)
         return None

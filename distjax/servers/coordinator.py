@@ -91,7 +91,7 @@ class Coordinator:
         Context: not in a replica function. Numpy arrays are copied, so they may change at once.
 
         Raises:
-          ContextError: in a replica function.
+          ContextError: in a replica function; in ``with coordinator.paused()``, a full queue.
           RuntimeError: the coordinator is closed.
           ValueError: a `RemoteValue` among the arguments.
           Exception: the error of an earlier closure; this one is then not queued.
@@ -105,7 +105,7 @@ class Coordinator:
             keep_user_lines(error)
             raise
         self._board.put(closure, lambda: self._require_open("schedule"))
-        return RemoteValue(closure, self._board.waiters)
+        return RemoteValue(closure, self._board.waiters, self._board.pauses)
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all closures are over.
@@ -120,7 +120,7 @@ class Coordinator:
         """
         self._require_open("join")
         require_outside_of_steps("join")
-        self._board.require_going("join")
+        self._board.pauses.require_going("join")
         if not self._board.waiters.wait_until(self._board.is_empty, timeout):
             raise TimeoutError(
                 message(
@@ -273,7 +273,7 @@ class Coordinator:
         """
         with self.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
-            positions = {it: it.positions() for it in self._iterators}
+            positions = weakref.WeakKeyDictionary((it, it.positions()) for it in self._iterators)
             self._snapshot = Snapshot(self._board.num_held, servers, positions)
         return self._snapshot
 
@@ -332,7 +332,7 @@ class Coordinator:
             "bytes_pulled": totals.bytes_pulled - self._before.bytes_pulled,
             "bytes_pushed": totals.bytes_pushed - self._before.bytes_pushed,
             "pushes_per_second": staleness.total() / (time.monotonic() - board.started),
-            "workers": [w.describe(engine.pid_of(w.number)) for w in board.active_workers()],
+            "workers": self._crew.describe_workers(),
             "servers": [
                 {"id": s.number, "pid": s.pid, "version": s.version, "bytes": s.nbytes}
                 for s in servers

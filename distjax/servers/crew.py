@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import message
@@ -109,6 +110,20 @@ class Crew:
             self._threads[number] = thread
             self.board.workers[number] = worker
         return ids
+
+    def describe_workers(self) -> list[dict[str, Any]]:
+        """Returns the workers' entries in `stats`."""
+        busy = set(self.board.running.values())
+        return [
+            {
+                "id": worker.number,
+                "pid": self._engine.pid_of(worker.number),
+                "state": "running" if worker in busy else "idle",
+                "closures": worker.num_closures,
+                "restarts": worker.num_restarts,
+            }
+            for worker in self.board.active_workers()
+        ]
 
     def remove(self, ids: Iterable[int]) -> None:
         """Ends workers after the closures they have in hand, and waits until they have ended."""

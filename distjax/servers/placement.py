@@ -86,7 +86,7 @@ class ServerLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoVariable:
+class AtEveryServer:
     """The colocation target of variables without an owner: they live at every server."""
 
     layout: ServerLayout
@@ -111,7 +111,7 @@ class ServerPlacement:
 
     def __init__(self, num_servers: int, device: jax.Device, partitioner: Partitioner | None):
         self.loads = [0] * num_servers
-        self.at_every_server = NoVariable(ServerLayout(None, device))
+        self.at_every_server = AtEveryServer(ServerLayout(None, device))
         self._device, self._partitioner = device, partitioner
         self._lock = threading.Lock()
         self._removed: collections.deque[tuple[int, int]] = collections.deque()

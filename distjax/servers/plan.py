@@ -78,7 +78,6 @@ class Plan:
       results: slots of the flat results.
       rebuild: flat results -> the result of the user's function.
       owners: key of every variable used -> the number of its server.
-      is_read_only: whether no push writes.
       kept: storage of variables, which keeps their values on the servers while the plan lives.
       varying: slots with a row for each replica of a worker; the others hold one value for all.
     """
@@ -90,7 +89,6 @@ class Plan:
     results: tuple[int, ...]
     rebuild: Callable[[Sequence[jax.Array]], Any]
     owners: Mapping[str, int]
-    is_read_only: bool
     kept: tuple[StoredArray, ...] = ()
     varying: frozenset[int] = frozenset()
 
@@ -120,12 +118,12 @@ class Cuts:
     """What one function was cut into.
 
     Attributes:
-      on_second_call: called when the same function comes again: it is not made anew for each call.
+      confirm_reused: called when the same function comes again: it is not made anew for each call.
       plans: by signature.
       by_kinds: (plan, dtypes of the arguments) by a key that is quick to compute; only for
         arguments whose leaves are all arrays and numbers.
     """
 
-    on_second_call: Callable[[], None]
+    confirm_reused: Callable[[], None]
     plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
     by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)

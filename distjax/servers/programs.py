@@ -139,6 +139,8 @@ def _raises_for_values() -> bool:
 
 def _calls_back(jaxpr: jec.Jaxpr) -> bool:
     return any(
-        "callback" in eqn.primitive.name or any(map(_calls_back, jax_compat.sub_jaxprs(eqn)))
+        "callback" in (name := eqn.primitive.name)
+        or name == "debug_print"
+        or any(map(_calls_back, jax_compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )

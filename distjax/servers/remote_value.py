@@ -12,6 +12,7 @@ from distjax.context import frames
 from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure
 from distjax.servers.in_process import refuse_pickle
+from distjax.servers.pauses import Pauses
 from distjax.servers.waiting import Waiters
 from distjax.typing import PyTree
 
@@ -24,11 +25,13 @@ class RemoteValue:
     Args:
       closure: the closure.
       waiters: rung when it is over.
+      pauses: those in which it does not run.
     """
 
-    def __init__(self, closure: Closure, waiters: Waiters):
+    def __init__(self, closure: Closure, waiters: Waiters, pauses: Pauses):
         self._closure = closure
         self._waiters = waiters
+        self._pauses = pauses
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -60,7 +63,7 @@ class RemoteValue:
         Context: not in a replica function.
 
         Raises:
-          ContextError: in a replica function.
+          ContextError: in a replica function; in ``with coordinator.paused()``, if it is not done.
           TimeoutError: it is not available by then.
           CancelledError: of `concurrent.futures`: the closure was cancelled.
           EndOfDataError: no worker has an element for it.
@@ -72,6 +75,8 @@ class RemoteValue:
 
     def _wait(self, method: str, timeout: float | None) -> None:
         require_outside_of_steps(method)
+        if not self.done():
+            self._pauses.require_going(method)
         if not self._waiters.wait_until(lambda: self._closure.is_over, timeout):
             raise TimeoutError(
                 message(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Sequence
 
 from distjax.servers.per_worker import PerWorkerIterator
 from distjax.servers.server_contract import ServerSnapshot
@@ -17,12 +18,12 @@ class Snapshot:
     Attributes:
       closures: how many closures it contains.
       servers: the state of each server.
-      positions: the positions of the live iterators over per-worker data.
+      positions: the positions of iterators over per-worker data, as long as they are alive.
     """
 
     closures: int
     servers: Sequence[ServerSnapshot]
-    positions: Mapping[PerWorkerIterator, Sequence[Position]]
+    positions: weakref.WeakKeyDictionary[PerWorkerIterator, list[Position]]
 
     @property
     def versions(self) -> tuple[int, ...]:

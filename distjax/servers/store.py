@@ -131,7 +131,7 @@ class Server:
         with self._lock:
             values = self._require(keys)
             if home is None:
-                return self.version, [jnp.array(value, copy=True) for value in values]
+                return self.version, _copies(values)
             self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
             given, lent = self._shared_with(home, keys, pulled_once)
             self._given |= given
@@ -281,7 +281,7 @@ class Server:
     def snapshot(self) -> ServerSnapshot:
         """Returns a copy of all values."""
         with self._lock:
-            copies = self._copy(self._require(self._values))
+            copies = _copies(self._require(self._values))
             return ServerSnapshot(self.version, dict(zip(self._values, copies, strict=True)))
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
@@ -294,7 +294,7 @@ class Server:
           num_closures: all closures with lower numbers are over, whether or not the
             snapshot contains them: their further pushes are rejected.
         """
-        values = dict(zip(snapshot.values, self._copy(snapshot.values.values()), strict=True))
+        values = dict(zip(snapshot.values, _copies(snapshot.values.values()), strict=True))
         with self._lock:
             self._forget_removed()
             known = self._sizes or values  # a lost server still knows which variables it had
@@ -375,9 +375,6 @@ class Server:
         """Returns a copy with no other owner: pushes reuse its memory."""
         return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
 
-    def _copy(self, values: Iterable[jax.Array]) -> list[jax.Array]:
-        return [jnp.array(value, copy=True) for value in values]
-
     def _look_at(self, value: jax.Array) -> jax.Array | np.ndarray:
         """Returns a value's own memory, if numpy can view it.
 
@@ -388,6 +385,10 @@ class Server:
             return jnp.array(value, copy=True)
         memory: Any = value  # its type is unknown to numpy
         return np.from_dlpack(memory)
+
+
+def _copies(values: Iterable[jax.Array]) -> list[jax.Array]:
+    return [jnp.array(value, copy=True) for value in values]
 
 
 def _donated(

@@ -199,7 +199,7 @@ def _as_workers(
     devices = local_devices()
     if workers is None:
         return tuple((device,) for device in devices)
-    if isinstance(workers, int):
+    if is_int(workers) or isinstance(workers, bool):
         _require_count(workers, "workers")
         return tuple((devices[i % len(devices)],) for i in range(workers))
     each = [tuple(w) for w in workers] if isinstance(workers, (list, tuple)) else []

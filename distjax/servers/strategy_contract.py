@@ -19,7 +19,6 @@ class ServerStrategy(Protocol):
 
     Attributes:
       engine: runs workers and servers.
-      num_workers: the initial number of workers.
     """
 
     engine: Engine

@@ -39,11 +39,13 @@ class Position(NamedTuple):
     """How far a stream has been drawn.
 
     Attributes:
-      num_drawn: elements drawn.
+      num_read: elements that its source has made.
+      returned: those of them that nobody has drawn, or that were given back; the next one last.
       state: the state of a source iterator with ``get_state`` and ``set_state``; else None.
     """
 
-    num_drawn: int
+    num_read: int
+    returned: tuple[Any, ...]
     state: Any
 
 
@@ -59,8 +61,7 @@ class Stream:
         self._lock = threading.Lock()  # held while the source makes an element
         self._source: Any = None
         self._returned: list[Any] = []
-        self._num_drawn = 0
-        self._state: Any = None  # the source's state before its last element
+        self._num_read = 0
 
     def open(self) -> None:
         """Makes the dataset now."""
@@ -75,9 +76,7 @@ class Stream:
         """
         with self._lock:
             self._open()
-            element = self._returned.pop() if self._returned else self._read()
-            self._num_drawn += 1
-            return element
+            return self._returned.pop() if self._returned else self._read()
 
     def peek(self) -> Any:
         """Returns what `draw` would return; other threads' draws still find it."""
@@ -91,14 +90,13 @@ class Stream:
         """Makes an element the next one again."""
         with self._lock:
             self._returned.append(element)
-            self._num_drawn -= 1
 
     def position(self) -> Position:
         """Returns the position of the stream."""
         with self._lock:
-            if self._source is not None and not self._returned:
-                self._note_state()
-            return Position(self._num_drawn, copy.deepcopy(self._state))
+            source = self._source
+            state = copy.deepcopy(source.get_state()) if keeps_position(source) else None
+            return Position(self._num_read, tuple(self._returned), state)
 
     def restore(self, position: Position) -> None:
         """Goes back to `position`.
@@ -107,32 +105,28 @@ class Stream:
           ValueError: the dataset is too short, or can be read only once.
         """
         with self._lock:
-            before, self._source, self._returned = self._source, None, []
-            self._open()
-            if position.state is not None and keeps_position(self._source):
-                self._source.set_state(copy.deepcopy(position.state))
-            elif self._source is before and position.num_drawn != self._num_drawn:
-                raise ValueError(_once_only(position.num_drawn))
-            elif self._source is not before:
-                skip(self._source, position.num_drawn, "restore needs a per-worker dataset")
-            self._num_drawn = position.num_drawn
+            source: Any = iter(self._make())
+            if position.state is not None and keeps_position(source):
+                source.set_state(copy.deepcopy(position.state))
+            elif source is not self._source:
+                skip(source, position.num_read, "restore needs a per-worker dataset")
+            elif position.num_read != self._num_read:
+                raise ValueError(_once_only(position.num_read))
+            self._source, self._num_read = source, position.num_read
+            self._returned = list(position.returned)
 
     def _open(self) -> None:
         if self._source is None:
             self._source = iter(self._make())
 
     def _read(self) -> Any:
-        self._note_state()
         try:
             element = next(self._source)
         except StopIteration:
             raise DataEnded from None
+        self._num_read += 1
         # The source may refill its memory while a program still reads this.
         return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, element)
-
-    def _note_state(self) -> None:
-        if keeps_position(self._source):
-            self._state = copy.deepcopy(self._source.get_state())
 
 
 def _once_only(count: int) -> str:

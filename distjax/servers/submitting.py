@@ -56,7 +56,10 @@ class _Cut:
         args, kwargs = jax.tree.map(stand_in, (args, kwargs))
         plan, arrays = self.strategy.cut_step(self.fn, args, kwargs)
         self.strategy.engine.admit(plan)
-        return Call(plan, [remote.get(id(x)) or _own(x) for x in arrays])
+        given = [remote.get(id(x)) or _own(x) for x in arrays]
+        num_found = sum(isinstance(x, RemoteArray) for x in given)
+        assert num_found == len(remote), "a step would run on the zeros of a stand-in"
+        return Call(plan, given)
 
 
 def _own(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -129,14 +132,16 @@ def run_step(
     that is over: one in the middle of a push would lose the server's values.
     """
     board = board_of(strategy)
-    board.require_going("run")
+    board.pauses.require_going("run")
     closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
+    if board.is_closed and closure.sources:
+        raise RuntimeError(_no_workers(closure.sources[0]))
     if board.is_closed and threading.current_thread() is threading.main_thread():
         settings = settings_of_this_thread()
         _calls.complete(lambda: _put_and_run(board, strategy, closure, settings))
     else:
         _put_and_run(board, strategy, closure, contextlib.nullcontext)
-    return RemoteValue(closure, board.waiters).get()
+    return RemoteValue(closure, board.waiters, board.pauses).get()
 
 
 def _put_and_run(
@@ -149,10 +154,19 @@ def _put_and_run(
     here = Worker(0)
     with settings():
         board.put(closure)
-        while board.is_closed and board.claim(closure):
+        while board.is_closed and board.claim(closure, here):
             ran = start(board, strategy.engine, here, closure)
             if ran is not None:
                 finish(board, here, closure, ran)
+
+
+def _no_workers(source: PerWorkerSource) -> str:
+    return message(
+        "run needs an open coordinator for per-worker data",
+        got=f"{source!r} among the arguments, and no coordinator",
+        why="each of its workers has its own values, and without one the step runs here",
+        fix="with dj.Coordinator(strategy) as coordinator: coordinator.schedule(step, args=(...,))",
+    )
 
 
 def _require_no_remote_value(leaves: Sequence[object]) -> None:

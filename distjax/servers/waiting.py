@@ -17,11 +17,11 @@ class Waiters:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Callable[[], object], queue.SimpleQueue[None]]] = []
+        self._waiting: dict[queue.SimpleQueue[None], Callable[[], object]] = {}
 
     def ring(self) -> None:
         """Wakes the waiters whose condition holds."""
-        for is_so, rings in tuple(self._waiting):
+        for rings, is_so in tuple(self._waiting.items()):
             if is_so():
                 rings.put(None)
 
@@ -36,13 +36,12 @@ class Waiters:
             return True
         rings: queue.SimpleQueue[None] = queue.SimpleQueue()
         ends = None if timeout is None else time.monotonic() + timeout
-        waiter = (is_so, rings)
-        self._waiting.append(waiter)  # before checking again, so that no change is missed
         try:
+            self._waiting[rings] = is_so  # before checking again, so that no change is missed
             while not is_so():
                 rings.get(timeout=None if ends is None else max(0.0, ends - time.monotonic()))
         except queue.Empty:
             return bool(is_so())
         finally:
-            self._waiting.remove(waiter)
+            self._waiting.pop(rings, None)
         return True

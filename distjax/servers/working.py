@@ -26,7 +26,7 @@ def work(
     try:
         with settings():
             while True:
-                is_there = engine.prepare(worker.number, is_wanted)
+                is_there = _prepare(engine, worker, is_wanted)
                 closure = board.take(worker, wait=before is None) if is_there else None
                 if closure is None and before is None:
                     return
@@ -41,6 +41,14 @@ def work(
         if board.is_closed:  # no one is left to take what is queued
             board.cancel("its coordinator was closed, or dropped, before it had run")
         board.waiters.ring()
+
+
+def _prepare(engine: Engine, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
+    """Returns whether a worker is to take a closure."""
+    try:
+        return engine.prepare(worker.number, is_wanted)
+    except Exception:  # `run` raises it too; there it is a closure's, and reaches the user
+        return True
 
 
 def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Running | None:

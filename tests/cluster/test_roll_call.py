@@ -46,22 +46,25 @@ def call_as(settings, *ids, also=()):
         return list(threads.map(outcome, [*calls, *also]))
 
 
-def connect_and_say(settings, line):
-    """Sends a line to process 0, once it listens, and returns the connection."""
+def connect(settings):
+    """Returns a connection to process 0, once it listens."""
     host, port = settings.coordinator_address.split(":")
     deadline = time.monotonic() + 20
     while True:
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=20)
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "process 0 does not listen"
-            continue
-        with contextlib.ExitStack() as closing:
-            closing.callback(connection.close)
-            connection.sendall(line)
-            connection.shutdown(socket.SHUT_WR)
-            closing.pop_all()
-        return connection
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)), timeout=20)
+        assert time.monotonic() < deadline, "process 0 does not listen"
+
+
+def connect_and_say(settings, line):
+    """Sends a line to process 0, once it listens, and returns the connection."""
+    connection = connect(settings)
+    with contextlib.ExitStack() as closing:
+        closing.callback(connection.close)
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        closing.pop_all()
+    return connection
 
 
 def say(settings, line):
@@ -154,6 +157,24 @@ def test_a_stranger_is_sent_away(settings, line):
     first, second, (answer, _) = call_as(settings, 0, 1, also=[stranger_then_process_2])
     assert first == second and len(first) == 3
     assert answer == b""
+
+
+def test_a_stranger_that_speaks_slowly_is_sent_away_too(settings, monkeypatch):
+    monkeypatch.setattr(roll_call, "_LINE_SECONDS", 0.3)
+    num_sent = 0
+
+    def stranger_then_process_2():
+        nonlocal num_sent
+        with contextlib.suppress(OSError), connect(settings) as connection:
+            for _ in range(50):
+                connection.sendall(b"x")
+                num_sent += 1
+                time.sleep(0.1)
+        return say(settings, record_of(settings, 2))
+
+    first, second, _ = call_as(settings, 0, 1, also=[stranger_then_process_2])
+    assert first == second and len(first) == 3
+    assert num_sent < 20
 
 
 def test_what_a_stranger_writes_cannot_move_the_cursor(settings):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import types
 
@@ -14,6 +15,7 @@ from distjax.cluster.ledger import Launch, Ledger
 from distjax.cluster.marks import as_text, find_difference, hear, mark_of, parse_mark
 from distjax.cluster.phases import Phase, phase, phases, waiting
 from tests.cluster.test_ending import Store, make_job
+from tests.interrupts import in_codes, interrupted
 
 TRAIN, EVALUATE = Launch("train"), Launch("evaluate")
 
@@ -164,7 +166,7 @@ def test_a_meeting_that_another_does_not_come_to_has_a_bound_of_its_own():
 def test_a_launch_that_was_refused_is_none():
     processes = make_processes(2)
     processes[0][0].begin_launch(TRAIN)
-    processes[0][0].abandon_launch()
+    processes[0][0].abandon_launch(TRAIN)
     launch(processes[1][0], EVALUATE)
     launch(processes[0][0], EVALUATE)
     look_all(processes)
@@ -371,6 +373,54 @@ def test_a_launch_of_another_thread_waits_for_the_latest(error):
     thread.join()
     launch(ledger, TRAIN, token=token)
     assert waited == [thread.ident, threading.get_ident()]  # the first launch of each
+
+
+def test_one_thread_launches_at_a_time():
+    """Neither beside another's program, nor between the beginning and the end of its launch."""
+    ledger, order = Ledger(), []
+    token = types.SimpleNamespace(block_until_ready=lambda: order.append("first is awaited"))
+
+    def launch_second():
+        began = ledger.begin_launch(EVALUATE)
+        order.append("second begins")
+        ledger.end_launch(began, None)
+
+    began = ledger.begin_launch(TRAIN)
+    thread = threading.Thread(target=launch_second)
+    thread.start()
+    thread.join(0.2)
+    order.append("first ends")
+    assert ledger.starting is TRAIN
+    ledger.end_launch(began, token)
+    thread.join()
+    assert order == ["first ends", "first is awaited", "second begins"]
+    assert [ledger.find(number).text for number in (1, 2)] == [TRAIN.text, EVALUATE.text]
+
+
+def test_a_launch_that_a_signal_ends_stops_no_other_thread():
+    ledger = Ledger()
+    codes = {Ledger.begin_launch.__code__, Ledger.end_launch.__code__}
+
+    def launch_or_abandon():
+        began = None
+        try:
+            began = ledger.begin_launch(TRAIN)
+            ledger.end_launch(began, None)
+        except BaseException:
+            if began is not None:
+                ledger.abandon_launch(began)
+            raise
+
+    launch_or_abandon()
+    for n in itertools.count(1):
+        outcome = interrupted(launch_or_abandon, n, in_codes(codes))
+        thread = threading.Thread(target=launch, args=(ledger, EVALUATE), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive() and ledger.starting is None, outcome.line
+        if outcome.line is None:
+            break
+    assert n > 6
 
 
 # -- messages ------------------------------------------------------------------

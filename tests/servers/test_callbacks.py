@@ -86,3 +86,18 @@ def test_a_callback_in_a_merge_runs_once(body, servers, cut):
         jax.effects_barrier()
         assert len(seen) == count
         assert (v.value, u.value) == (count, count)
+
+
+def test_a_print_that_raises_leaves_the_variables_their_values():
+    strategy = dj.ParameterServerStrategy(workers=1)
+    with strategy.scope():
+        v = dj.Variable(jnp.ones(3), name="v")
+
+    def merge(strategy, x):
+        jax.debug.print("{:d}", x)  # no format of an array
+        v.assign_add(x)
+
+    step = lambda x: dj.get_replica_context().merge_call(merge, args=(x,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unsupported format string"):
+        strategy.run(step, args=(np.ones(3, np.float32),))
+    np.testing.assert_array_equal(v.value, np.ones(3))

@@ -1,5 +1,7 @@
 """Compiled cross-replica code writes variables at servers between closures, all of them or none."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,20 @@ def test_no_write_of_a_closure_is_lost(served):
         coordinator.join()
     for variable in (a, b):
         np.testing.assert_array_equal(variable.value, np.full(3, 6030.0))
+
+
+def test_no_write_of_a_step_is_lost_where_no_coordinator_is_open(served):
+    a, _ = make_pair(served)
+    step = lambda: a.assign_add(jnp.ones(3))
+    served.run(step)
+    with served.extended.pause_writers():  # what a program that writes does
+        thread = threading.Thread(target=served.run, args=(step,))
+        fetched = np.asarray(a.value)
+        thread.start()
+        thread.join(0.3)
+        a.assign(fetched + 1000)
+    thread.join()
+    np.testing.assert_array_equal(a.value, np.full(3, 1002.0))
 
 
 def test_a_step_inside_of_it_is_part_of_the_program(served):

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import types
 import weakref
 from concurrent.futures import CancelledError
 
@@ -16,6 +17,7 @@ from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerValues
 from distjax.servers.store import ServerDied
 from distjax.servers.submitting import run_step
+from tests.faults.four_parts import is_explained
 from tests.servers.faults import run_with_faults
 from tests.servers.hand_made import HandMade, counter, read_total, two_counters, two_stages
 
@@ -405,6 +407,18 @@ def test_a_snapshot_knows_where_iterators_are():
             coordinator.restore()
 
 
+def test_a_snapshot_keeps_no_iterator_alive(collect_garbage):
+    with Coordinator(make(workers=1)) as coordinator:
+        dataset = coordinator.create_per_worker_dataset([np.float32(1)])
+        iterator = iter(dataset)
+        snapshot = coordinator.snapshot()
+        assert list(snapshot.positions) == list(coordinator._iterators) == [iterator]
+        del iterator
+        collect_garbage()
+        assert not snapshot.positions and not coordinator._iterators
+        coordinator.restore(snapshot)
+
+
 def test_data_that_had_ended_is_there_again_after_a_restore():
     strategy = make(workers=2)
     elements = lambda context: [np.float32(2**i) for i in range(4 * context.input_pipeline_id, 4)]
@@ -497,6 +511,44 @@ def test_workers_come_and_go():
 
 
 @pytest.mark.usefixtures("collect_garbage")
+def test_a_worker_runs_until_its_closure_is_over(monkeypatch):
+    """Also where it has begun it, and has nothing to take next."""
+    strategy, go_on = make(workers=1), threading.Event()
+    run = strategy.engine.run
+
+    def run_late(worker, task):
+        ran = run(worker, task)
+        return types.SimpleNamespace(wait=lambda: (taken.set(), go_on.wait(60), ran.wait())[-1])
+
+    taken = threading.Event()
+    monkeypatch.setattr(strategy.engine, "run", run_late)
+    with Coordinator(strategy) as coordinator:
+        state = lambda: coordinator.stats()["workers"][0]["state"]
+        assert state() == "idle"
+        coordinator.schedule(counter(), one(1))
+        assert taken.wait(60)
+        assert state() == "running"
+        go_on.set()
+        coordinator.join()
+        assert state() == "idle"
+
+
+def test_a_worker_that_cannot_be_prepared_fails_the_closures_that_it_takes(monkeypatch):
+    def fail(*_):
+        raise OSError("no process")
+
+    strategy = make(workers=2)
+    with Coordinator(strategy) as coordinator:
+        for method in ("prepare", "run"):
+            monkeypatch.setattr(strategy.engine, method, fail)
+        for _ in range(3):  # more than there are workers
+            value = coordinator.schedule(counter(), one(1))
+            with pytest.raises(OSError, match="no process"):
+                value.fetch(timeout=60)
+            with pytest.raises(OSError, match="no process"):
+                coordinator.join(timeout=60)
+
+
 def test_a_dropped_coordinator_ends_its_threads():
     strategy = make()
     coordinator = Coordinator(strategy)
@@ -529,14 +581,24 @@ def test_what_waits_when_a_coordinator_is_dropped_is_cancelled():
 
 def test_what_would_wait_for_ever_in_a_pause_is_refused():
     strategy = make()
-    with Coordinator(strategy) as coordinator, coordinator.paused():
-        value = coordinator.schedule(counter(), one(1))
-        with pytest.raises(dj.errors.ContextError, match="^join needs closures to run"):
-            coordinator.join()
-        with pytest.raises(dj.errors.ContextError, match="^run needs closures to run"):
-            run_step(strategy, counter(), one(1), None)
-        assert not value.done()
-    assert value.fetch() == 1
+    with Coordinator(strategy, queue_size=1) as coordinator:
+        before = coordinator.schedule(counter(), one(1))
+        before.get()
+        with coordinator.paused():
+            value = coordinator.schedule(counter(), one(1))
+            calls = {
+                "join": coordinator.join,
+                "run": lambda: run_step(strategy, counter(), one(1), None),
+                "get": value.get,
+                "fetch": lambda: coordinator.fetch([value]),
+                "version": lambda: value.version,
+                "schedule with a full queue": lambda: coordinator.schedule(counter(), one(1)),
+            }
+            for name, call in calls.items():
+                with pytest.raises(dj.errors.ContextError, match=f"^{name} needs closures to run"):
+                    call()
+            assert before.fetch() == 1 and not value.done()
+        assert value.fetch() == 2
 
 
 @pytest.mark.usefixtures("collect_garbage")
@@ -620,3 +682,16 @@ def test_run_is_a_closure_with_and_without_a_coordinator():
     assert run_step(strategy, counter(), one(1), None) == 4
     assert strategy.engine.servers[0].num_kept == 0
     assert isinstance(run_step(strategy, read_total(), (), None), jnp.ndarray)
+
+
+def test_run_without_a_coordinator_has_no_workers_to_draw_from():
+    strategy = make()
+    with Coordinator(strategy) as coordinator:
+        iterator = iter(coordinator.create_per_worker_dataset([np.float32(1)]))
+        assert run_step(strategy, counter(), (iterator,), None) == 1
+    for source in (iterator, PerWorkerValues([np.float32(1)])):
+        with pytest.raises(
+            RuntimeError, match="^run needs an open coordinator for per-w"
+        ) as caught:
+            run_step(strategy, counter(), (source,), None)
+        assert is_explained(caught.value)

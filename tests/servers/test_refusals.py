@@ -185,6 +185,7 @@ def test_variables_are_made_before_the_step(ps):
         ({"servers": 0}, "servers needs a positive int"),
         ({"workers": 0}, "workers needs a positive int"),
         ({"workers": [[1]]}, "workers needs a number, or devices for each"),
+        ({"workers": True}, "workers needs a positive int"),
         ({"workers": []}, "workers needs a number, or devices for each"),
         ({"workers": [jax.devices()[:2], jax.devices()[2:3]]}, "workers needs as many devices"),
         ({"workers": [jax.devices()[:1] * 2]}, "devices needs at least one device. No duplicates"),
@@ -194,3 +195,8 @@ def test_variables_are_made_before_the_step(ps):
 )
 def test_wrong_options(options, text):
     assert_refused(ValueError, text, ParameterServerStrategy, engine=SerialEngine(), **options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    strategy = ParameterServerStrategy(workers=np.int64(2), servers=np.int64(3))
+    assert (strategy.num_workers, len(strategy.servers)) == (2, 3)

@@ -35,6 +35,38 @@ def test_64_bit_mode_is_that_of_the_call_of_schedule():
         assert float(wide.value) == 1 + 1e-12 + 1e-12 + 1e-12
 
 
+MODES = {
+    "64 bits": (lambda: jax.enable_x64(True), lambda x: jnp.zeros(3)),
+    "promotion": (lambda: jax.numpy_dtype_promotion("strict"), lambda x: x + jnp.int8(1)),
+    "precision": (
+        lambda: jax.default_matmul_precision("highest"),
+        lambda x: jnp.float32("HIGHEST" in str(jax.make_jaxpr(jnp.dot)(x, x))),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_cut_anew_in_another_mode_of_jax(mode):
+    strategy, _ = make()
+    enter, step = MODES[mode]
+
+    def outcome(run):
+        try:
+            result = run()
+        except Exception as error:
+            return type(error)
+        return result.shape, result.dtype, float(result.sum())
+
+    x, number = np.ones(3, np.float32), dj.static(1)
+    for args in ((x,), (x, number)):  # found in a quick way, and by signature
+        fn = lambda x, number=None: step(x)
+        run = lambda args=args, fn=fn: strategy.run(fn, args=args)
+        plain = outcome(run)
+        with enter():
+            assert outcome(run) == outcome(lambda: jax.jit(step)(x)) != plain
+        assert outcome(run) == plain
+
+
 def test_a_new_function_for_each_call_is_warned_of():
     strategy, total = make()
     with dj.Coordinator(strategy) as coordinator:

@@ -124,7 +124,6 @@ def assemble_plan(
         results=tuple(slots[v] for v in results),
         rebuild=_rebuilder(traced.result.combine, results, localities),
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
-        is_read_only=not any(push.writes for stage in made for push in stage.pushes),
         kept=tuple(v.stored for v in variables),
         varying=frozenset(slots[v] for v in localities.varying if v in slots),
     )

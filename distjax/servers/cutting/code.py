@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +46,12 @@ class Code:
         """The jaxpr's atoms for the results; a constant result is a literal."""
         return self.jaxpr.outvars
 
-    @property
+    @functools.cached_property
     def used(self) -> list[bool]:
         """For each array that it takes, whether it reads it."""
-        read = self._read
-        return [v in read for v in self.inputs]
+        return [v in self._read for v in self.inputs]
 
-    @property
+    @functools.cached_property
     def _read(self) -> set[Var]:
         atoms = [v for e in self.jaxpr.eqns for v in e.invars] + list(self.jaxpr.outvars)
         return {v for v in atoms if not isinstance(v, Literal)}

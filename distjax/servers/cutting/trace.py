@@ -61,10 +61,10 @@ def cut_step(
     given, named = require_call(fn, args, kwargs, "schedule")
     cuts: Cuts = strategy.extended.cuts.get(fn)
     if cuts.plans:
-        cuts.on_second_call()
+        cuts.confirm_reused()
     leaves, treedef = jax.tree.flatten((given, named))
     kinds = tuple(map(_kind_of, leaves))
-    key = treedef, jax.dtypes.canonicalize_dtype(np.int64), kinds  # x64 or not
+    key = treedef, kinds, jax_compat.trace_context()
     found = cuts.by_kinds.get(key)
     if found is None:
         plan, flat = _look_up(strategy, fn, given, named, cuts)
@@ -103,7 +103,7 @@ def _look_up(
     names = argument_names(fn, len(args))
     marked = mark_modules((args, kwargs), tuple(names))
     tree = mark_static(without_expectations(*marked), names)
-    key = signature_of(tree)
+    key = signature_of(tree), jax_compat.trace_context()
     with strategy.extended.tracing:
         plan = cuts.plans.get(key)
         if plan is None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import threading
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from distjax.placement.topology import REPLICA_AXIS, Topology
+from distjax.placement.topology import Topology
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.on_ray import cluster
 from distjax.servers.on_ray.exported import ShippedPlan, export_plan
 from distjax.servers.on_ray.options import actor_options, require_options, with_devices
 from distjax.servers.on_ray.sent import Sent
-from distjax.servers.on_ray.server import RayServer
+from distjax.servers.on_ray.server import RayServer, drain
 from distjax.servers.on_ray.startup import wait_for_start
 from distjax.servers.on_ray.streams import RayStreams
 from distjax.servers.on_ray.workers import RayProcess, RayWorkers
@@ -75,14 +76,14 @@ class RayEngine(Engine):
         self._server_options = options(server_resources)
         self._servers: list[RayServer] = []
         self._worker_options = options(worker_resources)
-        self._replicas = 1, REPLICA_AXIS  # of a worker, and the name of their axis
-        self.workers = self._make_workers()
-        self._streams = RayStreams(self.workers, max_failures)
-        self._gate: Gate | None = None
+        self._replicas: tuple[int, str]  # of a worker, and the name of their axis
+        self.workers: RayWorkers
+        self._streams: RayStreams
+        self._gate: Gate | None
         self._plans: weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]
         self._plans = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of plans
-        self._dropped: list[int] = []  # plans that only the processes still have
+        self._dropped: collections.deque[int] = collections.deque()  # only processes have them
         self._announcing = threading.RLock()  # held while a plan or a server is announced
 
     @property
@@ -204,7 +205,7 @@ class RayEngine(Engine):
 
     def _send_dropped(self) -> None:
         """Tells all processes which plans to drop."""
-        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+        dropped = drain(self._dropped)
         for actor in (*(s.actor for s in self._servers), *self.workers.actors()) if dropped else ():
             actor.drop_plans.remote(dropped)
 

@@ -116,7 +116,6 @@ def export_plan(
         plan.results,
         tuple,
         plan.owners,
-        plan.is_read_only,
         varying=plan.varying,
     )
     return ShippedPlan(for_workers, tuple(for_servers))

@@ -153,10 +153,10 @@ class RayServer:
             raise error.cause from None
 
     def _tell(self) -> None:
-        over = _drain(self._over)
+        over = drain(self._over)
         if over and not self.is_lost:
             self.actor.mark_done.remote(over)
-        removed = _drain(self._removed)
+        removed = drain(self._removed)
         self._keys.difference_update(removed)
         if removed and not self.is_lost:
             self.actor.remove.remote(removed)
@@ -176,7 +176,7 @@ class RayServer:
         return self.is_lost
 
 
-def _drain(items: collections.deque[_T]) -> list[_T]:
+def drain(items: collections.deque[_T]) -> list[_T]:
     """Takes all items; other threads may take and add at the same time."""
     taken: list[_T] = []
     with contextlib.suppress(IndexError):

@@ -44,13 +44,12 @@ def own_versions() -> dict[str, str]:
     return {"jax": jax.__version__, "distjax": distjax.__version__}
 
 
-def wait_for_start(name: str, actor: ActorHandle[Any], seconds: float | None = None) -> ProcessInfo:
+def wait_for_start(name: str, actor: ActorHandle[Any]) -> ProcessInfo:
     """Returns the description of a process, once it has started.
 
     Args:
       name: its name in errors.
       actor: the process.
-      seconds: maximum wait; None: START_SECONDS.
 
     Raises:
       ClusterError: it did not start in time, or failed to, or its versions differ.
@@ -58,13 +57,12 @@ def wait_for_start(name: str, actor: ActorHandle[Any], seconds: float | None = N
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
-    seconds = START_SECONDS if seconds is None else seconds
     try:
-        said: Any = ray.get(actor.describe_process.remote(), timeout=seconds)
+        said: Any = ray.get(actor.describe_process.remote(), timeout=START_SECONDS)
     except GetTimeoutError:
         raise ClusterError(
             message(
-                f"{name} needs a process within {seconds:g} s",
+                f"{name} needs a process within {START_SECONDS:g} s",
                 got="none: the cluster has no room for it yet",
                 why="Ray starts a process where the resources are that it is to have",
                 fix="ask for less: RayEngine(worker_resources=..., server_resources=...); "

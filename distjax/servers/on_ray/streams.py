@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,9 @@ import jax
 import numpy as np
 
 from distjax.errors import message
+from distjax.servers.engine import WorkerDied
 from distjax.servers.on_ray.elements import UnknownStream
+from distjax.servers.on_ray.server import drain
 from distjax.servers.on_ray.wire import Disguised, from_wire
 from distjax.servers.on_ray.workers import RayWorkers
 from distjax.servers.remote_array import Place, RemoteArray
@@ -36,7 +39,7 @@ class RayStreams:
         self._workers, self._max_failures = workers, max_failures
         self._pickled: dict[int, bytes] = {}
         self._numbers = itertools.count()
-        self._dropped: list[int] = []  # streams that only the processes still have
+        self._dropped: collections.deque[int] = collections.deque()  # only processes have them
 
     def open(self, worker: int, make: Callable[[], Iterable[Any]]) -> RemoteElements:
         """Returns the elements of ``make()``, which is called in the worker's process.
@@ -89,14 +92,14 @@ class RayStreams:
                 death = self._workers.replace_dead(worker, process, None, error)
                 failures += 1
                 if failures == self._max_failures:
-                    raise death from error
+                    raise WorkerDied(death) from error  # it has begun: it is the data that kills
 
     def _drop(self, number: int) -> None:
         self._pickled.pop(number, None)
         self._dropped.append(number)
 
     def _send_dropped(self) -> None:
-        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+        dropped = drain(self._dropped)
         for actor in self._workers.actors() if dropped else ():
             actor.drop_streams.remote(dropped)
 

@@ -116,10 +116,10 @@ class WorkerActor:
         try:
             with order.modes():
                 return act(order)
-        except _Gone as gone:
-            return ServerGone(gone.server)
         except Exception as error:
             self._end_attempt(order)
+            if isinstance(error, _Gone):
+                return ServerGone(error.server)
             return Failed(_portable(error))
 
     def _run(self, order: Order) -> Outcome:

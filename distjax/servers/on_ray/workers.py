@@ -141,10 +141,12 @@ class RayWorkers:
 
     def _fail_to_start(self, worker: int, process: RayProcess, error: Exception) -> None:
         count = process.num_failures + 1
-        if count < self._max_failures:
-            with self._lock:
+        with self._lock:
+            if self._processes.get(worker) is not process:  # another thread has replaced it
+                return
+            if count < self._max_failures:
                 self._processes[worker] = RayProcess(self._make(), count)
-            return
+                return
         process.error = ClusterError(cannot_start(f"worker {worker}", error))
 
     def actors(self) -> list[ActorHandle[WorkerActor]]:

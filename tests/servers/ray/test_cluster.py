@@ -4,6 +4,7 @@ import ipaddress
 import os
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ import pytest
 from jax import export
 
 import distjax as dj
+from distjax.context.thread_settings import ProgramModes
 from distjax.errors import ClusterError, UnsupportedError
 from distjax.servers.on_ray import startup
 from distjax.servers.on_ray.exported import StableFunction
+from distjax.servers.on_ray.orders import Order, ServerGone
+from distjax.servers.on_ray.worker_actor import WorkerActor, _Gone
 from distjax.servers.on_ray.workers import RayWorkers
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.conftest import make_engine
@@ -100,6 +104,36 @@ def test_processes_that_do_not_start_are_given_up(cluster, monkeypatch):
     engine = make_engine(server_resources={"resources": {"nowhere": 1}})
     with pytest.raises(ClusterError, match="^server 0 needs a process within 0.5 s"):
         dj.ParameterServerStrategy(workers=1, engine=engine)
+
+
+def test_a_process_that_did_not_start_is_replaced_once():
+    """Also where two threads find it: the second would drop the one that replaces it."""
+    made = []
+
+    def make():
+        describe = types.SimpleNamespace(remote=object)
+        made.append(types.SimpleNamespace(describe_process=describe))
+        return made[-1]
+
+    workers = RayWorkers(make, max_failures=3)
+    process = workers.begin(0)
+    for _ in range(2):
+        workers._fail_to_start(0, process, RuntimeError("it did not start"))
+        assert workers.begin(0).actor is made[1] and process.error is None
+
+
+def test_a_lost_server_ends_the_attempt(monkeypatch):
+    actor = WorkerActor(1, "replica")
+    actor._plans, actor._epoch, actor._stopped = {3: None}, 1, {7}
+    order = Order(3, 1, 7, 1, [], ProgramModes.of_this_thread())
+
+    def begin(order):
+        actor._attempt = "in progress"
+        raise _Gone(2)
+
+    monkeypatch.setattr(actor, "_begin", begin)
+    assert actor.run(order) == ServerGone(2)
+    assert actor._attempt is None and not actor._stopped
 
 
 def test_ray_is_an_extra(monkeypatch):

@@ -15,6 +15,7 @@ from ray.exceptions import RayTaskError
 
 import distjax as dj
 from distjax.errors import EndOfDataError
+from distjax.servers.engine import WorkerDied
 from distjax.servers.on_ray.elements import Elements
 from distjax.servers.on_ray.streams import RayStreams
 from tests.servers.ray.kills import kill_a_worker
@@ -164,3 +165,23 @@ def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
     with pytest.raises(pickle.UnpicklingError):
         streams.ask(0, 0, "draw", 0, 0)
     assert actor.num_calls == 2
+
+
+def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
+    """Each time: a closure that would be taken to have not begun would be retried for ever."""
+
+    def get(call):
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "get", get)
+    actor, deaths = FakeActor(), []
+    process = types.SimpleNamespace(actor=actor, in_hand=[])
+    death = WorkerDied("killed", has_begun=False)
+    workers = types.SimpleNamespace(
+        find=lambda worker: process,
+        actors=lambda: [actor],
+        replace_dead=lambda *of: deaths.append(of) or death,
+    )
+    with pytest.raises(WorkerDied, match="^killed$") as caught:
+        RayStreams(workers, max_failures=3).ask(0, 0, "draw", 0, 0)
+    assert caught.value.has_begun and len(deaths) == 3

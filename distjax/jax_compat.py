@@ -97,6 +97,11 @@ def staging() -> bool:
     return isinstance(jax.lax.add(zero, zero), Tracer)
 
 
+def resize_axis(name: str, size: int) -> None:
+    """Gives an axis that an enclosing `jax.make_jaxpr(axis_env=...)` binds another size there."""
+    _core.extend_axis_env_nd([(name, size)]).__enter__()  # `make_jaxpr` restores what was bound
+
+
 def aval_of(value: ArrayLike) -> ShapedArray:
     """Returns the shape, dtype and weak type of an array or Python number."""
     aval = jax.typeof(value)

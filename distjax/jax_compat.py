@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -133,6 +133,23 @@ def new_jaxpr(
 def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates `jaxpr` under whatever trace is current."""
     return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def bind_equation(
+    eqn: jec.JaxprEqn, ins: Sequence[Any], params: Mapping[str, Any] | None = None
+) -> Sequence[Any]:
+    """Evaluates an equation, with its own parameters or these, under the current trace."""
+    with eqn.ctx.manager:
+        given = eqn.primitive.get_bind_params(params or eqn.params)
+        outs = eqn.primitive.bind(*ins, **given)
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def called_jaxpr(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[Any]]:
+    """Returns (jaxpr, consts) of an equation that calls one jaxpr on its operands."""
+    return open_jaxpr(
+        next(eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params)
+    )
 
 
 def live_equations(

@@ -21,8 +21,7 @@ from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their operands.
 CALLS = frozenset(
-    "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint custom_jvp_call "
-    "custom_vjp_call custom_vjp_call_jaxpr composite compute_on".split()
+    "jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call composite compute_on".split()
 )
 #: Primitives with a predicate, and their names for users.
 _CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
@@ -31,7 +30,7 @@ EACH = frozenset(("optimization_barrier", "device_put"))
 #: Primitives whose value may not be a function of their operands: they draw random numbers, run
 #: code that JAX does not see, leave memory uninitialized, or depend on the process index.
 IMPURE = frozenset(
-    "rng_uniform infeed pure_callback io_callback buffer_callback ffi_call call_exported "
+    "rng_uniform pure_callback io_callback buffer_callback ffi_call call_exported "
     "tpu_custom_call mosaic_gpu_p empty global_array_to_host_local_array "
     "host_local_array_to_global_array".split()
 )
@@ -109,7 +108,7 @@ class Analysis:
         if name == "cond":
             return self._cond(eqn, ins)
         if name in CALLS:
-            return self._call(eqn, next(sub_jaxprs(eqn)), ins)
+            return self._call(eqn, jax_compat.called_jaxpr(eqn)[0], ins)
         solver = jax_compat.solver_call(eqn)
         if solver is not None:
             inner, operands = solver

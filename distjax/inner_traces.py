@@ -3,13 +3,13 @@
 JAX caches the traces of inner `jit`, `scan`, `cond` and `remat` by function, avals and axis names,
 but not by distjax's frames. Such a function may read a variable, and so return a tracer of another
 trace. Each active trace therefore binds an axis name of its own, which becomes part of the key.
-When the trace ends, its name is reused, and with it the cached traces of jnp's own functions,
+When something that such a function may have read changes within a trace, that axis gets another
+size. When the trace ends, its name is reused, and with it the cached traces of jnp's own functions,
 unless an inner function read distjax's state in that trace (`forget_inner_traces`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import threading
@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import jax
 from jax import core
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from distjax import jax_compat
 from distjax.typing import PyTree
@@ -67,19 +66,16 @@ class _TraceName:
         self.trace: core.Trace | None = None
         self.is_reusable = True
         self.thread = threading.get_ident()
-        self._num_renewed = 0
-        self._contexts = contextlib.ExitStack()
+        self._size = 1
         self.under_way.append(self)
 
     def renew(self) -> None:
         """Gives the rest of the trace another key in JAX's caches."""
-        self._num_renewed += 1
-        # The one part of the key that does not change the program: metadata of its HLO.
-        self._contexts.enter_context(set_xla_metadata(distjax_reads=str(self._num_renewed)))
+        self._size += 1  # no code uses the axis, so its size does not change the program
+        jax_compat.resize_axis(self.name, self._size)
 
     def end(self) -> None:
         """Releases the name."""
-        self._contexts.close()
         self.under_way.remove(self)
         self.trace = None
         if self.is_reusable:
@@ -106,9 +102,3 @@ def renew_inner_traces() -> None:
     own = [x for x in tuple(_TraceName.under_way) if x.thread == threading.get_ident()]
     if any(not lease.is_reusable for lease in own):
         own[-1].renew()
-
-
-def traced_avals(fn: Callable[[], list[Any]]) -> list[Any]:
-    """Returns the avals of what ``fn`` returns, by tracing it once."""
-    jaxpr, _ = trace_jaxpr(fn, ())
-    return [v.aval for v in jaxpr.outvars]

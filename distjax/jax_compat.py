@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -97,6 +97,11 @@ def staging() -> bool:
     return isinstance(jax.lax.add(zero, zero), Tracer)
 
 
+def resize_axis(name: str, size: int) -> None:
+    """Gives an axis that an enclosing `jax.make_jaxpr(axis_env=...)` binds another size there."""
+    _core.extend_axis_env_nd([(name, size)]).__enter__()  # `make_jaxpr` restores what was bound
+
+
 def aval_of(value: ArrayLike) -> ShapedArray:
     """Returns the shape, dtype and weak type of an array or Python number."""
     aval = jax.typeof(value)
@@ -128,6 +133,23 @@ def new_jaxpr(
 def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates `jaxpr` under whatever trace is current."""
     return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def bind_equation(
+    eqn: jec.JaxprEqn, ins: Sequence[Any], params: Mapping[str, Any] | None = None
+) -> Sequence[Any]:
+    """Evaluates an equation, with its own parameters or these, under the current trace."""
+    with eqn.ctx.manager:
+        given = eqn.primitive.get_bind_params(params or eqn.params)
+        outs = eqn.primitive.bind(*ins, **given)
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def called_jaxpr(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[Any]]:
+    """Returns (jaxpr, consts) of an equation that calls one jaxpr on its operands."""
+    return open_jaxpr(
+        next(eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params)
+    )
 
 
 def live_equations(

@@ -28,7 +28,7 @@ class CommunicationOptions:
       bytes_per_pack: arrays of one dtype are concatenated into packs of up to this many
         bytes, with one collective per pack; 0 leaves it to XLA.
       compress: None, or "bfloat16": values are sent in bfloat16 and summed in float32,
-        which halves the bytes at bfloat16 precision.
+        which halves the bytes at bfloat16 precision; in two levels, only those across groups.
       devices_per_host: reduce in two levels: a reduce-scatter within groups of this many
         neighboring replicas, an all-reduce across groups, and an all-gather within them;
         0 or 1: one level.

@@ -24,7 +24,8 @@ def sum_over_replicas(
       options: packing, compression, levels.
 
     Cost: one collective per pack (per array without packing); two if compressed (an
-      all-to-all and an all-gather, each of half the bytes); three in two levels.
+      all-to-all and an all-gather, each of half the bytes); three in two levels, of which the one
+      across hosts is two if compressed.
     """
     one = _one_sum(topology, options)
     if options.bytes_per_pack == 0:
@@ -58,28 +59,20 @@ def packs(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
 
 
 def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax.Array], jax.Array]:
-    axis = topology.axis_name
+    axis, num_replicas, inside = topology.axis_name, topology.num_replicas, options.devices_per_host
+    # Groups of replicas require replicas with devices of their own.
+    has_levels = topology.mesh is not None and 1 < inside < num_replicas
 
-    def plain(x: jax.Array) -> jax.Array:
+    def one(x: jax.Array) -> jax.Array:
+        is_wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 2
+        is_compressed = options.compress is not None and is_wide
+        if has_levels and x.size:
+            return _two_level_sum(x, axis, num_replicas, inside, is_compressed)
+        if is_compressed and x.size:
+            return _sum_compressed(x, axis, num_replicas)
         return lax.psum(x, axis)
 
-    def sum_compressed(x: jax.Array) -> jax.Array:
-        if not x.size or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize <= 2:
-            return plain(x)
-        return _sum_compressed(x, axis, topology.num_replicas)
-
-    def two_levels(x: jax.Array) -> jax.Array:
-        if not x.size:
-            return plain(x)
-        return _two_level_sum(x, axis, topology.num_replicas, options.devices_per_host)
-
-    if options.compress is not None:
-        return sum_compressed
-    inside = options.devices_per_host
-    # Groups of replicas require replicas with devices of their own.
-    if topology.mesh is not None and 1 < inside < topology.num_replicas:
-        return two_levels
-    return plain
+    return one
 
 
 def _in_chunks(x: jax.Array, count: int) -> jax.Array:
@@ -88,23 +81,36 @@ def _in_chunks(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
-def _sum_compressed(x: jax.Array, axis: str, num_replicas: int) -> jax.Array:
-    """Returns the sum; replica r receives everyone's chunk r, sums it in float32 and shares it."""
-    chunks = _in_chunks(x, num_replicas).astype(jnp.bfloat16)
-    received = lax.all_to_all(chunks, axis, 0, 0)
+def _sum_compressed(
+    x: jax.Array, axis: str, count: int, groups: Sequence[Sequence[int]] | None = None
+) -> jax.Array:
+    """Returns the sum over `count` replicas: all of them, or those of a group.
+
+    Replica r receives everyone's chunk r, sums it in float32 and shares it.
+    """
+    chunks = _in_chunks(x, count).astype(jnp.bfloat16)
+    received = lax.all_to_all(chunks, axis, 0, 0, axis_index_groups=groups)
     mine = jnp.sum(received.astype(jnp.float32), axis=0).astype(jnp.bfloat16)
-    flat = lax.all_gather(mine, axis, tiled=True)
+    flat = lax.all_gather(mine, axis, axis_index_groups=groups, tiled=True)
     return flat[: x.size].reshape(x.shape).astype(x.dtype)
 
 
-def _two_level_sum(x: jax.Array, axis: str, num_replicas: int, inside: int) -> jax.Array:
-    """Returns the sum: reduce-scatter within hosts, all-reduce across, all-gather within."""
+def _two_level_sum(
+    x: jax.Array, axis: str, num_replicas: int, inside: int, is_compressed: bool
+) -> jax.Array:
+    """Returns the sum: reduce-scatter within hosts, all-reduce across, all-gather within.
+
+    Compressed is what travels across hosts, where links are slow.
+    """
     hosts = range(num_replicas // inside)
     neighbours = [[h * inside + d for d in range(inside)] for h in hosts]
     across = [[h * inside + d for h in hosts] for d in range(inside)]
     part = lax.psum_scatter(
         _in_chunks(x, inside), axis, scatter_dimension=0, axis_index_groups=neighbours
     )
-    part = lax.psum(part, axis, axis_index_groups=across)
+    if is_compressed:
+        part = _sum_compressed(part, axis, len(hosts), across)
+    else:
+        part = lax.psum(part, axis, axis_index_groups=across)
     flat = lax.all_gather(part, axis, axis_index_groups=neighbours, tiled=True)
     return flat[: x.size].reshape(x.shape)

@@ -48,12 +48,11 @@ def _evaluate(
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in ("jit", "pjit"):
-            outs = _evaluate(*jax_compat.open_jaxpr(eqn.params["jaxpr"]), ins, names)
+        if eqn.primitive.name == "jit":
+            outs = _evaluate(*jax_compat.called_jaxpr(eqn), ins, names)
         else:
             params = {key: _exchange(value, names) for key, value in eqn.params.items()}
-            outs = eqn.primitive.bind(*ins, **params)
-            outs = outs if eqn.primitive.multiple_results else [outs]
+            outs = jax_compat.bind_equation(eqn, ins, params)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -13,14 +13,19 @@ from distjax.context import frames
 
 _Contexts = Mapping[str, Callable[[Any], contextlib.AbstractContextManager[Any]]]
 
-#: JAX modes that change values and placement.
-_MODES: _Contexts = {
+#: JAX modes that change values.
+_MODES_OF_VALUES: _Contexts = {
     "jax_enable_x64": jax.enable_x64,
-    "jax_default_device": jax.default_device,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
 }
+#: JAX modes that change values and placement.
+_MODES: _Contexts = {**_MODES_OF_VALUES, "jax_default_device": jax.default_device}
 #: Modes that matter wherever a program runs: those that change values or check results.
 _MODES_OF_PROGRAMS: _Contexts = {
-    "jax_enable_x64": jax.enable_x64,
+    **_MODES_OF_VALUES,
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
 }
@@ -36,8 +41,8 @@ _MODES_OF_CALLS: _Contexts = {
 def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Returns a context factory that gives another thread this thread's context.
 
-    That is the stack of frames and the JAX settings that change values and placement: 64-bit
-    mode and the default device.
+    That is the stack of frames and the JAX settings that change values and placement, such as
+    64-bit mode, the implementation of random keys and the default device.
     """
     stack, enter_modes = frames.stack(), _modes_of_this_thread(_MODES)
 
@@ -71,12 +76,12 @@ def probe_settings() -> Callable[[], bool]:
     probe = jax.jit(count)
     probe.trace()
 
-    def is_anew() -> bool:
+    def differs() -> bool:
         before = num_traces
         probe.trace()
         return num_traces > before
 
-    return is_anew
+    return differs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,7 @@ from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
 EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their operands.
 CALLS = frozenset(
-    "jit pjit closed_call core_call eval_jaxpr remat remat2 checkpoint custom_jvp_call "
-    "custom_vjp_call custom_vjp_call_jaxpr composite compute_on".split()
+    "jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call composite compute_on".split()
 )
 #: Primitives with a predicate, and their names for users.
 _CONSTRUCTS = {"while": "while_loop", "cond": "cond"}
@@ -31,7 +30,7 @@ EACH = frozenset(("optimization_barrier", "device_put"))
 #: Primitives whose value may not be a function of their operands: they draw random numbers, run
 #: code that JAX does not see, leave memory uninitialized, or depend on the process index.
 IMPURE = frozenset(
-    "rng_uniform infeed pure_callback io_callback buffer_callback ffi_call call_exported "
+    "rng_uniform pure_callback io_callback buffer_callback ffi_call call_exported "
     "tpu_custom_call mosaic_gpu_p empty global_array_to_host_local_array "
     "host_local_array_to_global_array".split()
 )
@@ -62,6 +61,7 @@ class Analysis:
     def __init__(self, axis_name: str):
         self.axis_name = axis_name
         self._remembered: dict[Any, tuple[jax_compat.Jaxpr, list[bool]]] = {}
+        self._is_declared = False  # a `dj.expect` block is around a call; JAX drops names inside
 
     def run(self, eqns: Sequence[Any], varying: dict[Any, bool]) -> None:
         """Adds to `varying` the locality of every output of `eqns`, in order.
@@ -80,7 +80,7 @@ class Analysis:
 
         Memoized, since the rounds of nested loops multiply.
         """
-        key = id(jaxpr), tuple(ins), _blind.get()
+        key = id(jaxpr), tuple(ins), _blind.get(), self._is_declared
         if key not in self._remembered:
             varying = dict(zip(jaxpr.invars, ins, strict=True))
             varying.update((v, False) for v in jaxpr.constvars)
@@ -88,6 +88,16 @@ class Analysis:
             outs = [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
             self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
         return list(self._remembered[key][1])
+
+    def _call(
+        self, eqn: jax_compat.JaxprEqn, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]
+    ) -> list[bool]:
+        """Returns the same for a `jaxpr` that `eqn` runs."""
+        outside, self._is_declared = self._is_declared, self._is_declared or _is_in_block(eqn)
+        try:
+            return self.outputs(jaxpr, ins)
+        finally:
+            self._is_declared = outside
 
     def _outputs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         name = eqn.primitive.name
@@ -98,11 +108,11 @@ class Analysis:
         if name == "cond":
             return self._cond(eqn, ins)
         if name in CALLS:
-            return self.outputs(next(sub_jaxprs(eqn)), ins)
+            return self._call(eqn, jax_compat.called_jaxpr(eqn)[0], ins)
         solver = jax_compat.solver_call(eqn)
         if solver is not None:
             inner, operands = solver
-            return self.outputs(inner, [ins[i] for i in operands])
+            return self._call(eqn, inner, [ins[i] for i in operands])
         if name in EACH:
             return ins
         if any(ins):
@@ -113,7 +123,7 @@ class Analysis:
         if self.over_replicas(eqn):
             equal = eqn.primitive.name in EQUALISING
             return not equal or eqn.params.get("axis_index_groups") is not None
-        return any(ins) or self._is_source(eqn)
+        return any(ins) or self._is_source(eqn, self._is_declared)
 
     def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation names the replica axis."""
@@ -124,13 +134,15 @@ class Analysis:
                 return True
         return False
 
-    def _is_source(self, eqn: jax_compat.JaxprEqn) -> bool:
+    def _is_source(self, eqn: jax_compat.JaxprEqn, is_declared: bool) -> bool:
         """Returns whether an equation may turn equal operands into different values."""
-        impure = eqn.primitive.name in IMPURE and not is_declared_equal(eqn)
+        is_declared = is_declared or _is_in_block(eqn)
+        is_exempt = is_declared and eqn.primitive.name == "pure_callback"
+        impure = eqn.primitive.name in IMPURE and not is_exempt
         impure = impure or _hides_its_body(eqn)
         if impure or eqn.effects or self.over_replicas(eqn):
             return True
-        return any(self._is_source(e) for sub in sub_jaxprs(eqn) for e in sub.eqns)
+        return any(self._is_source(e, is_declared) for sub in sub_jaxprs(eqn) for e in sub.eqns)
 
     # -- loops and branches ---------------------------------------------------
 
@@ -140,7 +152,7 @@ class Analysis:
         consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
         xs = ins[num_consts + num_carry :]
         while True:
-            outs = self.outputs(body, consts + carry + xs)
+            outs = self._call(eqn, body, consts + carry + xs)
             joined = join(carry, outs[:num_carry])
             if joined == carry:
                 return carry + outs[num_carry:]
@@ -153,10 +165,10 @@ class Analysis:
         cond_ins, body_ins = ins[:num_cond], ins[num_cond : num_cond + num_body]
         carry = ins[num_cond + num_body :]
         while True:
-            if self.outputs(cond, cond_ins + carry)[0]:
+            if self._call(eqn, cond, cond_ins + carry)[0]:
                 self.require_uniform(eqn, _CONSTRUCTS["while"])
                 return [True] * len(carry)
-            joined = join(carry, self.outputs(body, body_ins + carry))
+            joined = join(carry, self._call(eqn, body, body_ins + carry))
             if joined == carry:
                 return carry
             carry = joined
@@ -167,7 +179,7 @@ class Analysis:
             return [True] * len(eqn.outvars)
         outs = [False] * len(eqn.outvars)
         for branch in eqn.params["branches"]:
-            outs = join(outs, self.outputs(jax_compat.open_jaxpr(branch)[0], ins[1:]))
+            outs = join(outs, self._call(eqn, jax_compat.open_jaxpr(branch)[0], ins[1:]))
         return outs
 
     def _require_no_loop(self, eqn: jax_compat.JaxprEqn) -> None:
@@ -221,8 +233,11 @@ def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
 
 def is_declared_equal(eqn: jax_compat.JaxprEqn) -> bool:
     """Returns whether `dj.expect` declares that a callback depends on its operands alone."""
-    is_pure = eqn.primitive.name == "pure_callback"
-    return is_pure and says_equal(str(eqn.source_info.name_stack))
+    return eqn.primitive.name == "pure_callback" and _is_in_block(eqn)
+
+
+def _is_in_block(eqn: jax_compat.JaxprEqn) -> bool:
+    return says_equal(str(eqn.source_info.name_stack))
 
 
 def _is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:

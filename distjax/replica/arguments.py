@@ -244,12 +244,6 @@ def positional_names(fn: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in kinds]
 
 
-def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """Returns the parameter names of the first `count` positional arguments."""
-    names = positional_names(fn)
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
-
-
 def user_path(path: str, names: Sequence[str]) -> str:
     """Returns "x['a']" for the path "[0][0]['a']" in (args, kwargs).
 

@@ -52,7 +52,7 @@ def emit_equation(
         return _emit_while(emitter, eqn, ins)
     if name == "cond":
         return _emit_cond(emitter, eqn, ins)
-    if name.startswith("remat") or name == "checkpoint":
+    if name == "remat2":
         return _emit_remat(emitter, eqn, ins)
     return _emit_inlined(emitter, eqn, ins)
 
@@ -62,9 +62,7 @@ def _emit_inlined(
 ) -> list[GlobalValue]:
     if eqn.primitive.name not in CALLS:
         raise MergeError(_outside_text(emitter, eqn))
-    key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
-    jaxpr, consts = jax_compat.open_jaxpr(eqn.params[key])
-    return emitter.emit(jaxpr, consts, ins)
+    return emitter.emit(*jax_compat.called_jaxpr(eqn), ins)
 
 
 def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:

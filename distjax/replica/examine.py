@@ -20,7 +20,7 @@ from distjax.context.findings import (
     report,
 )
 from distjax.errors import ReductionWarning, message
-from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
 from distjax.replica.arguments import PartitionedTree, is_object_state, user_path
@@ -55,20 +55,22 @@ class Given(NamedTuple):
 
 def examine(
     jaxpr: Jaxpr,
-    counts: tuple[int, int],
     written: Sequence[Variable],
     given: Given,
     topology: Topology,
+    *,
+    own: int,
+    results: int,
 ) -> dict[Any, Fact]:
     """Reports probable mistakes in a replica function.
 
     Args:
       jaxpr: its code.
-      counts: how many of its outputs are the user's results, and how many are these or state of
-        objects; the values of `written` follow.
       written: the variables that it writes.
       given: its arguments.
       topology: its replicas.
+      own: how many of its outputs are the user's results; they come first.
+      results: how many are these or state of objects; the values of `written` follow.
 
     Returns:
       A fact for each value in the jaxpr.
@@ -82,12 +84,11 @@ def examine(
     env = dict(zip(jaxpr.invars, ins, strict=True))
     walk.run(jaxpr, env)
     outs = [walk.read(env, v) for v in jaxpr.outvars]
-    num_own, num_results = counts
-    own, of_objects, finals = outs[:num_own], outs[num_own:num_results], outs[num_results:]
+    of_user, of_objects, finals = outs[:own], outs[own:results], outs[results:]
     findings.find_sums(walk)
     _find_local_training(walk, written, finals)
     # Flax metrics are arguments, and are combined after the step.
-    updates_state = any(x.differs and x.find("base") for x in own)
+    updates_state = any(x.differs and x.find("base") for x in of_user)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
     for (rule, _), finding in walk.found.items():
@@ -190,9 +191,14 @@ def find_unequal_start(variable: Variable) -> None:
     report(finding, ReductionWarning)
 
 
+def updated_argument(fact: Fact) -> int | None:
+    """Returns the number of the argument that a value is, or updates; None: neither."""
+    base = fact.find("base") or ""
+    return int(base.removeprefix("argument ")) if base.startswith("argument ") else None
+
+
 def note_lone_updates(
-    env: Mapping[Any, Fact],
-    ends: Sequence[Var | Literal],
+    facts: Sequence[Fact],
     paths: Sequence[str],
     results: Sequence[GlobalValue],
     given: Given,
@@ -204,12 +210,9 @@ def note_lone_updates(
     is left out: it is updated in place, not through results.
     """
     name, partitioned, names, args = given
-    for atom, path, out in zip(ends, paths, results, strict=True):
-        base = None if isinstance(atom, Literal) else env[atom].find("base")
-        if not (out.varying and isinstance(base, str) and base.startswith("argument ")):
-            continue
-        index = int(base.removeprefix("argument "))
-        if is_object_state(partitioned.paths[index]):
+    for fact, path, out in zip(facts, paths, results, strict=True):
+        index = updated_argument(fact)
+        if not out.varying or index is None or is_object_state(partitioned.paths[index]):
             continue
         before = args[index].array
         same = before.shape == out.array.shape[1:] and before.dtype == out.array.dtype

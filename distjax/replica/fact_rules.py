@@ -220,13 +220,13 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     **_named(
         _same,
-        "reshape transpose squeeze expand_dims convert_element_type copy copy_p neg rev slice "
+        "reshape transpose squeeze expand_dims convert_element_type copy neg rev slice "
         "dynamic_slice reduce_precision real stop_gradient optimization_barrier "
         "sharding_constraint layout_constraint device_put",
     ),
     **_named(_broadcast, "broadcast_in_dim"),
     **_named(_linear, "gather cumsum pad reduce_window_sum split unstack"),
-    **_named(_put, "dynamic_update_slice scatter scatter-add scatter_add"),
+    **_named(_put, "dynamic_update_slice scatter scatter-add"),
     **_named(_reduce_sum, "reduce_sum"),
     **_named(_curve, "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow"),
     **_named(_square, "integer_pow square"),
@@ -240,7 +240,7 @@ RULES: dict[str, Rule] = {
         arithmetic.elementwise,
         "and or xor not erf_inv erf sign abs floor ceil round sin cos tanh "
         "shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type rem "
-        "is_finite logistic log_softmax clamp_p",
+        "is_finite logistic log_softmax",
     ),
     **_named(_concatenate, "concatenate stack"),
     **_named(arithmetic.compare, "eq ne lt le gt ge"),
@@ -250,7 +250,7 @@ RULES: dict[str, Rule] = {
     **_named(_equalised(None), "pmax pmin"),
     **_named(_rank, "axis_index"),
     **_named(_variable, variable_p.name),
-    **_named(cross_facts.reduced, "jit pjit"),
+    **_named(cross_facts.reduced, "jit"),
     **_named(_own, "ppermute all_to_all"),
-    **_named(_scattered, "reduce_scatter psum_scatter"),
+    **_named(_scattered, "reduce_scatter"),
 }

@@ -228,7 +228,7 @@ class FactWalk:
         if outs is not None:
             return _keep_completed(outs, ins)
         if name in CALLS:
-            return self.call(eqn, next(jax_compat.sub_jaxprs(eqn)), ins)
+            return self.call(eqn, jax_compat.called_jaxpr(eqn)[0], ins)
         if name in self._control_flow:
             return self._control_flow[name](eqn, ins)
         if name == MERGE_NAME:
@@ -238,7 +238,7 @@ class FactWalk:
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is part of a backward pass."""
-        return self.in_transpose or "transpose" in str(eqn.source_info.name_stack)
+        return self.in_transpose or "transpose(" in str(eqn.source_info.name_stack)
 
     def call(self, eqn: JaxprEqn, inner: Jaxpr, ins: Sequence[Fact]) -> list[Fact]:
         """Returns the facts of the results of an equation that calls `inner`."""

@@ -49,18 +49,18 @@ class RunOptions:
         single value, or AS_VALUES for what `run` returns.
       leaves_program: whether the results leave a compiled program, and so must be marked as
         already placed.
-      settles_rest: whether the user's results are the first of a tuple of trees. The others are
-        state of objects, which rules later turn into single values.
+      returns_object_state: whether the user's results are the first of a tuple of trees. The
+        others are state of objects, which rules later turn into single values.
     """
 
     axis_name: str | None = None
     out_axes: PyTree = AS_VALUES
     leaves_program: bool = False
-    settles_rest: bool = False
+    returns_object_state: bool = False
 
     def for_first_of(self, count: int) -> RunOptions:
         """Returns these options for results that are the first of `count` trees."""
-        options = dataclasses.replace(self, settles_rest=True)
+        options = dataclasses.replace(self, returns_object_state=True)
         if self.out_axes is AS_VALUES:
             return options
         return dataclasses.replace(options, out_axes=(self.out_axes, *[AS_VALUES] * (count - 1)))

@@ -23,7 +23,7 @@ from distjax.replica.analysis import Analysis
 from distjax.typing import ArrayLike
 
 #: Primitives that are replaced by the evaluation of their inner jaxpr.
-_INLINED = frozenset("jit pjit closed_call core_call eval_jaxpr composite custom_vmap_call".split())
+_INLINED = frozenset("jit closed_call eval_jaxpr composite custom_vmap_call".split())
 #: Primitives whose `vmap` rule requires all operands to be mapped.
 _ALL_MAPPED = frozenset("ragged_dot ragged_dot_general".split())
 
@@ -51,7 +51,7 @@ class OneDevice:
         read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            rule = self._equation if self._is_special(eqn) else _bind
+            rule = self._equation if self._is_special(eqn) else jax_compat.bind_equation
             env.update(zip(eqn.outvars, rule(eqn, ins), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -73,27 +73,26 @@ class OneDevice:
         if self._analysis.over_replicas(eqn):
             return [self._collective(name, ins[0], params)]
         if name in _INLINED:
-            key = next(k for k in ("jaxpr", "call_jaxpr", "call") if k in params)
-            return self.evaluate(*jax_compat.open_jaxpr(params[key]), ins)
-        if name.startswith("remat") or name == "checkpoint":
+            return self.evaluate(*jax_compat.called_jaxpr(eqn), ins)
+        if name == "remat2":
             options = {key: params[key] for key in ("prevent_cse", "policy")}
             return jax.checkpoint(self._branch(params["jaxpr"]), **options)(*ins)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, ins)
-        if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        if name in ("custom_jvp_call", "custom_vjp_call"):
             evaluate = jax.custom_jvp(self._branch(params["call_jaxpr"]))
             evaluate.defjvp(_refuse_derivative)
             return evaluate(*ins)
         if name in _ALL_MAPPED:
-            return _bind(eqn, list(map(self._spread, ins)))
+            return jax_compat.bind_equation(eqn, list(map(self._spread, ins)))
         if "callback" in name:
             return self._one_by_one(eqn, ins)
-        return _bind(eqn, ins)  # JAX reports what it cannot map
+        return jax_compat.bind_equation(eqn, ins)  # JAX reports what it cannot map
 
     def _one_by_one(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """Returns the results of an equation that runs for one replica at a time."""
         rows = [lax.all_gather(x, self.axis_name) for x in ins]
-        run = lambda row: list(_bind(eqn, row[1:]))
+        run = lambda row: list(jax_compat.bind_equation(eqn, row[1:]))
         outs = lax.map(run, [jnp.arange(self.num_replicas), *rows])
         return [self.own_row(out) for out in outs]
 
@@ -221,9 +220,3 @@ def _refuse_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             fix="jax.grad inside the replica function; or a MirroredStrategy",
         )
     )
-
-
-def _bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
-    with eqn.ctx.manager:
-        outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-    return outs if eqn.primitive.multiple_results else [outs]

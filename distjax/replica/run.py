@@ -20,7 +20,6 @@ from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
-from distjax.context.findings import num_reported
 from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
@@ -28,9 +27,9 @@ from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import (
     PartitionedTree,
-    argument_names,
     function_name,
     is_array,
+    positional_names,
     require_finished,
     user_path,
 )
@@ -114,7 +113,7 @@ def run_in_trace(
     """
     topology = strategy.extended.topology
     named = renamed_topology(topology, options.axis_name or topology.axis_name)
-    names = argument_names(fn, len(args))
+    names = positional_names(fn)
     feedback = _compare_feedback(fn, names, args, kwargs, outer)
     args, kwargs = without_expectations(args, kwargs, outer.meant)
     partitioned = PartitionedTree(
@@ -164,7 +163,6 @@ def _compare_feedback(
     if feedback is not None:
         feedback.compare(args, kwargs)
         return feedback
-    args, kwargs = without_expectations(args, kwargs, outer.meant)
     feedback = Feedback(function_name(fn), names, args, kwargs)
     outer.feedbacks[id(fn)] = fn, feedback
     return feedback
@@ -213,11 +211,12 @@ def _tell_findings(
     """Reports mistakes, tells the observer what is proved; returns a fact per result, or none."""
     env: dict[Any, Any] = {}
     own = results
-    if options.settles_rest:
+    if options.returns_object_state:
         own = results[: sum(path.startswith("[0]") for path in traced.result.paths)]
     if topology.num_replicas > 1:
-        counts = len(own), len(results)
-        env = examine(traced.jaxpr, counts, traced.written, given, topology)
+        env = examine(
+            traced.jaxpr, traced.written, given, topology, own=len(own), results=len(results)
+        )
     observer = frames.observer()
     if observer is not None:
         outs = _proofs(traced.result.paths, results)
@@ -226,17 +225,16 @@ def _tell_findings(
         ends = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
         why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
         observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
-    if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
-        before = num_reported()
-        check_state(fn, given, traced.result, results, outer.meant)
-        if num_reported() == before:
-            paths = traced.result.paths[: len(own)]
-            if options.settles_rest:
-                paths = [path.removeprefix("[0]") for path in paths]
-            ends = traced.jaxpr.outvars[: len(own)]
-            note_lone_updates(env, ends, paths, own, given, outer.meant)
     outvars = traced.jaxpr.outvars[: len(results)] if env else []
-    return [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
+    facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
+    if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
+        inputs = [env[v] for v in traced.jaxpr.invars]
+        if not check_state(fn, given, traced.result, results, (inputs, facts), outer.meant):
+            paths = traced.result.paths[: len(own)]
+            if own is not results:
+                paths = [path.removeprefix("[0]") for path in paths]
+            note_lone_updates(facts[: len(own)], paths, own, given, outer.meant)
+    return facts
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:

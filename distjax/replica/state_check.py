@@ -22,15 +22,17 @@ from distjax.context.findings import (
 )
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
-from distjax.replica.examine import Given
+from distjax.replica.examine import Given, updated_argument
+from distjax.replica.facts import Fact
 from distjax.replica.global_value import GlobalValue
 
 
 class _Leaf(NamedTuple):
-    """A data leaf with its path."""
+    """A data leaf with its path, and what is known about it."""
 
     path: str
     value: GlobalValue
+    fact: Fact
 
 
 class _Tree(NamedTuple):
@@ -62,29 +64,43 @@ def check_state(
     given: Given,
     result: PartitionedTree,
     results: Sequence[GlobalValue],
+    facts: tuple[Sequence[Fact], Sequence[Fact]],
     meant: Mapping[int, tuple[Any, str]],
-) -> None:
-    """Warns if state went in M and came out T; raises for Flax TrainState params."""
-    args, kwargs = _take_apart(given.partitioned, given.values).children()
-    candidates = _subtrees(_take_apart(result, results))
+) -> bool:
+    """Warns if state went in M and came out T; raises for Flax TrainState params.
+
+    Args:
+      fn: the replica function.
+      given: its arguments.
+      result: its result.
+      results: the values of the result's leaves.
+      facts: what is known about the arguments, and about the results.
+      meant: the leaves that are meant to differ, by `id`, with the reason.
+
+    Returns:
+      Whether there is such state, meant or not.
+    """
+    args, kwargs = _take_apart(given.partitioned, given.values, facts[0]).children()
+    trees = _subtrees(_take_apart(result, results, facts[1]))
+    candidates = [tree for tree in trees if not _is_gradient(tree)]
+    is_found = False
     for arg in (*args.children(), *kwargs.children()):
         if arg.treedef.node_data() is None:  # a single value is not state
             continue
-        for candidate in candidates:
-            if candidate.treedef != arg.treedef:
-                continue
-            changed = _changed_leaves(arg, candidate)
-            if changed:
-                reasons = [meant.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
-                paths = [user_path(leaf.path, given.names) for leaf in changed]
-                for reason in dict.fromkeys(reasons):
-                    own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
-                    _report(fn, arg, own, reason)
-                break
+        changed = _changed_state(arg, [c for c in candidates if c.treedef == arg.treedef])
+        reasons = [meant.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
+        paths = [user_path(leaf.path, given.names) for leaf in changed]
+        for reason in dict.fromkeys(reasons):
+            own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
+            _report(fn, arg, own, reason)
+        is_found = is_found or bool(changed)
+    return is_found
 
 
-def _take_apart(partitioned: PartitionedTree, values: Sequence[GlobalValue]) -> _Tree:
-    leaves = [_Leaf(path, value) for path, value in zip(partitioned.paths, values, strict=True)]
+def _take_apart(
+    partitioned: PartitionedTree, values: Sequence[GlobalValue], facts: Sequence[Fact]
+) -> _Tree:
+    leaves = list(map(_Leaf, partitioned.paths, values, facts))
     return _Tree(partitioned.treedef, partitioned.combine_leaves(leaves))
 
 
@@ -98,13 +114,39 @@ def _subtrees(tree: _Tree) -> list[_Tree]:
     return found
 
 
+def _is_gradient(tree: _Tree) -> bool:
+    """Returns whether what differs in a tree is gradients, which are not state."""
+    differing = [x.fact for x in tree.leaves if isinstance(x, _Leaf) and x.value.varying]
+    return bool(differing) and all(f.find("grad") and not f.find("base") for f in differing)
+
+
+def _changed_state(arg: _Tree, candidates: Sequence[_Tree]) -> list[_Leaf]:
+    """Returns the leaves that come out different in what has an argument's structure.
+
+    That is its update, where one is known; state of which any update is equal is well.
+    """
+    updates = [_changed_leaves(arg, c) for c in candidates if _is_update(arg, c)]
+    if updates:
+        return updates[0] if all(updates) else []
+    return next(filter(None, (_changed_leaves(arg, c) for c in candidates)), [])
+
+
+def _is_update(arg: _Tree, out: _Tree) -> bool:
+    pairs = _pairs(arg, out)
+    bases = [updated_argument(before.fact) for before, _ in pairs]
+    return None not in bases and bases == [updated_argument(after.fact) for _, after in pairs]
+
+
+def _pairs(arg: _Tree, out: _Tree) -> list[tuple[_Leaf, _Leaf]]:
+    pairs = zip(arg.leaves, out.leaves, strict=True)
+    return [(a, b) for a, b in pairs if isinstance(a, _Leaf) and isinstance(b, _Leaf)]
+
+
 def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
     return [
         before
-        for before, after in zip(arg.leaves, out.leaves, strict=True)
-        if isinstance(before, _Leaf)
-        and isinstance(after, _Leaf)
-        and not before.value.varying
+        for before, after in _pairs(arg, out)
+        if not before.value.varying
         and after.value.varying
         and before.value.array.shape == after.value.array.shape[1:]
     ]

@@ -296,8 +296,9 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         return jax.tree.leaves(outs)
 
     with frames.without_observer():
-        avals = inner_traces.traced_avals(trace)
-    zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
+        jaxpr, _ = inner_traces.trace_jaxpr(trace, ())
+    zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
+    zeros = jax.tree.unflatten(found[0], zeros)
     return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}
 
 

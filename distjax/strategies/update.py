@@ -27,7 +27,13 @@ from distjax.errors import (
 from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
-from distjax.replica.arguments import PartitionedTree, argument_names, function_name, is_array
+from distjax.replica.arguments import (
+    PartitionedTree,
+    function_name,
+    is_array,
+    positional_names,
+    user_path,
+)
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.values import is_mirrored, split
@@ -108,16 +114,15 @@ def _require_args(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    names = argument_names(fn, len(args) + 1)[1:]
-    named = [*zip(names, args, strict=True), *kwargs.items()]
-    for name, arg in named:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_per_replica):
-            if not isinstance(leaf, PerReplica):
-                continue
-            where = f"argument {name}{jax.tree_util.keystr(path)}"
-            require_same_topology(leaf, extended.topology, where)
-            if not variable.policy.stacked and extended.num_replicas > 1:
-                raise LocalityError(_per_replica_text(variable, fn, where, leaf))
+    names = positional_names(fn)[1:]
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_per_replica)
+    for path, leaf in leaves:
+        if not isinstance(leaf, PerReplica):
+            continue
+        where = f"argument {user_path(jax.tree_util.keystr(path), names)}"
+        require_same_topology(leaf, extended.topology, where)
+        if not variable.policy.stacked and extended.num_replicas > 1:
+            raise LocalityError(_per_replica_text(variable, fn, where, leaf))
 
 
 def _per_replica_text(

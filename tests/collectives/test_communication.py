@@ -127,6 +127,18 @@ def test_compressed_values_are_summed_in_float32():
     np.testing.assert_array_equal(strategy.extended.reduce_to("sum", whole, whole), [8] * 3)
 
 
+def test_two_levels_are_compressed_across_hosts_only():
+    options = dj.CommunicationOptions(compress="bfloat16", devices_per_host=2)
+    strategy = dj.MirroredStrategy(jax.devices()[:4], communication=options)
+    # Within a host 256 + 1 = 257, which is 256 in bfloat16; across hosts, 256 + 4 = 260.
+    x = strategy.distribute_values_from_function(
+        lambda ctx: np.full((3,), [256.0, 1.0, 2.0, 2.0][ctx.replica_id_in_sync_group], np.float32)
+    )
+    np.testing.assert_array_equal(strategy.extended.reduce_to("sum", x, x), [260.0] * 3)
+    kinds = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")
+    assert [count_in_program(strategy, what, [(16,)]) for what in kinds] == [1, 0, 1, 2]
+
+
 def test_options_on_one_device_do_not_matter():
     options = dj.CommunicationOptions(devices_per_host=2)
     one = dj.MirroredStrategy(jax.devices()[:1], communication=options)

@@ -105,6 +105,34 @@ def test_thread_local_settings_of_jax_go_along(options):
     assert narrow.dtype == np.float32
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.threefry_partitionable(False),
+        lambda: jax.default_matmul_precision("float32"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+    ],
+    ids=["prng", "threefry", "precision", "promotion"],
+)
+def test_law_a_source_computes_under_the_settings_of_the_loop(pair, options, setting):
+    def numbers():
+        config, key = jax.config, jax.random.key(0)
+        marks = [config.jax_numpy_dtype_promotion == "strict", config.jax_default_matmul_precision]
+        drawn = np.asarray(jax.random.normal(key, (6,)))
+        return np.asarray([*drawn, *(mark in (True, "float32") for mark in marks)], np.float32)
+
+    def source():
+        yield numbers()
+
+    outside = numbers()
+    with setting():
+        inside = numbers()
+        (batch,) = pair.distribute_dataset(source(), options)
+    assert inside.tolist() != outside.tolist()
+    assert batch.stacked.ravel().tolist() == inside.tolist()
+
+
 def test_sources_may_compute_with_jax(mirrored, options):
     """Programs of the source and of the loop run at the same time."""
     double = jax.jit(lambda x: 2 * x)

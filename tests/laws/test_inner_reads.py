@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import distjax as dj
 from tests.conftest import STRATEGIES
@@ -122,13 +123,28 @@ def test_a_helper_that_asks_for_the_strategy():
     assert [float(x) for x in dj.jit(step)(1.0)] == [1, 4, 1]
 
 
-def test_a_step_without_such_a_write_has_no_attribute_of_it(pair):
-    """The key is an attribute of the program, where it is needed."""
+def test_metadata_of_the_user_around_a_write(pair):
+    """What a block of the user's restores at its end is nothing that inner reads depend on."""
     with pair.scope():
         v = dj.Variable(1.0, aggregation=dj.VariableAggregation.MEAN)
     helper = jax.jit(lambda x: x + v.value)
-    plain = lambda x: v.assign(jax.grad(lambda w: w * v.value * x)(v.value))
-    text = lambda step: dj.jit(lambda x: pair.run(step, args=(x,))).lower(1.0).as_text()
-    assert "distjax_reads" not in text(plain)
-    assert "distjax_reads" not in text(lambda x: (helper(x), helper(x)))
-    assert "distjax_reads" in text(lambda x: (v.assign(helper(x)), helper(x)))
+
+    def step(x):
+        before = helper(x)
+        with set_xla_metadata(users_mark="1"):
+            v.assign_add(1.0)
+            inside = helper(x)
+        return before, inside, helper(x)
+
+    assert [float(x) for x in pair.run(step, args=(0.0,))] == [1, 2, 2]
+    text = jax.jit(lambda x: x + 1).lower(1.0).as_text()
+    assert "users_mark" not in text and "distjax" not in text
+
+
+def test_what_tells_reads_apart_is_not_in_the_program(pair):
+    with pair.scope():
+        v = dj.Variable(1.0, aggregation=dj.VariableAggregation.MEAN)
+    helper = jax.jit(lambda x: x + v.value)
+    step = lambda x: (v.assign(helper(x)), helper(x))
+    text = dj.jit(lambda x: pair.run(step, args=(x,))).lower(1.0).as_text()
+    assert "distjax_trace" not in text and "frontend_attributes" not in text

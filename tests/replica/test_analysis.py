@@ -48,6 +48,13 @@ def declared(call, differs=()):
         return call()
 
 
+def shared_with_a_block(w, in_block):
+    """Returns what one jitted function returns in a declared block, or outside of it."""
+    call = jax.jit(called_back)
+    inside, outside = declared(lambda: call(w)), call(w)
+    return inside if in_block else outside
+
+
 def looked_up(y):
     """As `called_back`, by a function that keeps Python state."""
     shape = jax.ShapeDtypeStruct((), np.float32)
@@ -106,6 +113,16 @@ PROVED = {
     "callback declared equal in a loop": lambda w, x: lax.scan(
         lambda c, _: (declared(lambda: called_back(c)), None), w, length=2
     )[0],
+    "scan of a callback in a declared block": lambda w, x: declared(
+        lambda: lax.scan(lambda c, _: (called_back(c), None), w, length=2)[0]
+    ),
+    "while of a callback in a declared block": lambda w, x: declared(
+        lambda: lax.while_loop(lambda c: c[1] < 2, lambda c: (called_back(c[0]), c[1] + 1), (w, 0))
+    )[0],
+    "cond of a callback in a declared block": lambda w, x: declared(
+        lambda: lax.cond(w > 0, called_back, lambda w: w, w)
+    ),
+    "jit of a callback in a declared block": lambda w, x: shared_with_a_block(w, in_block=True),
     "callback declared equal in custom_root": lambda w, x: root(
         w, lambda y: declared(lambda: called_back(y))
     ),
@@ -124,6 +141,12 @@ DIFFERENT = {
     "all_to_all": lambda w, x: lax.all_to_all(jnp.ones((2, 2)) * w, AXIS, 0, 0),
     "callback": lambda w, x: jax.pure_callback(
         lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
+    ),
+    "jit of a callback outside of a declared block": lambda w, x: shared_with_a_block(
+        w, in_block=False
+    ),
+    "scan of a callback of x in a declared block": lambda w, x: declared(
+        lambda: lax.scan(lambda c, _: (called_back(c + x), None), w, length=2)[0]
     ),
     "callback in custom_root": lambda w, x: root(w, called_back),
     "callback of x declared equal": lambda w, x: declared(lambda: called_back(x)),

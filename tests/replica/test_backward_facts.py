@@ -225,3 +225,15 @@ def test_a_mean_over_the_replicas_is_silent(share, R):
             dj.check(step, *args, strategy=s)
         except CheckError as error:
             pytest.fail(f"{way.__name__}: {error}")
+
+
+def test_a_scope_of_that_name_is_no_backward_pass():
+    strategy = dj.VirtualStrategy(2)
+
+    def step(w, x):
+        with jax.named_scope("conv_transpose"):
+            loss = ctx().all_reduce("sum", jnp.mean((x @ w) ** 2))
+        return w - loss
+
+    with pytest.warns(ReductionWarning, match="needs the mean over the replicas"):
+        strategy.run(step, args=(weights(), inputs(strategy)))

@@ -111,3 +111,26 @@ def test_the_warning_names_the_function_of_a_partial(pair):
     step = functools.partial(functools.partial(forgetful), scale=0.1)
     with pytest.warns(LocalityWarning, match="forgetful takes state.*\n.*params\\['w'\\]"):
         pair.run(step, args=({"w": jnp.ones(2)}, ids(pair)))
+
+
+def test_what_has_the_structure_of_state_that_comes_back_equal_is_no_state(pair):
+    """Its update is equal; values per replica beside it are for the user."""
+
+    def step(params, x):
+        mean = dj.get_replica_context().all_reduce("mean", x)
+        new = jax.tree.map(lambda p: p - mean, params)
+        return new, jax.tree.map(lambda p: p * x, params)
+
+    params = {"w": jnp.ones(2), "b": jnp.zeros(())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LocalityWarning)
+        pair.run(step, args=(params, ids(pair)))
+
+
+def test_state_that_differs_is_found_beside_other_state_that_is_equal(pair):
+    def step(params, average, x):
+        mean = dj.get_replica_context().all_reduce("mean", x)
+        return {"w": average["w"] - mean}, {"w": params["w"] - x}
+
+    with pytest.warns(LocalityWarning, match=r"differ per replica at params\['w'\]"):
+        pair.run(step, args=({"w": jnp.ones(2)}, {"w": jnp.ones(2)}, ids(pair)))

@@ -72,6 +72,18 @@ def sum_of_means_for_the_next_run(s, right):
     return _two_runs(s, gradient, lambda grads: s.reduce("mean" if right else "sum", grads))
 
 
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_of_a_tree_of_means_for_the_next_run(s, right):
+    local = lambda params, x: jax.grad(lambda p: loss_of(p["w"], x))(params)
+
+    def step(params, x):
+        grads = s.reduce("mean" if right else "sum", s.run(local, args=(params, x)))
+        update = lambda params, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return s.run(update, args=(params, grads))
+
+    return Case(step, ({"w": weights()}, inputs(s)), first_argument, runs=True)
+
+
 @program(WARNING, TWICE, LEGAL_SUM, more=True)
 def sum_of_what_run_returned_averaged(s, right):
     local = lambda w, x: mean(gradient(w, x))

@@ -82,6 +82,15 @@ def forgotten_under_a_new_key(s, right):
     return Case(step, (params(), inputs(s)), feed)
 
 
+@program(WARNING, DIFFERENT, "local training is legal", more=True)
+def forgotten_beside_the_local_gradients(s, right):
+    def step(params, x):
+        grads = jax.grad(tree_loss)(params, x)
+        return descend(params, mean(grads) if right else grads), grads
+
+    return Case(step, (params(), inputs(s)), lambda out, args: (out[0], args[1]))
+
+
 @program(WARNING, DIFFERENT, "statistics of each replica are legal")
 def batch_statistics_of_each_replica(s, right):
     def step(stats, x):

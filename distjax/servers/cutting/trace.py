@@ -17,10 +17,10 @@ from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.program.discovery import signature_of
 from distjax.replica.arguments import (
     PartitionedTree,
-    argument_names,
     function_name,
     is_array,
     mark_static,
+    positional_names,
     require_call,
     user_path,
 )
@@ -100,7 +100,7 @@ def _look_up(
     """Returns the plan for any arguments, cut now if it is new, and the flat arguments."""
     if not cuts.plans:  # at the first call only, as in other strategies
         _require_no_objects(fn, args, kwargs)
-    names = argument_names(fn, len(args))
+    names = positional_names(fn)
     marked = mark_modules((args, kwargs), tuple(names))
     tree = mark_static(without_expectations(*marked), names)
     key = signature_of(tree), jax_compat.trace_context()
@@ -122,7 +122,7 @@ def _cut(
     """Traces a step and cuts it."""
     _require_outside_traces(fn)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
-    names = argument_names(fn, len(args))
+    names = positional_names(fn)
     values = _values_of(strategy, fn, partitioned, names)
     outer = TraceState(local_view=False)  # no log of creations: variables are made outside of steps
     topology = strategy.extended.topology
@@ -130,7 +130,7 @@ def _cut(
     if topology.num_replicas > 1:
         given = Given(function_name(fn), partitioned, names, values)
         count = len(traced.result.leaves)
-        examine(traced.jaxpr, (count, count), traced.written, given, topology)
+        examine(traced.jaxpr, traced.written, given, topology, own=count, results=count)
     varying = [value.varying for value in values]
     return assemble_plan(function_name(fn), traced, varying, strategy.extended)
 

@@ -191,6 +191,23 @@ def test_a_stream_that_a_step_makes_needs_one_seed(mirrored):
     assert float(box.rngs.uniform()) == float(nnx.Rngs(3).uniform())
 
 
+def test_a_key_stays_where_a_step_seeds_it_differently_and_changes_the_graph(pair):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.rngs = nnx.Rngs(dropout=0)
+            self.w = nnx.Param(jnp.arange(3.0))
+
+    def step(model):
+        model.a = nnx.Intermediate(jnp.float32(0))
+        seed = dj.get_replica_context().fold_in(jax.random.key(7))
+        model.rngs.dropout.key[...] = seed
+
+    model = Model()
+    pair.run(step, args=(model,))
+    assert model.rngs.dropout.key[...] == jax.random.key(0)
+    assert model.w[...].tolist() == [0, 1, 2]
+
+
 # -- metrics ------------------------------------------------------------------
 
 VALUES = np.arange(48.0, dtype=np.float32) ** 1.5

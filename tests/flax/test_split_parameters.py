@@ -240,3 +240,20 @@ def test_what_must_not_be_done_with_shards_is_found(change, rule):
 @pytest.mark.parametrize("change", [as_they_are, halved, clipped_by_the_whole_norm])
 def test_what_may_be_done_with_shards_is_silent(change):
     check_step(change)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_gradient_that_is_broadcast_is_reduced_first(pair, shape):
+    """As optax broadcasts it; every replica subtracts the mean."""
+    model = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.zeros((2, 3))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+
+    def step(model, optimizer):
+        number = dj.get_replica_context().replica_id_in_sync_group
+        grads = nnx.State({"kernel": nnx.Param(jnp.full(shape, number, jnp.float32))})
+        dj.flax.apply_gradients(optimizer, model, grads)
+
+    pair.run(step, args=(model, optimizer))
+    copies = [np.asarray(shard.data) for shard in model.kernel[...].addressable_shards]
+    np.testing.assert_array_equal(copies, np.full((len(copies), 2, 3), -0.5))

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from distjax.errors import message
 
-
 #: The names of a record's own numbers, which no value may have.
 RESERVED = ("time", "step")
 

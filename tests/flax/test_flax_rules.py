@@ -141,6 +141,19 @@ def test_bad_rules():
         dj.flax.set_rule(3, "mean")
 
 
+@pytest.mark.parametrize(
+    ("rule", "only", "text"),
+    [
+        ("per_replica", nnx.Cache, "^set_rule needs a variable in Box to give the rule"),
+        ("fold", nnx.BatchStat, "^set_rule needs a PRNG key in Box to give the rule 'fold'"),
+        ("common", ..., "^set_rule needs a PRNG key in Box to give the rule 'common'"),
+    ],
+)
+def test_a_rule_that_no_variable_gets_is_refused(rule, only, text):
+    with pytest.raises(ValueError, match=text):
+        dj.flax.set_rule(Box(nnx.BatchStat(jnp.float32(0))), rule, only)
+
+
 # -- random streams -----------------------------------------------------------
 
 
@@ -171,6 +184,15 @@ def test_a_stream_can_be_made_common(pair):
     dj.flax.set_rule(rngs.dropout, "common", nnx.RngKey)
     first, second = draws(pair, rngs, "dropout")
     assert first == second
+
+
+def test_a_rule_of_keys_leaves_other_variables_their_own(pair):
+    model = Box(nnx.BatchStat(jnp.float32(0)))
+    model.rngs = nnx.Rngs(dropout=0)
+    dj.flax.set_rule(model, "fold")
+    run_on_ids(pair, write, model)
+    assert float(model.variable[...]) == 0.5
+    assert len(set(draws(pair, model.rngs, "dropout"))) == 2
 
 
 def test_a_stack_of_keys_is_folded_key_by_key(pair):

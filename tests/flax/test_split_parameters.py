@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.errors import CheckError
+from distjax.errors import CheckError, LocalityError, TraceLeakError, UnsupportedError
 from distjax.testing import hlo
 from tests.flax.image_loop import values
 
@@ -177,6 +177,47 @@ def test_a_module_that_is_no_stack():
     layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="scan_layers needs variables of Linear with one leading"):
         dj.flax.scan_layers(lambda layer, x: x, layers, jnp.ones(3))
+
+
+class Sowing(Block):
+    """Makes a variable in its call."""
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "input", x)
+        return super().__call__(x)
+
+
+class Setting(Block):
+    """Sets an attribute in its call."""
+
+    def __call__(self, x):
+        self.input = x
+        return super().__call__(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("layer", "error", "text"),
+    [
+        (Sowing, UnsupportedError, "^scan_layers needs a function that keeps the variables and"),
+        (Setting, TraceLeakError, r"^Setting\.input needs to be a variable to hold an array"),
+    ],
+)
+def test_what_a_scanned_layer_adds_is_refused_not_lost(layer, error, text):
+    layers = nnx.vmap(lambda rngs: layer(3, rngs))(nnx.Rngs(0).split(2))
+    with pytest.raises(error, match=text):
+        dj.flax.scan_layers(lambda layer, x: layer(x), layers, jnp.ones(3))
+
+
+def test_layers_with_a_value_per_replica_are_scanned_in_a_step(pair):
+    layers = nnx.vmap(lambda rngs: Block(3, rngs))(nnx.Rngs(0).split(2))
+    dj.flax.set_rule(layers, "per_replica", lambda path, v: path[-1] == "calls")
+    scan = lambda: dj.flax.scan_layers(lambda layer, x: layer(x), layers, jnp.ones(3))
+    pair.run(scan)
+    with pytest.raises(LocalityError, match="^scan_layers needs one value of each variable of Bl"):
+        scan()
+    pair.run(scan)
+    assert layers.calls.get_raw_value().stacked.tolist() == [[2, 2], [2, 2]]
 
 
 # -- what may be done with a shard of a gradient -----------------------------------

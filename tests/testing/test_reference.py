@@ -204,7 +204,6 @@ def test_a_context_is_good_only_in_its_replica(strategy):
     with pytest.raises(MergeError, match="merge_call needs its own replica context"):
         strategy.run(lambda: context().merge_call(lambda s: kept[0].merge_call(lambda s: 1)))
 
-
     with pytest.raises(ContextError, match="fold_in needs its own replica context"):
         kept[0].fold_in(jax.random.key(0))
 

@@ -64,6 +64,8 @@ class DistributionStrategy(Adapter):
     """
 
     def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # not set yet, while copying or unpickling
+            raise AttributeError(name)
         extended = super().__getattr__("extended")
         return getattr(extended, name) if hasattr(extended, name) else super().__getattr__(name)
 

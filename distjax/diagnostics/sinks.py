@@ -10,6 +10,9 @@ from typing import Protocol
 
 from distjax.errors import message
 
+#: The names of a record's own numbers, which no value may have.
+RESERVED = ("time", "step")
+
 
 class Sink(Protocol):
     """Receives the summaries of one process."""

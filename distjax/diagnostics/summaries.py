@@ -20,7 +20,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.diagnostics.first_process import is_first_process
-from distjax.diagnostics.sinks import FORMATS, Sink
+from distjax.diagnostics.sinks import FORMATS, RESERVED, Sink
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import PyTree
@@ -77,15 +77,16 @@ class SummaryWriter:
         Raises:
           LocalityError: a PerReplica.
           TypeError: a value that is not a scalar.
+          ValueError: a value named "step" or "time".
         """
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()
-        if frame.state is None and not jax_compat.tracing():
-            self._write_now(0, step, values)
-            return
         context = frame.replica_context
         replica = 0 if context is None else context.replica_id_in_sync_group
-        jax.debug.callback(self._write_now, replica, step, values)
+        if frame.state is None and not jax_compat.tracing():
+            self._write_now(replica, step, values)
+        else:
+            jax.debug.callback(self._write_now, replica, step, values)
 
     def close(self) -> None:
         """Waits for running programs to write, then closes the files."""
@@ -116,6 +117,15 @@ class SummaryWriter:
 
 
 def _scalar(name: str, value: PyTree) -> Any:
+    if name in RESERVED:
+        raise ValueError(
+            message(
+                f"write needs names other than {' and '.join(RESERVED)}",
+                got=f"a value named {name!r}",
+                why="a summary has a time and a step of its own, under these names",
+                fix=f"writer.write(step, {{'my_{name}': x}})",
+            )
+        )
     value = value.value if isinstance(value, Variable) else value
     if isinstance(value, PerReplica):
         raise LocalityError(

@@ -113,12 +113,15 @@ class NNXObjectLeaves:
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns, by number, the values of entries that changed or have a new leaf."""
+        """Returns, by number, the values of entries that have a new leaf, or no leaves at all.
+
+        A changed entry of which no leaf is stored keeps its value: a key that each replica set.
+        """
         values, number = {}, 0
         for i, end in enumerate(outcome.ends):
             numbers = range(number, number + len(end.entry.layouts))
             number += len(end.entry.layouts)
-            if end.is_changed or any(n in stored for n in numbers):
+            if any(n in stored for n in numbers) or (end.is_changed and not numbers):
                 values[i] = end.entry.treedef.unflatten(
                     [stored[n] if n in stored else self.leaves[n] for n in numbers]
                 )

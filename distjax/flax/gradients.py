@@ -160,7 +160,7 @@ def apply_gradients(
     if frame.replica_context is None:
         _call_update(optimizer, model, frame.strategy.reduce(op, grads))
         return
-    if frame.state is None or frame.strategy.num_replicas_in_sync == 1:
+    if frame.strategy.num_replicas_in_sync == 1:
         _call_update(optimizer, model, grads)
         return
     update = _Update(optimizer, model, grads, frame.state, op)
@@ -294,9 +294,12 @@ def _reduce_gradients(
     """
     topology = extended.topology
     arrays = [stack_replicas(from_user_value(g), topology) for g in grads]
-    done = [g.shape[1:] != p.shape for g, p in zip(arrays, params, strict=True)]
+    done = [
+        own is not None and g.shape[1:] != p.shape
+        for g, p, own in zip(arrays, params, own_forms, strict=True)
+    ]
     forms = [
-        own if is_done and own is not None else gradient_form(extended, p)
+        own if own is not None and is_done else gradient_form(extended, p)
         for p, own, is_done in zip(params, own_forms, done, strict=True)
     ]
 

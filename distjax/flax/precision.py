@@ -25,6 +25,8 @@ def cast(tree: T, dtype: DTypeLike) -> T:
       tree: a module, arrays, variables, or a tree of these.
       dtype: e.g. `jnp.bfloat16`.
 
+    What the view gains (a new attribute, the first `sow` of a name) the original does not have.
+
     Locality: that of `tree`. Context: any; for gradients, inside the loss function.
 
     Example:

@@ -10,8 +10,9 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
+from distjax.context.contracts import ExtendedLike
 from distjax.errors import ContextError, message
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.transfer import transfer
 from distjax.replica.arguments import is_array
 from distjax.strategies.rows import place_rows, require_rows
@@ -47,17 +48,7 @@ def from_replicated(tree: PyTree, compare: bool = False) -> Any:
 
     Source: flax.jax_utils.
     """
-    frame = frames.current()
-    if not frame.has_strategy:
-        raise ContextError(
-            message(
-                "from_replicated needs the scope of the strategy that takes the tree",
-                got="a call with no active strategy",
-                why="a row belongs to a replica, and the strategy says where that is",
-                fix="with strategy.scope(): state = dj.flax.from_replicated(state)",
-            )
-        )
-    extended = frame.strategy.extended
+    extended = _require_scope("from_replicated")
     topology = extended.topology
 
     def take_in(path: tuple[Any, ...], leaf: PyTree) -> Any:
@@ -79,6 +70,10 @@ def to_replicated(tree: PyTree) -> Any:
 
     Locality: M or T in; sharded over the replicas out. Context: cross-replica.
 
+    Raises:
+      ContextError: no strategy is active.
+      LocalityError: a PerReplica of other replicas.
+
     Example:
       >>> strategy = dj.MirroredStrategy(jax.devices()[:2])
       >>> with strategy.scope():
@@ -87,17 +82,34 @@ def to_replicated(tree: PyTree) -> Any:
 
     Source: flax.jax_utils.
     """
-    topology = frames.current().strategy.extended.topology
+    topology = _require_scope("to_replicated").topology
 
-    def give_back(leaf: PyTree) -> Any:
+    def give_back(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if isinstance(leaf, PerReplica):
+            where = f"to_replicated: {jax.tree_util.keystr(path)}"
+            require_same_topology(leaf, topology, where)
             return leaf.stacked
         if not is_array(leaf):
             return leaf
         rows = jnp.broadcast_to(leaf, (topology.num_replicas, *leaf.shape))
         return transfer(rows, topology.per_replica)
 
-    return jax.tree.map(give_back, tree, is_leaf=is_per_replica)
+    return jax.tree_util.tree_map_with_path(give_back, tree, is_leaf=is_per_replica)
+
+
+def _require_scope(name: str) -> ExtendedLike:
+    """Returns the `extended` of the active strategy, or raises a ContextError."""
+    frame = frames.current()
+    if frame.has_strategy:
+        return frame.strategy.extended
+    raise ContextError(
+        message(
+            f"{name} needs the scope of the strategy that runs the step",
+            got="a call with no active strategy",
+            why="a row belongs to a replica, and the strategy says how many there are and where",
+            fix=f"with strategy.scope(): state = dj.flax.{name}(state)",
+        )
+    )
 
 
 def _rows_are_equal(leaf: PyTree) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from distjax import jax_compat
 from distjax.errors import describe_value, message
+from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
 
 MIRRORED = "mirrored"  #: every replica must write the same value
@@ -38,7 +40,8 @@ _RULES: dict[type, str] = {
 #: Streams that initialize parameters, which must be equal on all replicas.
 _COMMON_STREAMS = frozenset({"params"})
 
-_CHOICES = (MIRRORED, MEAN, PER_REPLICA, FOLD, COMMON)
+_OF_KEYS = (FOLD, COMMON)
+_CHOICES = (MIRRORED, MEAN, PER_REPLICA, *_OF_KEYS)
 _METADATA = "distjax_rule"
 
 
@@ -51,15 +54,17 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
     Args:
       target: an `nnx.Variable` subclass, or an NNX object such as a module.
       rule: "mirrored" (every replica must write the same value), "mean", "per_replica" (each
-        keeps its own, and the variable holds a PerReplica); for PRNG keys "fold" (each
-        replica draws its own numbers) or "common" (all draw the same).
+        keeps its own, and the variable holds a PerReplica); for PRNG keys, the only
+        variables of an object that get it, "fold" (each replica draws its own numbers) or
+        "common" (all draw the same).
       only: which variables of an object: an NNX filter, such as a type,
         `nnx.PathContains("bn")`, or a tuple of filters to match any of them; default: all.
 
     Context: outside of `run`.
 
     Raises:
-      ValueError: an unknown rule, or a target of another type.
+      ValueError: an unknown rule, a target of another type, or an object without a
+        variable that gets the rule.
 
     Example:
       >>> from flax import nnx
@@ -90,9 +95,30 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
             )
         )
     matches = nnx.filterlib.to_predicate(only)
-    for path, variable in nnx.iter_graph(target):
-        if isinstance(variable, nnx.Variable) and matches(path, variable):
-            variable.set_metadata(_METADATA, rule)
+    chosen = [
+        variable
+        for path, variable in nnx.iter_graph(target)
+        if isinstance(variable, nnx.Variable)
+        and matches(path, variable)
+        and (rule not in _OF_KEYS or _holds_key(variable))
+    ]
+    if not chosen:
+        kind = "PRNG key" if rule in _OF_KEYS else "variable"
+        raise ValueError(
+            message(
+                f"set_rule needs a {kind} in {type(target).__name__} to give the rule {rule!r}",
+                got="none" if only is ... else f"none that matches {only!r}",
+                why="the rule would change nothing, and another one would apply",
+                fix="nnx.state(model) shows the types and paths that a filter can select",
+            )
+        )
+    for variable in chosen:
+        variable.set_metadata(_METADATA, rule)
+
+
+def _holds_key(variable: nnx.Variable[Any]) -> bool:
+    leaves = jax.tree.leaves(variable.get_raw_value(), is_leaf=is_per_replica)
+    return any(hasattr(x, "dtype") and jax_compat.is_key_dtype(x.dtype) for x in leaves)
 
 
 def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:

@@ -10,8 +10,10 @@ from flax import nnx
 from jax import lax
 
 from distjax.context import frames
-from distjax.errors import message
+from distjax.errors import LocalityError, UnsupportedError, message
+from distjax.flax import static_attributes
 from distjax.flax.plans import raw_value, write_entries
+from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
 from distjax.variables.layouts.local_form import LocalForm
 
@@ -37,6 +39,8 @@ def scan_layers(
       layer, twice with `checkpoint`, and a reduce-scatter in the backward pass.
 
     Raises:
+      LocalityError: a variable that holds a PerReplica.
+      UnsupportedError: ``fn`` adds a variable or an attribute to the layer, or removes one.
       ValueError: variables without a common leading dimension.
 
     Example:
@@ -62,9 +66,12 @@ def scan_layers(
             for x, (_, form) in zip(slices, sources, strict=True)
         ]
         layer = nnx.graph.unflatten(graphdef, given)
-        _, inner = nnx.graph.flatten(layer, graph=True)
+        graph_before, inner = nnx.graph.flatten(layer, graph=True)
         before = [raw_value(v) for v in inner.leaves]
         carry = fn(layer, carry)
+        static_attributes.require_no_traced_values([layer])
+        if nnx.graph.flatten(layer, graph=True)[0] != graph_before:
+            raise UnsupportedError(_changed_graph_text(layer))
         after = [raw_value(v) for v in inner.leaves]
         changed[:] = [i for i, x in enumerate(before) if after[i] is not x]
         return carry, [after[i] for i in changed]
@@ -86,7 +93,28 @@ def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
     return form.unstack(shard, value.shape) or (value, None)
 
 
+def _changed_graph_text(layer: PyTree) -> str:
+    name = type(layer).__name__
+    return message(
+        f"scan_layers needs a function that keeps the variables and attributes of {name} as they "
+        "are",
+        got="one that adds or removes some, as the first self.sow of a name does",
+        why="a scanned layer is a view of one row of the stack, which exists during its call only",
+        fix="self.h = nnx.Intermediate(jnp.zeros(shape)) in __init__, and self.h[...] = x in the "
+        "layer",
+    )
+
+
 def _require_stack(layers: PyTree, values: Sequence[Any]) -> None:
+    if any(map(is_per_replica, values)):
+        raise LocalityError(
+            message(
+                f"scan_layers needs one value of each variable of {type(layers).__name__}",
+                got="a variable that holds a PerReplica, a value for each replica",
+                why="a layer would be given the values of all replicas",
+                fix="call it in the function given to strategy.run, where each replica has its own",
+            )
+        )
     lengths = {x.shape[0] if getattr(x, "ndim", 0) else None for x in values}
     if len(lengths) == 1 and None not in lengths:
         return

@@ -30,7 +30,7 @@ from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.strategies.values import ValueContext
-from distjax.testing.reference_replicas import require_call, run_replicas
+from distjax.testing.reference_replicas import require_call, require_no_objects, run_replicas
 from distjax.testing.reference_values import (
     combine,
     combine_within,
@@ -72,7 +72,7 @@ class ReferenceStrategy(Strategy):
     Not supported: bare `jax.lax` collectives (`lax.psum(x, axis_name)`: there is no
     axis; write ``ctx.all_reduce``), `dj.jit` and `jax.jit` around `run`, derivatives
     and batching of merges and collectives other than `all_reduce`, Python state that
-    differs per replica.
+    differs per replica, NNX objects.
 
     Example:
       >>> strategy = dj.testing.ReferenceStrategy(2)
@@ -139,20 +139,18 @@ class ReferenceExtended:
         """Runs ``fn`` once per replica; replicas pause where they wait for each other."""
         args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
         self._require_context("run")
+        require_no_objects(self.strategy, fn, args, kwargs)
         as_arrays = jax.tree.map(
             lambda x: jnp.asarray(x) if is_number(x) else x,
             mark_modules((args, kwargs)),
             is_leaf=is_per_replica,
         )
-        local = [unmark(self._select(i, as_arrays, "an argument of run")) for i in self._replicas()]
+        local = [
+            unmark(select(as_arrays, i, self.topology, "an argument of run"))
+            for i in range(self.num_replicas)
+        ]
         calls = [lambda a=a, k=k: fn(*a, **k) for a, k in local]
         return regroup(run_replicas(self.strategy, calls), self.topology, "a result of run")
-
-    def _replicas(self) -> range:
-        return range(self.num_replicas)
-
-    def _select(self, replica: int, tree: PyTree, where: str) -> Any:
-        return select(tree, replica, self.topology, where)
 
     def _require_context(self, method: str) -> None:
         frames.require_cross_replica(self.strategy, method)
@@ -258,11 +256,11 @@ class ReferenceExtended:
             return x.stacked[replica] if isinstance(x, PerReplica) else x
 
         split = lambda i: jax.tree.map(lambda x: part(x, i), value, is_leaf=is_per_replica)
-        return tuple(split(i) for i in self._replicas())
+        return tuple(split(i) for i in range(self.num_replicas))
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """Returns a PerReplica of ``fn(ValueContext)`` for each replica."""
-        trees = [fn(ValueContext(i, self.num_replicas)) for i in self._replicas()]
+        trees = [fn(ValueContext(i, self.num_replicas)) for i in range(self.num_replicas)]
         stack = lambda *leaves: PerReplica(jnp.stack([*map(jnp.asarray, leaves)]), self.topology)
         return jax.tree.map(stack, *trees)
 
@@ -353,8 +351,10 @@ class ReferenceExtended:
         args, kwargs = require_call(args, kwargs, "update")
         self._require_context("update")
         results = []
-        for i in self._replicas():
-            local_args, local_kwargs = self._select(i, (args, kwargs), "an argument of update")
+        for i in range(self.num_replicas):
+            local_args, local_kwargs = select(
+                (args, kwargs), i, self.topology, "an argument of update"
+            )
             frame = ComponentFrame(self.strategy, in_update=True, component=i)
             with frames.with_frame(frame):
                 results.append(fn(*local_args, **local_kwargs))

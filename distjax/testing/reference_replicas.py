@@ -20,8 +20,9 @@ from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
-from distjax.errors import ContextError, LocalityError, MergeError, message
+from distjax.errors import ContextError, LocalityError, MergeError, UnsupportedError, message
 from distjax.modes import ReduceOp
+from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
@@ -246,6 +247,7 @@ class ReferenceReplicaContext:
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """Returns `key` folded with this replica's number."""
+        self._require_current("fold_in")
         return jax.random.fold_in(key, self.number)
 
     def meet(self, what: str, value: PyTree, hold: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -305,5 +307,22 @@ def require_call(
             got=f"args of type {type(args).__name__}, kwargs of type {type(kwargs).__name__}",
             why="each item is one argument of the function",
             fix=f"{method}(fn, args=(x,)): note the comma",
+        )
+    )
+
+
+def require_no_objects(
+    strategy: StrategyLike, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises an UnsupportedError if a call takes or captures NNX objects."""
+    if not has_objects(fn, args, kwargs):
+        return
+    raise UnsupportedError(
+        message(
+            f"run of {strategy!r} needs a function without NNX objects",
+            got="a module, an optimizer, a metric, Rngs or a variable of Flax, passed or captured",
+            why="each replica would change the same object, or a copy that is lost",
+            fix="graphdef, state = nnx.split(model) and nnx.merge in the function, with the new "
+            "state as a result; or dj.VirtualStrategy(2), which takes objects",
         )
     )

@@ -1,5 +1,7 @@
 """What the documents of TF 1.12 show runs under the names of the tower API."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,6 +205,10 @@ def test_run_steps_on_dataset(distribution, make):
     context = distribution.run_steps_on_dataset(step_fn, iterator, 3)
     assert float(context.last_step_outputs["total"]) == 48.0
     assert distribution.run_steps_on_dataset(step_fn, iterator, 3).iterations == 2
+
+
+def test_a_copy_adapts_the_same_strategy(distribution):
+    assert copy.copy(distribution) == distribution
 
 
 def test_constructors():

@@ -75,6 +75,13 @@ def test_a_loss_that_blew_up_is_still_json(tmp_path):
     assert records(tmp_path) == [{"step": 1, "nan": "nan", "inf": "inf"}]
 
 
+def test_replica_0_writes_in_the_reference_interpreter(tmp_path):
+    strategy = dj.testing.ReferenceStrategy(3)
+    with dj.diagnostics.SummaryWriter(tmp_path) as writer:
+        strategy.run(lambda x: writer.write(7, {"replica": x}), args=(ids(strategy),))
+    assert records(tmp_path) == [{"step": 7, "replica": 0.0}]
+
+
 # -- in traces -----------------------------------------------------------------
 
 
@@ -166,6 +173,15 @@ def test_tensorboard_without_its_package(tmp_path, monkeypatch):
     with pytest.raises(ImportError) as error:
         sinks.TensorBoard(tmp_path)
     assert first_line(error) == "TensorBoard event files need the package tensorboardX."
+
+
+@pytest.mark.parametrize("name", ["time", "step"])
+def test_names_of_a_records_own_numbers(name, tmp_path):
+    with dj.diagnostics.SummaryWriter(tmp_path) as writer:
+        with pytest.raises(ValueError) as error:
+            writer.write(1, {"ok": 1, name: 2.0})
+        assert first_line(error) == "write needs names other than time and step."
+    assert records(tmp_path) == []
 
 
 def test_values_that_are_no_scalar(pair, tmp_path):

@@ -141,6 +141,19 @@ def test_bad_rules():
         dj.flax.set_rule(3, "mean")
 
 
+@pytest.mark.parametrize(
+    ("rule", "only", "text"),
+    [
+        ("per_replica", nnx.Cache, "^set_rule needs a variable in Box to give the rule"),
+        ("fold", nnx.BatchStat, "^set_rule needs a PRNG key in Box to give the rule 'fold'"),
+        ("common", ..., "^set_rule needs a PRNG key in Box to give the rule 'common'"),
+    ],
+)
+def test_a_rule_that_no_variable_gets_is_refused(rule, only, text):
+    with pytest.raises(ValueError, match=text):
+        dj.flax.set_rule(Box(nnx.BatchStat(jnp.float32(0))), rule, only)
+
+
 # -- random streams -----------------------------------------------------------
 
 
@@ -173,6 +186,15 @@ def test_a_stream_can_be_made_common(pair):
     assert first == second
 
 
+def test_a_rule_of_keys_leaves_other_variables_their_own(pair):
+    model = Box(nnx.BatchStat(jnp.float32(0)))
+    model.rngs = nnx.Rngs(dropout=0)
+    dj.flax.set_rule(model, "fold")
+    run_on_ids(pair, write, model)
+    assert float(model.variable[...]) == 0.5
+    assert len(set(draws(pair, model.rngs, "dropout"))) == 2
+
+
 def test_a_stack_of_keys_is_folded_key_by_key(pair):
     stream = nnx.Rngs(0).split(3)["default"]
     out = pair.run(lambda s: jax.vmap(jax.random.uniform)(s.key[...]), args=(stream,))
@@ -189,6 +211,23 @@ def test_a_stream_that_a_step_makes_needs_one_seed(mirrored):
         run_on_ids(mirrored, make, box)
     mirrored.run(lambda box: setattr(box, "rngs", nnx.Rngs(3)), args=(box,))
     assert float(box.rngs.uniform()) == float(nnx.Rngs(3).uniform())
+
+
+def test_a_key_stays_where_a_step_seeds_it_differently_and_changes_the_graph(pair):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.rngs = nnx.Rngs(dropout=0)
+            self.w = nnx.Param(jnp.arange(3.0))
+
+    def step(model):
+        model.a = nnx.Intermediate(jnp.float32(0))
+        seed = dj.get_replica_context().fold_in(jax.random.key(7))
+        model.rngs.dropout.key[...] = seed
+
+    model = Model()
+    pair.run(step, args=(model,))
+    assert model.rngs.dropout.key[...] == jax.random.key(0)
+    assert model.w[...].tolist() == [0, 1, 2]
 
 
 # -- metrics ------------------------------------------------------------------

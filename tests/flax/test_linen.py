@@ -8,7 +8,7 @@ from flax import jax_utils
 from jax import lax
 
 import distjax as dj
-from distjax.errors import LocalityError, LocalityWarning
+from distjax.errors import ContextError, LocalityError, LocalityWarning
 from tests.flax.image_loop import make_batches
 from tests.flax.linen_step import make_state, train_step
 
@@ -138,6 +138,15 @@ def test_rows_of_replicated_trees_are_not_compared_unless_it_is_asked(pmapped):
             taken = dj.flax.from_replicated(pmapped[0])
         assert isinstance(taken.params["Dense_1"]["bias"], dj.PerReplica)
         assert strategy.first(taken).params["Dense_1"]["bias"].shape == (10,)
+
+
+def test_rows_are_given_back_in_the_scope_of_their_replicas():
+    own = dj.VirtualStrategy(2).run(lambda: dj.get_replica_context().replica_id_in_sync_group)
+    with pytest.raises(ContextError, match="^to_replicated needs the scope of the strategy"):
+        dj.flax.to_replicated({"w": np.ones(3), "own": own})
+    with dj.VirtualStrategy(3).scope():
+        with pytest.raises(LocalityError, match=r"to_replicated: \['own'\]"):
+            dj.flax.to_replicated({"w": np.ones(3), "own": own})
 
 
 def test_a_tree_that_is_not_replicated():

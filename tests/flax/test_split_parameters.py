@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.errors import CheckError
+from distjax.errors import CheckError, LocalityError, TraceLeakError, UnsupportedError
 from distjax.testing import hlo
 from tests.flax.image_loop import values
 
@@ -179,6 +179,47 @@ def test_a_module_that_is_no_stack():
         dj.flax.scan_layers(lambda layer, x: x, layers, jnp.ones(3))
 
 
+class Sowing(Block):
+    """Makes a variable in its call."""
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "input", x)
+        return super().__call__(x)
+
+
+class Setting(Block):
+    """Sets an attribute in its call."""
+
+    def __call__(self, x):
+        self.input = x
+        return super().__call__(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("layer", "error", "text"),
+    [
+        (Sowing, UnsupportedError, "^scan_layers needs a function that keeps the variables and"),
+        (Setting, TraceLeakError, r"^Setting\.input needs to be a variable to hold an array"),
+    ],
+)
+def test_what_a_scanned_layer_adds_is_refused_not_lost(layer, error, text):
+    layers = nnx.vmap(lambda rngs: layer(3, rngs))(nnx.Rngs(0).split(2))
+    with pytest.raises(error, match=text):
+        dj.flax.scan_layers(lambda layer, x: layer(x), layers, jnp.ones(3))
+
+
+def test_layers_with_a_value_per_replica_are_scanned_in_a_step(pair):
+    layers = nnx.vmap(lambda rngs: Block(3, rngs))(nnx.Rngs(0).split(2))
+    dj.flax.set_rule(layers, "per_replica", lambda path, v: path[-1] == "calls")
+    scan = lambda: dj.flax.scan_layers(lambda layer, x: layer(x), layers, jnp.ones(3))
+    pair.run(scan)
+    with pytest.raises(LocalityError, match="^scan_layers needs one value of each variable of Bl"):
+        scan()
+    pair.run(scan)
+    assert layers.calls.get_raw_value().stacked.tolist() == [[2, 2], [2, 2]]
+
+
 # -- what may be done with a shard of a gradient -----------------------------------
 
 
@@ -240,3 +281,20 @@ def test_what_must_not_be_done_with_shards_is_found(change, rule):
 @pytest.mark.parametrize("change", [as_they_are, halved, clipped_by_the_whole_norm])
 def test_what_may_be_done_with_shards_is_silent(change):
     check_step(change)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_gradient_that_is_broadcast_is_reduced_first(pair, shape):
+    """As optax broadcasts it; every replica subtracts the mean."""
+    model = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.zeros((2, 3))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+
+    def step(model, optimizer):
+        number = dj.get_replica_context().replica_id_in_sync_group
+        grads = nnx.State({"kernel": nnx.Param(jnp.full(shape, number, jnp.float32))})
+        dj.flax.apply_gradients(optimizer, model, grads)
+
+    pair.run(step, args=(model, optimizer))
+    copies = [np.asarray(shard.data) for shard in model.kernel[...].addressable_shards]
+    np.testing.assert_array_equal(copies, np.full((len(copies), 2, 3), -0.5))

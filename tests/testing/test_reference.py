@@ -204,6 +204,22 @@ def test_a_context_is_good_only_in_its_replica(strategy):
     with pytest.raises(MergeError, match="merge_call needs its own replica context"):
         strategy.run(lambda: context().merge_call(lambda s: kept[0].merge_call(lambda s: 1)))
 
+    with pytest.raises(ContextError, match="fold_in needs its own replica context"):
+        kept[0].fold_in(jax.random.key(0))
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_nnx_objects_are_refused(strategy, is_captured):
+    nnx = pytest.importorskip("flax.nnx")
+    count = nnx.Variable(jnp.float32(0))
+
+    def step(*args):
+        count[...] += 1
+
+    with pytest.raises(UnsupportedError, match=r"run of ReferenceStrategy\(2\) needs a function"):
+        strategy.run(step if is_captured else abs, args=() if is_captured else (count,))
+    assert float(count[...]) == 0
+
 
 def test_it_is_refused_in_traces(strategy):
     v = variable(strategy)

@@ -60,7 +60,7 @@ def _register(stored: StoredArray) -> jax.Array:
         handle = jax_compat.another_handle(array)
         held = (handle, *(shard.data for shard in handle.addressable_shards))
         living = [r for r in stored.handles if r() is not None]
-        stored.handles = [*living, *map(weakref.ref, held)]
+        stored.handles[:] = [*living, *map(weakref.ref, held)]
     for array in held:
         key = id(array)
         handed_out[key] = weakref.ref(array, functools.partial(_forget, key))
@@ -102,7 +102,8 @@ def copy_aliased(stepped: SteppedArrays) -> None:
         if stored.place is None or stored.place[0] is not stepped:
             continue
         array: Any = stored.require()
-        if any(reference() is not None for reference in stored.handles):
+        handles = tuple(stored.handles)  # readers may change the list meanwhile
+        if any(reference() is not None for reference in handles):
             stepped.arrays[stored.place[1]] = _copy(array)
         stored.handles = []
     stepped.aliased = []

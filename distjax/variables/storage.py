@@ -75,7 +75,8 @@ class StoredArray:
     Attributes:
       place: the list of the program that steps the variable, and the index in it; None while
         the array is with the variable itself.
-      handles: weak references to arrays handed out over the same buffers.
+      handles: weak references to arrays handed out over the same buffers; changed in place while
+        the array is stored, and another list for another array, so that `keep` has them all.
       components: weak references to the array and to the parts it was last split into.
       complete: stores the initial value from a trace that did not finish; None if there is none.
       is_being_made: whether the trace that creates the variable is active.

@@ -73,6 +73,26 @@ def test_what_the_user_holds_stays_valid(pair, holder, sync, how, collect_garbag
     np.testing.assert_array_equal(v.value, np.full(4, 4.0))
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_a_failing_update_has_read_stays_valid(pair, writes):
+    v = make(pair, jnp.ones(4))
+    step = writer(pair, v, "run")
+    held = []
+
+    def fails(v):
+        held.append(v.value)
+        if writes:
+            held.append(v.assign(jnp.zeros(4)))
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pair.extended.update(v, fails)
+    for _ in range(2):
+        step()
+    assert [array.tolist() for array in held] == [[1] * 4, [0] * 4][: len(held)]
+    assert v.value.tolist() == [3] * 4
+
+
 def test_what_two_threads_read_at_once_stays_valid(pair, switch_often):
     v = make(pair, jnp.ones(4))
     held = []

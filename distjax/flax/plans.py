@@ -142,7 +142,9 @@ def take_apart(
     else:
         graph = graph_cache.flatten_graph(objects, held)
     if strategy is not None:
-        strategy_of.assign_strategy(objects, strategy)
+        known = graph.last_lookup[1]
+        is_known = known is not None and known.is_for(strategy)
+        strategy_of.assign_strategy(objects, strategy, is_known)
     else:
         strategy = strategy_of.common_strategy(objects)
     values = [raw_value(v) for v in graph.variables]
@@ -218,8 +220,10 @@ def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
 
 # -- plan cache ----------------------------------------------------------------
 
-# Keyed weakly by strategy, so that plans die with it; `_NO_STRATEGY` stands for none.
-_plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+# Keyed weakly by strategy; `_NO_STRATEGY` stands for none. A plan holds what static attributes
+# close over, so it lives only while a program was compiled for it or a cached graph refers to it.
+_plans: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, Plan]]
+_plans = weakref.WeakKeyDictionary()
 
 
 class _NoStrategy:
@@ -239,18 +243,21 @@ def _plan(
     """Returns the plan of flattened objects, the same one for equal graphs, shapes and rules."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
     key = (structure, tuple(shapes), rules.of_types(), metric_rules.of_classes())
-    known_key, known = graph.found
+    known_key, known = graph.last_lookup
     if known_key == key and known.is_for(strategy):
         return known
-    plans = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
+    plans = _plans.setdefault(
+        _NO_STRATEGY if strategy is None else strategy, weakref.WeakValueDictionary()
+    )
     try:
         plan = plans.get((graph.graphdef, *key))
     except TypeError:  # from hashing the graph
         static_attributes.require_hashable(objects)
         raise
     if plan is None:
-        plan = plans[graph.graphdef, *key] = _make_plan(objects, strategy, graph, leaves, structure)
-    graph.found = key, plan
+        made = _make_plan(objects, strategy, graph, leaves, structure)
+        plan = plans.setdefault((graph.graphdef, *key), made)
+    graph.last_lookup = key, plan
     return plan
 
 

@@ -105,6 +105,21 @@ def test_a_module_of_another_strategy(pair):
     assert other.run(lambda m: m.bias[...], args=(model,)).shape == (4,)
 
 
+def test_a_part_of_another_strategy_that_a_module_gains_later(pair):
+    """Whatever the module was placed for before."""
+    model, head = nnx.List([nnx.Linear(2, 4, rngs=nnx.Rngs(0))]), nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+    step = lambda model: sum(layer.bias[...].sum() for layer in model)
+    pair.run(step, args=(model,))
+    with dj.VirtualStrategy(3).scope():
+        dj.flax.place(head)
+    model.append(head)
+    for _ in range(2):
+        with pytest.raises(StrategyMismatchError, match="Linear needs to be placed for"):
+            pair.run(step, args=(model,))
+    model.pop()
+    pair.run(step, args=(model,))
+
+
 def test_nothing_to_place(pair):
     with pair.scope():
         with pytest.raises(ValueError, match="place needs NNX objects"):

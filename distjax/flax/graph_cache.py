@@ -38,6 +38,11 @@ class FlatGraph:
         self.last_lookup: tuple[Any, Any] = (None, None)
 
 
+def path_of(objects: Sequence[Any], path: Sequence[Any]) -> str:
+    """Returns a path in the graph of `objects` as users write it: "Model.linear.kernel"."""
+    return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
+
+
 def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
     """Returns the flat graph of objects, from the cache if it is still valid.
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 import distjax as dj
 from distjax.errors import StrategyMismatchError
-from distjax.flax.create import initialiser
+from distjax.flax.create import make_initializer
 from tests.flax.image_loop import Classifier, values
 
 PLACES = {
@@ -69,7 +69,7 @@ def test_each_type_lives_where_the_strategy_puts_it():
 def test_creation_compiles_to_a_shard_on_each_device():
     strategy = dj.ShardedStrategy(partition="parameters")
     make = lambda: nnx.Linear(1024, 512, use_bias=False, rngs=nnx.Rngs(0))
-    program, _ = initialiser(make, strategy)
+    program, _ = make_initializer(make, strategy)
     analysis = program.lower().compile().memory_analysis()
     table = 8 * 16  # one pointer for each output
     assert analysis.output_size_in_bytes <= 1024 * 512 * 4 / 8 + table

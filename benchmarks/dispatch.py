@@ -49,21 +49,13 @@ def variables(size: Size) -> Call:
     return lambda: step(batch)
 
 
-def functional(size: Size) -> Call:
-    """Mirrored state through `strategy.run`, which donates no argument."""
+def functional(size: Size, donate: bool = False) -> Call:
+    """Mirrored state through `strategy.run`, which donates nothing; or `dj.jit`, donated."""
     strategy = _strategy(size)
     state = handwritten.replicate(tiny.state(size.leaves, size.tree), strategy.mesh)
     batch = per_replica(strategy, tiny.batch(size.devices))
-    return carry(tiny.functional_step(strategy), state, batch)
-
-
-def functional_donated(size: Size) -> Call:
-    """Mirrored state through `dj.jit`, donated."""
-    strategy = _strategy(size)
-    state = handwritten.replicate(tiny.state(size.leaves, size.tree), strategy.mesh)
-    batch = per_replica(strategy, tiny.batch(size.devices))
-    step = dj.jit(tiny.functional_step(strategy), donate_argnums=(0,))
-    return carry(step, state, batch)
+    step = tiny.functional_step(strategy)
+    return carry(dj.jit(step, donate_argnums=(0,)) if donate else step, state, batch)
 
 
 def all_per_replica(size: Size) -> Call:
@@ -95,7 +87,7 @@ class _Form(NamedTuple):
 FORMS = {
     "variables": _Form(variables, True, True),
     "functional": _Form(functional, False, False),
-    "functional, dj.jit": _Form(functional_donated, True, True),
+    "functional, dj.jit": _Form(functools.partial(functional, donate=True), True, True),
     "all PerReplica": _Form(all_per_replica, False, False),
     "hand-written": _Form(by_hand, True, False),
 }

@@ -77,7 +77,7 @@ def make_variable_step(
         grads_tree = jax.tree.unflatten(structure, reduced)
         state = apply_gradients(model, read(variables), grads_tree, stats)
         assign(variables, state)
-        return strategy.reduce("mean", loss, axis=None)
+        return strategy.reduce("mean", loss)
 
     def replica_step(batch: Any) -> jax.Array:
         loss, stats, grads = local_gradients(model, read(variables), batch)

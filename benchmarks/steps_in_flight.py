@@ -1,5 +1,6 @@
 """Does a long loop that never awaits a result complete, and how fast?"""
 
+import functools
 from typing import Any
 
 import jax
@@ -22,19 +23,12 @@ def _variables() -> Call:
     return lambda: step(batch)
 
 
-def _functional() -> Call:
+def _functional(donate: bool = False) -> Call:
     strategy = dj.MirroredStrategy(jax.devices())
     state = handwritten.replicate(tiny.leaves(NUM_LEAVES), strategy.mesh)
     batch = per_replica(strategy, tiny.batch(strategy.num_replicas_in_sync))
-    return carry(tiny.functional_step(strategy), state, batch)
-
-
-def _functional_donated() -> Call:
-    strategy = dj.MirroredStrategy(jax.devices())
-    state = handwritten.replicate(tiny.leaves(NUM_LEAVES), strategy.mesh)
-    batch = per_replica(strategy, tiny.batch(strategy.num_replicas_in_sync))
-    step = dj.jit(tiny.functional_step(strategy), donate_argnums=(0,))
-    return carry(step, state, batch)
+    step = tiny.functional_step(strategy)
+    return carry(dj.jit(step, donate_argnums=(0,)) if donate else step, state, batch)
 
 
 def _handwritten() -> Call:
@@ -47,7 +41,7 @@ def _handwritten() -> Call:
 _FORMS = {
     "variables": _variables,
     "functional": _functional,
-    "functional, dj.jit": _functional_donated,
+    "functional, dj.jit": functools.partial(_functional, donate=True),
 }
 
 

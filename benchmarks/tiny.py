@@ -60,7 +60,7 @@ def variable_step(strategy: dj.MirroredStrategy, num_leaves: int) -> Callable[[A
         variables = [dj.Variable(leaf) for leaf in leaves(num_leaves)]
 
     def apply(strategy: dj.MirroredStrategy, mean: Any) -> jax.Array:
-        mean = strategy.reduce("mean", mean, axis=None)
+        mean = strategy.reduce("mean", mean)
         assign(variables, [value + mean for value in read(variables)])
         return mean
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Self
 
 from distjax.strategies.strategy import Strategy
 from distjax.typing import DatasetLike, PyTree
@@ -33,6 +34,16 @@ class Adapter:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.wrapped!r})"
+
+
+class StrategyAdapter(Adapter):
+    """What a strategy has in common under the names of all versions."""
+
+    @contextlib.contextmanager
+    def scope(self) -> Generator[Self]:
+        """`dj.Strategy.scope`."""
+        with self.wrapped.scope():
+            yield self
 
 
 def adapt_or_none(adapter: Callable[[Any], Any], wrapped: object) -> Any:
@@ -66,9 +77,7 @@ class BareIterator:
     def __next__(self) -> Any:
         return next(self._iterator)
 
-    def get_next(self) -> Any:
-        """Returns the next element: ``next(iterator)``."""
-        return next(self._iterator)
+    get_next = __next__
 
 
 def iterator_of(dataset: DatasetLike) -> Any:

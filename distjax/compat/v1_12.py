@@ -20,13 +20,18 @@ Example:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
+from distjax.compat.adapters import (
+    Adapter,
+    StrategyAdapter,
+    adapt_or_none,
+    iterator_of,
+    with_adapter,
+)
 from distjax.context import frames, scoping
 from distjax.context.contracts import Destinations
 from distjax.modes import VariableAggregation, VariableSynchronization
@@ -56,7 +61,7 @@ __all__ = [
 ]
 
 
-class DistributionStrategy(Adapter):
+class DistributionStrategy(StrategyAdapter):
     """A strategy under the names of the tower API, including those of `extended`.
 
     Args:
@@ -68,12 +73,6 @@ class DistributionStrategy(Adapter):
             raise AttributeError(name)
         extended = super().__getattr__("extended")
         return getattr(extended, name) if hasattr(extended, name) else super().__getattr__(name)
-
-    @contextlib.contextmanager
-    def scope(self) -> Generator[DistributionStrategy]:
-        """`Strategy.scope`."""
-        with self.wrapped.scope():
-            yield self
 
     def distribute_dataset(self, dataset: DatasetLike) -> PerDeviceDataset:
         """`Strategy.distribute_dataset`, of a dataset or a function returning one."""

@@ -17,14 +17,19 @@ Example:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from distjax.compat import v1_12
-from distjax.compat.adapters import Adapter, adapt_or_none, iterator_of, with_adapter
+from distjax.compat.adapters import (
+    Adapter,
+    StrategyAdapter,
+    adapt_or_none,
+    iterator_of,
+    with_adapter,
+)
 from distjax.context import scoping
 from distjax.context.contracts import Destinations
 from distjax.context.scoping import has_strategy, in_cross_replica_context
@@ -86,7 +91,7 @@ class StrategyExtended(Adapter):
         return self.wrapped.should_init
 
 
-class Strategy(Adapter):
+class Strategy(StrategyAdapter):
     """A strategy under the names of 1.13.
 
     Args:
@@ -97,12 +102,6 @@ class Strategy(Adapter):
     def extended(self) -> StrategyExtended:
         """The methods for distribution-aware algorithms."""
         return StrategyExtended(self.wrapped.extended)
-
-    @contextlib.contextmanager
-    def scope(self) -> Generator[Strategy]:
-        """`dj.Strategy.scope`."""
-        with self.wrapped.scope():
-            yield self
 
     def make_dataset_iterator(self, dataset: DatasetLike) -> Any:
         """``iter(distribute_dataset(dataset))``, with `get_next`."""

@@ -14,14 +14,13 @@ Example:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from distjax.compat import v1_13
-from distjax.compat.adapters import Adapter, adapt_or_none, with_adapter
+from distjax.compat.adapters import Adapter, StrategyAdapter, adapt_or_none, with_adapter
 from distjax.compat.v1_13 import StrategyExtended
 from distjax.context import scoping
 from distjax.context.scoping import has_strategy, in_cross_replica_context
@@ -57,23 +56,12 @@ __all__ = [
 ]
 
 
-class Strategy(Adapter):
+class Strategy(StrategyAdapter):
     """A strategy under the names of 1.15.
 
     Args:
       strategy: a distjax strategy.
     """
-
-    @property
-    def extended(self) -> StrategyExtended:
-        """The methods for distribution-aware algorithms."""
-        return StrategyExtended(self.wrapped.extended)
-
-    @contextlib.contextmanager
-    def scope(self) -> Generator[Strategy]:
-        """`dj.Strategy.scope`."""
-        with self.wrapped.scope():
-            yield self
 
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
@@ -99,6 +87,7 @@ class Strategy(Adapter):
         """`dj.Strategy.distribute_datasets_from_function`."""
         return self.wrapped.distribute_datasets_from_function(dataset_fn)
 
+    extended = v1_13.Strategy.extended
     make_dataset_iterator = v1_13.Strategy.make_dataset_iterator
     make_input_fn_iterator = v1_13.Strategy.make_input_fn_iterator
     experimental_run = v1_13.Strategy.experimental_run

@@ -39,7 +39,7 @@ class NNXObjectLeaves:
     def __init__(self, objects: Objects):
         self._objects = objects
         self.plan, self.leaves = objects.plan, objects.leaves
-        self.owners = objects.plan.places
+        self.owners = objects.plan.owners
         self.members = objects.graph.variables
         self._references: Any = None
 

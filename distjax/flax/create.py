@@ -52,7 +52,7 @@ def create(fn: Callable[[], T]) -> T:
         return fn()
     strategy = frames.current().strategy
     frames.require_cross_replica(strategy, "flax.create")
-    initial, found = initialiser(fn, strategy)
+    initial, found = make_initializer(fn, strategy)
     with phase("creating modules"):
         arrays = initial()
     arrays = [place_array(x, layout) for x, layout in zip(arrays, found.layouts, strict=True)]
@@ -62,7 +62,7 @@ def create(fn: Callable[[], T]) -> T:
 
 
 @dataclasses.dataclass
-class Found:
+class TracedConstructor:
     """What tracing a constructor finds: the graph, and where its arrays will live."""
 
     graphdef: Any = None
@@ -70,9 +70,11 @@ class Found:
     layouts: Sequence[Layout | None] = ()
 
 
-def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Found]:
+def make_initializer(
+    fn: Callable[[], Any], strategy: StrategyLike
+) -> tuple[Any, TracedConstructor]:
     """Returns a jitted function that makes all arrays, and what its trace found."""
-    found = Found()
+    found = TracedConstructor()
 
     def initial() -> list[jax.Array]:
         built = fn()
@@ -94,13 +96,13 @@ def initialiser(fn: Callable[[], Any], strategy: StrategyLike) -> tuple[Any, Fou
         layout.sharding if layout is not None and x.size else None
         for x, layout in zip(shapes, found.layouts, strict=True)
     ]
-    compiled = jax.jit(initial, out_shardings=shardings)
+    jitted = jax.jit(initial, out_shardings=shardings)
     if any(s is not None and not s.is_fully_addressable for s in shardings):
         agree(
             "dj.flax.create",
-            [ComparedFact("the initial values", describe_program(compiled.lower()))],
+            [ComparedFact("the initial values", describe_program(jitted.lower()))],
         )
-    return compiled, found
+    return jitted, found
 
 
 def place(module: T) -> T:

@@ -27,7 +27,7 @@ class FlatGraph:
       paths: the path of each variable.
       variables: their variables and bare arrays, in graph order.
       claims: the claims of everything in it; empty if it was flattened without claims.
-      found: the key and the result of the last plan lookup with this graph.
+      last_lookup: the key and the result of the last plan lookup with this graph.
     """
 
     def __init__(self, objects: Sequence[Any]):
@@ -35,7 +35,12 @@ class FlatGraph:
         self.paths: Sequence[tuple[Any, ...]] = flat.paths
         self.variables: list[Any] = list(flat.leaves)
         self.claims: tuple[Claim, ...] = ()
-        self.found: tuple[Any, Any] = (None, None)
+        self.last_lookup: tuple[Any, Any] = (None, None)
+
+
+def path_of(objects: Sequence[Any], path: Sequence[Any]) -> str:
+    """Returns a path in the graph of `objects` as users write it: "Model.linear.kernel"."""
+    return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
 
 
 def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:

@@ -45,7 +45,7 @@ def layout_of(
     placement: VariablePlacement = extended.placement  # pyright: ignore[reportAttributeAccessIssue]
     if rules.is_parameter(variable) or not placement.synchronizes:
         return placement.layout(shape, dtype).unencoded(shape)
-    if rules.is_slot_state(variable):
+    if isinstance(variable, nnx.OptState):
         beside = _Parameter(shape, dtype, placement.layout(shape, dtype))
         return placement.layout(shape, dtype, beside).unencoded(shape)
     return MirroredLayout(extended.topology)

@@ -33,6 +33,8 @@ class LossScale(nnx.Pytree):
       scale: the initial factor.
       interval: the number of steps without overflow after which the scale grows.
 
+    Batch statistics that the forward pass has written stay, even if the step is skipped.
+
     Raises:
       ValueError: a scale that is not positive and finite, or an interval below 1.
 

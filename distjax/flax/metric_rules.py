@@ -8,7 +8,7 @@ previous state and each replica's change count once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -103,7 +103,7 @@ def combine_of(metric: nnx.Metric) -> str | CombineParts | None:
     return _COMBINES.get(type(metric))
 
 
-def of_classes() -> tuple[tuple[type, Any], ...]:
+def as_key() -> tuple[tuple[type, Any], ...]:
     """Returns the table as a hashable part of a plan's key."""
     return tuple(_COMBINES.items())
 
@@ -132,6 +132,21 @@ def refuse(path: str, metric: str | None) -> NoReturn:
             why="the sum, the mean or the largest of the replicas' states may be meant",
             fix=f'dj.flax.register_metric({metric}, "sum"), or a function of '
             "the parts in place of the sum",
+        )
+    )
+
+
+def require_whole(metric: type, whole: object, names: Iterable[str]) -> Mapping[str, Any]:
+    """Returns the result of a metric's combination, or raises if it lacks one of `names`."""
+    if isinstance(whole, Mapping) and set(names) <= set(whole):
+        return whole
+    got = sorted(map(str, whole)) if isinstance(whole, Mapping) else describe_value(whole)
+    raise ValueError(
+        message(
+            f"the combine function of {metric.__name__} needs to return the whole state, by name",
+            got=f"{got}",
+            why="each MetricState of the metric gets the value of its name",
+            fix=f"return a dict with the keys {sorted(names)}",
         )
     )
 

@@ -28,7 +28,7 @@ from distjax.flax import (
     strategy_of,
     trace_level,
 )
-from distjax.flax.graph_cache import FlatGraph
+from distjax.flax.graph_cache import FlatGraph, path_of
 from distjax.flax.layouts import layout_of, place_arrays
 from distjax.objects.claims import HeldClaims
 from distjax.placement.locality import is_host_memory
@@ -67,14 +67,14 @@ class Plan:
     Attributes:
       graphdef: their graph.
       entries: their variables, in graph order.
-      places: for each leaf, the number of the object in which it was first found.
+      owners: for each leaf, the number of the object in which it was first found.
       metrics: for each metric, its class and how its parts are combined (None: not registered).
       strategy: a weak reference to the strategy they live under, or None.
     """
 
     graphdef: Any
     entries: tuple[Entry, ...]
-    places: tuple[int, ...]
+    owners: tuple[int, ...]
     metrics: tuple[tuple[type, Any], ...]
     strategy: Any
 
@@ -142,7 +142,9 @@ def take_apart(
     else:
         graph = graph_cache.flatten_graph(objects, held)
     if strategy is not None:
-        strategy_of.assign_strategy(objects, strategy)
+        known = graph.last_lookup[1]
+        is_known = known is not None and known.is_for(strategy)
+        strategy_of.assign_strategy(objects, strategy, is_known)
     else:
         strategy = strategy_of.common_strategy(objects)
     values = [raw_value(v) for v in graph.variables]
@@ -153,7 +155,7 @@ def take_apart(
     paths = [entry.path for entry in plan.entries for _ in entry.layouts]
     stored = place_arrays(leaves, plan.layouts, paths)
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
-        write_entries(graph.variables, _group_by_entry(plan.entries, stored))
+        write_entries(graph.variables, dict(enumerate(values_of(plan, stored))))
     if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
         return take_apart(objects, strategy, held)  # metadata is part of the graph
     return Objects(objects, plan, graph, stored)
@@ -195,18 +197,12 @@ def raw_value(variable: PyTree) -> Any:
     return variable.get_raw_value()
 
 
-def _group_by_entry(entries: Sequence[Entry], leaves: Sequence[Any]) -> dict[int, Any]:
-    """Returns the value of each entry by number, assembled from the leaves."""
-    remaining = iter(leaves)
-    return {
-        i: entry.treedef.unflatten([next(remaining) for _ in entry.layouts])
-        for i, entry in enumerate(entries)
-    }
-
-
 def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the value of each entry of `plan`."""
-    return list(_group_by_entry(plan.entries, leaves).values())
+    """Returns the value of each entry of `plan`, assembled from the leaves."""
+    remaining = iter(leaves)
+    return [
+        entry.treedef.unflatten([next(remaining) for _ in entry.layouts]) for entry in plan.entries
+    ]
 
 
 def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
@@ -218,8 +214,10 @@ def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
 
 # -- plan cache ----------------------------------------------------------------
 
-# Keyed weakly by strategy, so that plans die with it; `_NO_STRATEGY` stands for none.
-_plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+# Keyed weakly by strategy; `_NO_STRATEGY` stands for none. A plan holds what static attributes
+# close over, so it lives only while a program was compiled for it or a cached graph refers to it.
+_plans: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, Plan]]
+_plans = weakref.WeakKeyDictionary()
 
 
 class _NoStrategy:
@@ -238,19 +236,22 @@ def _plan(
 ) -> Plan:
     """Returns the plan of flattened objects, the same one for equal graphs, shapes and rules."""
     shapes = [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
-    key = (structure, tuple(shapes), rules.of_types(), metric_rules.of_classes())
-    known_key, known = graph.found
+    key = (structure, tuple(shapes), rules.as_key(), metric_rules.as_key())
+    known_key, known = graph.last_lookup
     if known_key == key and known.is_for(strategy):
         return known
-    plans = _plans.setdefault(_NO_STRATEGY if strategy is None else strategy, {})
+    plans = _plans.setdefault(
+        _NO_STRATEGY if strategy is None else strategy, weakref.WeakValueDictionary()
+    )
     try:
         plan = plans.get((graph.graphdef, *key))
     except TypeError:  # from hashing the graph
         static_attributes.require_hashable(objects)
         raise
     if plan is None:
-        plan = plans[graph.graphdef, *key] = _make_plan(objects, strategy, graph, leaves, structure)
-    graph.found = key, plan
+        made = _make_plan(objects, strategy, graph, leaves, structure)
+        plan = plans.setdefault((graph.graphdef, *key), made)
+    graph.last_lookup = key, plan
     return plan
 
 
@@ -263,18 +264,17 @@ def _make_plan(
 ) -> Plan:
     metrics = metric_rules.metrics_in(objects)
     members = {id(v): (i, name) for i, (_, own) in enumerate(metrics) for name, v in own.items()}
-    roots = [type(o).__name__ for o in objects]
     remaining = iter(leaves)
-    entries, places = [], []
+    entries, owners = [], []
     treedefs = structure.children()
     for variable, path, treedef in zip(graph.variables, graph.paths, treedefs, strict=True):
         own = [next(remaining) for _ in range(treedef.num_leaves)]
-        name, metric = ".".join([roots[path[0]], *map(str, path[1:])]), members.get(id(variable))
+        name, metric = path_of(objects, path), members.get(id(variable))
         entries.append(make_entry(strategy, variable, name, own, treedef, metric))
-        places += [path[0]] * len(own)
+        owners += [path[0]] * len(own)
     classes = tuple((type(m), metric_rules.combine_of(m)) for m, _ in metrics)
-    owner = None if strategy is None else weakref.ref(strategy)
-    return Plan(graph.graphdef, tuple(entries), tuple(places), classes, owner)
+    own_strategy = None if strategy is None else weakref.ref(strategy)
+    return Plan(graph.graphdef, tuple(entries), tuple(owners), classes, own_strategy)
 
 
 def make_entry(

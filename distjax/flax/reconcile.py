@@ -133,7 +133,8 @@ def _combine_metrics(
             name: stack_replicas(from_user_value(finals[i]), topology)
             for name, i in numbers.items()
         }
-        whole = plan.metrics[metric][1](_gather_parts(parts, topology))
+        kind, combine = plan.metrics[metric]
+        whole = metric_rules.require_whole(kind, combine(_gather_parts(parts, topology)), numbers)
         combined.update(
             (i, jnp.asarray(whole[name], finals[i].dtype)) for name, i in numbers.items()
         )

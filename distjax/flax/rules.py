@@ -133,14 +133,9 @@ def rule_of(variable: nnx.Variable[Any] | jax.Array) -> str:
     return COMMON if rule == FOLD and stream in _COMMON_STREAMS else rule
 
 
-def of_types() -> tuple[tuple[type, str], ...]:
+def as_key() -> tuple[tuple[type, str], ...]:
     """Returns the table as a hashable part of a plan's key."""
     return tuple(_RULES.items())
-
-
-def is_slot_state(variable: nnx.Variable[Any] | jax.Array) -> bool:
-    """Returns whether a variable is optimizer state, which is colocated with parameters."""
-    return isinstance(variable, nnx.OptState)
 
 
 def is_parameter(variable: nnx.Variable[Any] | jax.Array) -> bool:

@@ -41,6 +41,6 @@ class SavedState:
         strategy_of.put_back(self._strategies)
 
 
-def hold(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str, Any]) -> None:
+def set_in_trace(variable: nnx.Variable[Any], value: PyTree, metadata: dict[str, Any]) -> None:
     """Gives `variable` a value and metadata, and makes it part of the current trace."""
     variable.__setstate__(type(variable).from_metadata(value, metadata).__getstate__())

@@ -10,6 +10,7 @@ from flax import nnx
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, describe_value, message
+from distjax.flax.graph_cache import path_of
 
 
 class _Attribute(NamedTuple):
@@ -77,10 +78,8 @@ def require_no_traced_values(objects: Sequence[Any]) -> None:
 def _metadata(objects: Sequence[Any]) -> Iterator[_Attribute]:
     for path, node in nnx.iter_graph(tuple(objects)):
         if isinstance(node, nnx.Variable):
-            root = type(objects[int(str(path[0]))]).__name__
-            owner = ".".join([root, *map(str, path[1:])])
             for name, value in node.get_metadata().items():
-                yield _Attribute(owner, name, value)
+                yield _Attribute(path_of(objects, path), name, value)
 
 
 def _static_attributes(objects: Sequence[Any]) -> Iterator[_Attribute]:

@@ -34,13 +34,20 @@ def objects_placed_for(strategy: StrategyLike) -> list[Any]:
     return [node for node, owner in entries if node is not None and owner is strategy]
 
 
-def assign_strategy(objects: Sequence[Any], strategy: StrategyLike) -> None:
+def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bool) -> None:
     """Records that all modules in `objects` are placed for `strategy`.
+
+    Args:
+      objects: NNX objects.
+      strategy: the strategy.
+      is_known: whether their graph, as it is now, was used under `strategy` before: then the
+        records of the objects themselves speak for all modules in them.
 
     Raises:
       StrategyMismatchError: one was placed for another strategy; nothing is recorded.
     """
-    if all(strategy_of(node) is strategy for node in objects if isinstance(node, nnx.Pytree)):
+    own = [node for node in objects if isinstance(node, nnx.Pytree)]
+    if is_known and all(strategy_of(node) is strategy for node in own):
         return
     nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
     for node in (*objects, *nodes):  # the user's own object is named first

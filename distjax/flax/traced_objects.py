@@ -17,8 +17,9 @@ from flax import nnx
 from distjax.context import frames
 from distjax.errors import UnsupportedError, message
 from distjax.flax import host_reads, metric_rules, rules, static_attributes, strategy_of
+from distjax.flax.graph_cache import path_of
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
-from distjax.flax.saved_state import SavedState, hold
+from distjax.flax.saved_state import SavedState, set_in_trace
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.arguments import is_array
 from distjax.replica.replica_context import ReplicaContext
@@ -103,7 +104,7 @@ class TracedNNXObjects:
         bare = {}
         for variable, value, path in zip(self._variables, values, paths, strict=True):
             if isinstance(variable, nnx.Variable):
-                hold(variable, value, host_reads.metadata_without(variable))
+                set_in_trace(variable, value, host_reads.metadata_without(variable))
             else:
                 bare[tuple(path)] = value
         for path, node in self._nodes.items():
@@ -160,7 +161,7 @@ class TracedNNXObjects:
         for number, (end, entry) in enumerate(zip(ends, places, strict=True)):
             if same[number] and number not in keep_all and _metric_of(entry) not in combined:
                 continue
-            finals[number], is_shard = self._hand_over(end)
+            finals[number], is_shard = self._as_shard(end)
             if is_shard:
                 shards.add(number)
         ends = tuple(End(entry, i) for i, entry in enumerate(self._plan.entries))
@@ -175,14 +176,10 @@ class TracedNNXObjects:
             i for i, (_, combine) in enumerate(self._plan.metrics) if callable(combine)
         } & changed
 
-    def _hand_over(self, value: PyTree) -> tuple[Any, bool]:
+    def _as_shard(self, value: PyTree) -> tuple[Any, bool]:
         state = frames.current().state
         held = state.shard_of(value) if self._in_replica and state is not None else None
         return (value, False) if held is None else (held[0], True)
-
-    def _name(self, path: Sequence[Any]) -> str:
-        root = type(self._objects[int(str(path[0]))]).__name__
-        return ".".join([root, *map(str, path[1:])])
 
     def _collect_graph(
         self,
@@ -204,7 +201,7 @@ class TracedNNXObjects:
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
             origin = known.get(id(variable))
             known_entry = None if origin is None else self._plan.entries[origin]
-            name = known_entry.path if known_entry else self._name(path)
+            name = known_entry.path if known_entry else path_of(self._objects, path)
             metric = known_entry.metric if known_entry else None
             entry = make_entry(strategy, variable, name, leaves, treedef, metric)
             is_changed = origin is None or not self._is_unchanged(origin, leaves, treedef)

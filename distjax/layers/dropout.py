@@ -73,15 +73,15 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
 
 
 def _with_own_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
-    return _with_shared_mask(frames.current().replica_context.fold_in(key), rate, x)
+    return _drop(frames.current().replica_context.fold_in(key), rate, x)
 
 
 def _with_one_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     with expect("dropout(..., synchronized=True)"):
-        return _with_shared_mask(key, rate, x)
+        return _drop(key, rate, x)
 
 
-def _with_shared_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
+def _drop(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x)).astype(x.dtype)

@@ -65,8 +65,9 @@ def in_order(grads_and_vars: Iterable[Any], variables: Sequence[Variable]) -> li
         gradient that is None or of the wrong shape.
     """
     grads: dict[Variable, Any] = {}
+    known = set(variables)
     for gradient, variable in _flat_pairs(grads_and_vars):
-        if variable in grads or not any(variable is v for v in variables):
+        if variable in grads or variable not in known:
             raise ValueError(_misplaced_text(variable, variable in grads, variables))
         _require_shape(gradient, variable)
         grads[variable] = gradient

@@ -120,6 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.replicas < 1 or GLOBAL_EPISODES % options.replicas:
         parser.error(f"--replicas {options.replicas} does not divide {GLOBAL_EPISODES} episodes")
+    if options.steps < 1:
+        parser.error("--steps needs to be 1 or more")
     jax.config.update("jax_num_cpu_devices", options.replicas)  # no effect on other platforms
     strategy = STRATEGIES[options.strategy](options.replicas)
     with strategy.scope():

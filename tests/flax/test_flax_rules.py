@@ -343,6 +343,16 @@ def test_a_function_combines_all_state_where_only_some_changed(pair, restructure
     assert (float(metric.value[...]), float(metric.low[...])) == (VALUES.max(), -4)
 
 
+@pytest.mark.parametrize("combine", [lambda parts: {}, lambda parts: parts["value"].max(0)])
+def test_a_combination_without_a_value_for_each_name_is_refused(pair, combine):
+    class Mine(Largest):
+        pass
+
+    dj.flax.register_metric(Mine, combine)
+    with pytest.raises(ValueError, match="^the combine function of Mine needs to return the whole"):
+        updated(pair, Mine())
+
+
 def test_a_metric_that_a_step_makes_is_refused(mirrored):
     def make(box, x):
         box.metric = nnx.metrics.Average()

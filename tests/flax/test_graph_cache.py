@@ -170,3 +170,34 @@ def test_objects_die_with_the_user():
     gc.collect()
     assert module() is None
     assert array() is None
+
+
+def test_what_a_static_attribute_closes_over_dies_with_its_module():
+    strategy, refs = dj.VirtualStrategy(2), []
+
+    class Held:
+        """Something that a static attribute refers to."""
+
+    def place():
+        held = Held()
+        refs.append(weakref.ref(held))
+        with strategy.scope():
+            dj.flax.place(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), lambda x, _=held: x))
+
+    for _ in range(3):
+        place()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_equal_modules_that_die_between_calls_share_one_trace():
+    strategy, traces = dj.VirtualStrategy(2), []
+
+    def step(model):
+        traces.append(1)
+        return model(jnp.ones((1, 2)))
+
+    for seed in range(3):
+        strategy.run(step, args=(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)),))
+        gc.collect()
+    assert len(traces) == 1

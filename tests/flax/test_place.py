@@ -9,7 +9,7 @@ from flax import nnx
 
 import distjax as dj
 from distjax.errors import StrategyMismatchError
-from distjax.flax.create import initialiser
+from distjax.flax.create import make_initializer
 from tests.flax.image_loop import Classifier, values
 
 PLACES = {
@@ -69,7 +69,7 @@ def test_each_type_lives_where_the_strategy_puts_it():
 def test_creation_compiles_to_a_shard_on_each_device():
     strategy = dj.ShardedStrategy(partition="parameters")
     make = lambda: nnx.Linear(1024, 512, use_bias=False, rngs=nnx.Rngs(0))
-    program, _ = initialiser(make, strategy)
+    program, _ = make_initializer(make, strategy)
     analysis = program.lower().compile().memory_analysis()
     table = 8 * 16  # one pointer for each output
     assert analysis.output_size_in_bytes <= 1024 * 512 * 4 / 8 + table
@@ -103,6 +103,21 @@ def test_a_module_of_another_strategy(pair):
     with pair.scope(), pytest.raises(StrategyMismatchError, match=text):
         dj.flax.place(model)
     assert other.run(lambda m: m.bias[...], args=(model,)).shape == (4,)
+
+
+def test_a_part_of_another_strategy_that_a_module_gains_later(pair):
+    """Whatever the module was placed for before."""
+    model, head = nnx.List([nnx.Linear(2, 4, rngs=nnx.Rngs(0))]), nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+    step = lambda model: sum(layer.bias[...].sum() for layer in model)
+    pair.run(step, args=(model,))
+    with dj.VirtualStrategy(3).scope():
+        dj.flax.place(head)
+    model.append(head)
+    for _ in range(2):
+        with pytest.raises(StrategyMismatchError, match="Linear needs to be placed for"):
+            pair.run(step, args=(model,))
+    model.pop()
+    pair.run(step, args=(model,))
 
 
 def test_nothing_to_place(pair):

@@ -274,8 +274,21 @@ def key_impl(dtype: DTypeLike) -> str:
 
 def another_handle(array: jax.Array) -> jax.Array:
     """Returns a new array object over the same buffers."""
-    shards = [s.data for s in array.addressable_shards]
+    shards = [s.data for s in shards_of(array)]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def shards_of(array: jax.Array) -> Sequence[Any]:
+    """Returns this process's shards of an array, or those of a copy.
+
+    Before JAX 0.12, an interrupt while an array is taken apart for the first time leaves it with
+    some of its shards for ever. A program that copies it still sees all.
+    """
+    shards = array.addressable_shards
+    is_whole = len(shards) == len(array.sharding.addressable_devices)
+    if is_whole or not array.is_fully_addressable:  # a copy would be a program of all processes
+        return shards
+    return jax.numpy.copy(array).addressable_shards
 
 
 def is_device_mismatch(error: Exception) -> bool:

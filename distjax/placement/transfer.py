@@ -95,7 +95,7 @@ def local_rows(stacked: jax.Array, topology: Topology) -> dict[int, Any]:
     moves between devices.
     """
     rows: dict[int, Any] = {}
-    for shard in stacked.addressable_shards:
+    for shard in jax_compat.shards_of(stacked):
         first, *rest = shard.index
         is_whole = all(_covers(s, size) for s, size in zip(rest, stacked.shape[1:], strict=True))
         for offset in range(shard.data.shape[0]) if is_whole else ():

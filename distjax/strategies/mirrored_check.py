@@ -124,7 +124,7 @@ def _processes_text(joined: Job, name: str, pair: tuple[int, int]) -> str:
 def _copies(array: jax.Array) -> Iterator[_Copy]:
     if jax_compat.is_key_dtype(array.dtype):
         array = jax.random.key_data(array)
-    for shard in sorted(array.addressable_shards, key=lambda s: s.device.id):
+    for shard in sorted(jax_compat.shards_of(array), key=lambda s: s.device.id):
         yield _Copy(shard.device, shard.index, np.asarray(shard.data))
 
 

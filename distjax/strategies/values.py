@@ -143,7 +143,7 @@ def split(topology: Topology, array: PyTree, varying: bool) -> tuple[jax.Array, 
         return tuple(array[i] for i in range(count)) if varying else (array,) * count
     if not varying and not array.is_fully_replicated:  # one value, however it is laid out
         return (array,) * count
-    shards = {s.device: s.data for s in array.addressable_shards}
+    shards = {s.device: s.data for s in jax_compat.shards_of(array)}
     local = [shards[d] for d in topology.devices if d in shards]
     if len(local) != count:
         return (array,) * count
@@ -169,7 +169,7 @@ def _local_slices(topology: Topology, stacked: jax.Array) -> tuple[jax.Array, ..
 def _local_copies(topology: Topology, array: jax.Array) -> tuple[jax.Array, ...]:
     if topology.model_axes or not array.is_fully_replicated:  # one value, however it is laid out
         return (array,) * len(topology.local_replicas)
-    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    shards = {shard.device: shard.data for shard in jax_compat.shards_of(array)}
     return tuple(shards[device] for device in topology.local_devices)
 
 

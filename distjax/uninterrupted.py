@@ -72,13 +72,7 @@ class UninterruptedCalls:
         """Returns ``fn()``; a signal raises either before it begins or after it is done."""
         self._prepare()
         call = _Call(fn, self._one_at_a_time)
-        try:
-            self._submit(call)
-            return call.result()
-        except BaseException:
-            if not call.cancel():
-                call.wait()
-            raise
+        return _complete(call, lambda: self._submit(call))
 
     def _submit(self, call: _Call[T]) -> None:
         if self._thread is None:
@@ -147,6 +141,17 @@ class _Call(Generic[T]):
             del error  # else error, traceback and this frame keep each other alive
 
 
+def _complete(call: _Call[T], start: Callable[[], None]) -> T:
+    """Starts a call and returns its result; a signal cancels it, or waits for its end."""
+    try:
+        start()
+        return call.result()
+    except BaseException:
+        if not call.cancel():
+            call.wait()
+        raise
+
+
 def call_uninterrupted(fn: Callable[[], T]) -> T:
     """Returns ``fn()``, run in this context on a thread that receives no signals.
 
@@ -154,13 +159,7 @@ def call_uninterrupted(fn: Callable[[], T]) -> T:
     """
     context = contextvars.copy_context()
     call = _Call(lambda: context.run(fn), threading.Lock())
-    try:
-        threading.Thread(target=call.run, name="distjax-call").start()
-        return call.result()
-    except BaseException:
-        if not call.cancel():
-            call.wait()
-        raise
+    return _complete(call, threading.Thread(target=call.run, name="distjax-call").start)
 
 
 def find_interrupt(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ import jax
 
 from distjax import jax_compat, user_mesh
 from distjax.cluster.agreement import agree
-from distjax.cluster.facts import ComparedFact
+from distjax.cluster.facts import ComparedFact, describe_structure
 from distjax.cluster.job import job
 from distjax.cluster.ledger import Launch, ledger
 from distjax.collectives.throttle import is_throttled, make_token, throttle
@@ -41,7 +41,7 @@ def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -
     leaves, treedef = jax.tree.flatten(arrays)
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     shown = ", ".join(map(str, static))  # topologies, modes, axes: none prints a memory address
-    what = f"{fn.__name__}({shown}) of {shapes} in {treedef}"
+    what = f"{fn.__name__}({shown}) of {shapes} in {describe_structure(treedef)}"
     occasion = "an operation over the replicas of several processes"
     facts = [ComparedFact(occasion, what)]
     agree(occasion, facts, known_by=facts)

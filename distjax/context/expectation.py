@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from contextvars import ContextVar, Token
+import threading
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,9 +24,9 @@ _MISSING = object()
 _NOTHING_DIFFERS = "_nothing_differs"
 _SCOPE = re.compile(r"distjax_expect_(\d+)")
 
-_reasons: ContextVar[tuple[str, ...]] = ContextVar("distjax_expected", default=())
-#: Every reason given to a block, with the number that its operations carry in their scope name.
-_numbers: dict[str, int] = {}
+#: Every reason given to a block; its operations carry the index in their scope name.
+_known: list[str] = []
+_one_at_a_time = threading.Lock()
 
 
 class Expected:
@@ -36,15 +37,14 @@ class Expected:
 
     def __init__(self, reason: str, differs: PyTree = _MISSING):
         self.reason, self.differs = reason, differs
-        self._entered: list[tuple[Token[tuple[str, ...]], Any]] = []
 
     def __enter__(self) -> Expected:
-        number = _numbers.setdefault(self.reason, len(_numbers))
+        number = _number_of(self.reason)
         is_traced = jax_compat.tracing()
         name = f"distjax_expect_{number}{_NOTHING_DIFFERS if self._says_equal() else ''}"
         scope = jax.named_scope(name) if is_traced else contextlib.nullcontext()
         scope.__enter__()
-        self._entered.append((_reasons.set((*_reasons.get(), self.reason)), scope))
+        _blocks.set((*_blocks.get(), _Block(self, scope)))
         return self
 
     def _says_equal(self) -> bool:
@@ -56,12 +56,32 @@ class Expected:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        token, scope = self._entered.pop()
-        _reasons.reset(token)
-        scope.__exit__(kind, error, traceback)
+        blocks = _blocks.get()
+        own = next((b for b in reversed(blocks) if b.expected is self), None)
+        if own is not None:  # a generator may be closed in another thread than it began
+            _blocks.set(tuple(b for b in blocks if b is not own))
+            own.scope.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
         return f"dj.expect({self.reason!r})"
+
+
+class _Block(NamedTuple):
+    """One entry of an `Expected`, with the named scope that it opened."""
+
+    expected: Expected
+    scope: Any
+
+
+#: The blocks that this thread is in, outermost first.
+_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("distjax_expected", default=())
+
+
+def _number_of(reason: str) -> int:
+    with _one_at_a_time:
+        if reason not in _known:
+            _known.append(reason)
+        return _known.index(reason)
 
 
 class _Nameless:
@@ -163,7 +183,7 @@ def _is_expected(value: object) -> bool:
 def reason_in(names: str) -> str | None:
     """Returns the innermost `dj.expect` reason in a scope path "a/b/c", or None."""
     found = _SCOPE.findall(names)
-    return list(_numbers)[int(found[-1])] if found else None
+    return _known[int(found[-1])] if found else None
 
 
 def says_equal(names: str) -> bool:
@@ -173,5 +193,5 @@ def says_equal(names: str) -> bool:
 
 def current_reason() -> str | None:
     """Returns the reason of the innermost active `dj.expect` block, or None."""
-    reasons = _reasons.get()
-    return reasons[-1] if reasons else None
+    blocks = _blocks.get()
+    return blocks[-1].expected.reason if blocks else None

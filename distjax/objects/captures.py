@@ -42,7 +42,7 @@ def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[
     """
     found: list[Any] = []
     seen: set[int] = set()
-    # Breadth first, so that an object reached by two paths is searched as deep as possible.
+    # Breadth first, so that what is near is found before the limit of depth cuts a longer path.
     queue = collections.deque((root, 0) for root in roots)
     while queue:
         value, depth = queue.popleft()

@@ -277,7 +277,7 @@ def require_axis_name(axis_name: object, fix: str = "MirroredStrategy(axis_name=
 def _as_axes(model_axes: object) -> dict[str, int]:
     axes = model_axes or {}
     if isinstance(axes, Mapping) and all(
-        isinstance(name, str) and isinstance(size, (int, np.integer)) for name, size in axes.items()
+        isinstance(name, str) and is_int(size) for name, size in axes.items()
     ):
         return dict(axes)
     raise ValueError(

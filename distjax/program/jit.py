@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,13 +31,12 @@ from distjax.program.error_notes import add_argument_note, explain_devices
 from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
 from distjax.replica.arguments import (
-    Static,
     as_static,
     function_name,
     positional_names,
     require_callable,
 )
-from distjax.replica.static import unmark
+from distjax.replica.static import is_module, unmark
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_mesh import NO_MESH
@@ -152,8 +152,9 @@ class CompiledFunction:
         if instance is None:
             return self
         bridge = active_bridge()
-        is_argument = bridge is not None and bridge.is_stateful(instance)
-        return functools.partial(self, instance if is_argument else Static(instance))
+        is_stateful = bridge is not None and bridge.is_stateful(instance)
+        is_argument = is_stateful or is_module(instance)
+        return functools.partial(self, instance if is_argument else as_static(instance, "self"))
 
     def _program(self, frame: Frame) -> Program:
         key = (frame.strategy, frame.replica_context is None, frame.in_update)
@@ -227,7 +228,7 @@ class JitStep:
 
     def frame(self, state: TraceState) -> Frame:
         """Returns the frame of the call, with variables in `state`."""
-        return dataclasses.replace(self._frame, state=state)
+        return dataclasses.replace(frames.current(), state=state)
 
     def emit(self, state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in the global view."""
@@ -308,22 +309,30 @@ def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple
     """Returns the positions of the arguments to donate, with negative ones resolved.
 
     Raises:
-      ValueError: one is not an int, or is negative and out of range.
+      ValueError: one is not an int, or is out of range.
     """
-    numbers = as_numbers(given, "donate_argnums")
-    if all(n >= 0 for n in numbers):
-        return numbers
-    names = positional_names(fn)
-    if min(numbers) < -len(names):
+    numbers, names = as_numbers(given, "donate_argnums"), positional_names(fn)
+    unknown = [n for n in numbers if not -len(names) <= n < _most_arguments(fn)]
+    if unknown:
         raise ValueError(
             message(
                 f"jit: donate_argnums needs numbers of parameters of {function_name(fn)}",
-                got=f"{min(numbers)}; its positional parameters are {names}",
-                why="a negative number is counted from the last of them",
+                got=f"{unknown}; its positional parameters are {names}",
+                why="an argument is donated by the position of its parameter; a negative number is "
+                "counted from the last of them",
                 fix="dj.jit(fn, donate_argnums=(0,))",
             )
         )
     return tuple(n % len(names) if n < 0 else n for n in numbers)
+
+
+def _most_arguments(fn: Callable[..., Any]) -> float:
+    """Returns how many positional arguments ``fn`` may take; infinite if unknown."""
+    try:
+        kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        return math.inf
+    return math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(positional_names(fn))
 
 
 def as_numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:

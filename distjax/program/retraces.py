@@ -45,6 +45,7 @@ class RetraceWatch:
         if self._count < self._warn_at:
             return
         self._warn_at *= 2
+        ordinal = f"{self._count}{'nd' if self._count == 32 else 'th'}"
         changed = [
             f"{path}: {before.get(path, 'absent')} -> {now}"
             for path, now in self._last.items()
@@ -52,7 +53,7 @@ class RetraceWatch:
         ]
         warnings.warn(
             message(
-                f"{self._name} is compiled for the {self._count}th time and needs arguments of "
+                f"{self._name} is compiled for the {ordinal} time and needs arguments of "
                 "steady shape",
                 got=f"a change of {'; '.join(changed[:4]) or 'the tree of arguments'}",
                 why="each new shape, dtype or Python value is a program of its own",
@@ -70,7 +71,7 @@ class FreshFunctionCounter:
     """
 
     def __init__(self) -> None:
-        self._rows = FunctionCache(lambda _: _Streak())
+        self._streaks = FunctionCache(lambda _: _Streak())
 
     def record(self, fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
         """Records a new function; warns at the 8th, 16th, 32nd, ... in a row.
@@ -85,7 +86,7 @@ class FreshFunctionCounter:
         code = _code_of(fn)
         if code is None:
             return lambda: None
-        streak: _Streak = self._rows.get(code)
+        streak: _Streak = self._streaks.get(code)
         streak.add(strategy)
         if streak.count == streak.warn_at:
             streak.warn_at *= 2

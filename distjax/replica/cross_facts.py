@@ -73,7 +73,7 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
 # -- between two runs ----------------------------------------------------------
 
 #: Tags that are carried over to other functions: of reductions, and of values not to be reduced.
-_TOLD = frozenset(
+_CARRIED = frozenset(
     "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
     "grad".split()
 )
@@ -93,7 +93,7 @@ def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
 
 
 def _remember(array: PyTree, fact: Fact) -> None:
-    tags = frozenset((name, _without_trace(held)) for name, held in fact.tags if name in _TOLD)
+    tags = frozenset((name, _without_trace(held)) for name, held in fact.tags if name in _CARRIED)
     if tags and isinstance(array, jax.Array):
         key = id(array)
         reference = weakref.ref(array, lambda _: _known.pop(key, None))

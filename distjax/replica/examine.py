@@ -99,9 +99,9 @@ def examine(
 
 
 def _of_argument(index: int, value: GlobalValue) -> Fact:
-    told = (recall(value.array) or EQUAL)._replace(differs=value.varying)
-    is_plain = not (value.varying or told.tags)
-    return told.having(base=f"argument {index}") if is_plain else told
+    known = (recall(value.array) or EQUAL)._replace(differs=value.varying)
+    is_plain = not (value.varying or known.tags)
+    return known.having(base=f"argument {index}") if is_plain else known
 
 
 def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:

@@ -225,7 +225,7 @@ def _tell_findings(
         ends = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
         why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
         observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
-    outvars = traced.jaxpr.outvars[: len(results)] if env else []
+    outvars = traced.jaxpr.outvars[: len(results)] if topology.num_replicas > 1 else []
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
     if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
         inputs = [env[v] for v in traced.jaxpr.invars]

@@ -297,8 +297,8 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
 
     with frames.without_observer():
         jaxpr, _ = inner_traces.trace_jaxpr(trace, ())
-    zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
-    zeros = jax.tree.unflatten(found[0], zeros)
+    avals: list[Any] = [v.aval for v in jaxpr.outvars]
+    zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
     return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}
 
 

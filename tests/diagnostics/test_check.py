@@ -1,6 +1,8 @@
 """dj.check lists what is probably wrong; dj.expect says once why it is meant."""
 
+import concurrent.futures
 import functools
+import threading
 import warnings
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
+from distjax.context.expectation import current_reason
 from distjax.errors import CheckError, ContextError, LocalityWarning
 from tests.diagnostics.lines import line_of
 from tests.replicas import ids, local
@@ -162,6 +165,32 @@ def test_the_reference_takes_the_wrapper_too():
     reference = dj.testing.ReferenceStrategy(2)
     out = reference.run(lambda p: p["w"], args=(dj.expect(REASON, differs=start()),))
     assert [x.tolist() for x in reference.local_results(out)] == [[1, 1], [1, 1]]
+
+
+def test_a_block_can_be_entered_by_several_threads_in_any_order():
+    block = dj.expect(REASON)
+    in_turn = [threading.Event() for _ in range(3)]
+    found = []
+
+    def first():
+        with block:
+            in_turn[0].set()
+            assert in_turn[1].wait(60)
+        found.append(current_reason())
+        in_turn[2].set()
+
+    def second():
+        assert in_turn[0].wait(60)
+        with block:
+            in_turn[1].set()
+            assert in_turn[2].wait(60)
+            found.append(current_reason())
+        found.append(current_reason())
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(first), threads.submit(second)]:
+            done.result()
+    assert found == [None, REASON, None]
 
 
 def test_a_block_silences_what_is_found_in_it(pair):

@@ -1,11 +1,14 @@
 """The compiled program: effects, exceptions, results, arguments from elsewhere."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.context import frames
 from distjax.errors import LocalityError
 from tests.replicas import ids, local, per_replica
 
@@ -240,3 +243,31 @@ def test_a_compiled_method_may_call_another():
             return self.scaled(x) + 1
 
     assert float(Model().step(jnp.float32(3))) == 7.0
+
+
+def test_a_method_of_an_object_that_is_not_hashable_is_refused():
+    """It would be found again by identity, with its former numbers in the program."""
+
+    @dataclasses.dataclass
+    class Model:
+        scale: float
+
+        @dj.jit
+        def scaled(self, x):
+            return x * self.scale
+
+    with pytest.raises(ValueError, match="^argument self needs an array, a number or a hashable"):
+        Model(2.0).scaled(jnp.float32(3))
+
+
+def test_each_trace_has_the_context_of_its_own_call(pair):
+    """A function that is traced again under another `colocate_vars_with` sees that one."""
+    beside = [make(pair, 0.0), make(pair, 0.0)]
+    seen = []
+    fn = dj.jit(lambda x: (seen.append(frames.current().colocate_with), x)[1])
+    with pair.scope():
+        for size, variable in enumerate(beside, 1):
+            with pair.extended.colocate_vars_with(variable):
+                fn(jnp.ones(size))
+        fn(jnp.ones(3))
+    assert [beside.index(v) if v is not None else None for v in seen] == [0, 1, None]

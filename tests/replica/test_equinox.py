@@ -187,3 +187,19 @@ def test_a_function_of_filter_jit_as_the_step(pair, eqx):
     linear = eqx.nn.Linear(3, 2, key=KEY)
     out = pair.run(eqx.filter_jit(lambda model, x: model(x)), args=(linear, jnp.ones(3)))
     np.testing.assert_allclose(out, linear(jnp.ones(3)), rtol=1e-5)
+
+
+def test_a_compiled_method_takes_its_module_as_an_argument(eqx):
+    calls = []
+
+    class Model(eqx.Module):
+        w: jax.Array
+        scale: float
+
+        @dj.jit
+        def scaled(self, x):
+            calls.append(self.scale)
+            return self.w * self.scale * x
+
+    assert [float(Model(jnp.float32(w), 2.0).scaled(3.0)) for w in (1, 2, 3)] == [6, 12, 18]
+    assert calls == [2.0]

@@ -326,7 +326,10 @@ def test_a_function_compiled_again_and_again_warns(pair):
     with pytest.warns(RecompilationWarning, match="is compiled for the 8th time") as caught:
         for size in range(1, 9):
             pair.run(fn, args=(np.ones(size, np.float32),))
+        for size in range(9, 33):
+            pair.run(fn, args=(np.ones(size, np.float32),))
     assert "float32[7] -> float32[8]" in str(caught[0].message)
+    assert [str(c.message).split()[5] for c in caught] == ["8th", "16th", "32nd"]
 
 
 def test_one_function_under_two_strategies_of_the_same_shape():

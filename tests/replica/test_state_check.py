@@ -134,3 +134,9 @@ def test_state_that_differs_is_found_beside_other_state_that_is_equal(pair):
 
     with pytest.warns(LocalityWarning, match=r"differ per replica at params\['w'\]"):
         pair.run(step, args=({"w": jnp.ones(2)}, {"w": jnp.ones(2)}, ids(pair)))
+
+
+def test_a_function_of_nothing_returns_numbers_of_the_code(pair):
+    assert pair.run(lambda: (jnp.float32(1), None))[0] == 1
+    out = pair.run(lambda: jnp.float32(2))
+    assert out == 2

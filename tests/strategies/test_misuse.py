@@ -87,7 +87,7 @@ def test_an_axis_name_that_is_no_string(make, name):
     refused(ValueError, "axis_name needs a string.", lambda: make(axis_name=name))
 
 
-@pytest.mark.parametrize("axes", [["model"], {"model": "two"}, {1: 2}, 2])
+@pytest.mark.parametrize("axes", [["model"], {"model": "two"}, {"model": True}, {1: 2}, 2])
 def test_model_axes_that_are_no_sizes(axes):
     text = "model_axes needs a dict from names to sizes."
     refused(ValueError, text, lambda: dj.MirroredStrategy(model_axes=axes))

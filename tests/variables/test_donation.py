@@ -269,7 +269,18 @@ def test_a_negative_number_counts_from_the_last(pair, jit):
     assert v.value.tolist() == [1] * 4
     with pytest.raises(ValueError, match="donate_argnums needs numbers of parameters of") as error:
         (dj.jit if jit == "dj.jit" else pair.jit)(lambda x, y: x, donate_argnums=(0, -3))
-    assert "-3; its positional parameters are ['x', 'y']" in str(error.value)
+    assert "[-3]; its positional parameters are ['x', 'y']" in str(error.value)
+
+
+@pytest.mark.parametrize("jit", ["dj.jit", "strategy.jit"])
+def test_a_number_beyond_the_parameters_is_refused_as_by_jax(pair, jit):
+    jit = dj.jit if jit == "dj.jit" else pair.jit
+    for wrap in (jax.jit, jit):
+        with pytest.raises(ValueError, match="donate_argnums") as error:
+            wrap(lambda x, *, y=1: x, donate_argnums=(0, 1))
+    assert "[1]; its positional parameters are ['x']" in str(error.value)
+    for wrap in (jax.jit, jit):  # more may come
+        assert wrap(lambda x, *rest: x, donate_argnums=5)(jnp.ones(1)).tolist() == [1]
 
 
 def test_an_argument_that_was_donated_before_is_refused(pair):

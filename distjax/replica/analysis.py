@@ -211,7 +211,7 @@ class Analysis:
                 "at the collective, and the others wait for ever",
                 fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0; or move "
                 f"{what} out of the {construct} and select afterwards with jnp.where; or, for "
-                "a counter that dj.pmap takes, in_axes=None",
+                f"a counter that dj.pmap takes, in_axes=None{_read_before(what, construct)}",
             )
         )
 
@@ -224,6 +224,16 @@ class Analysis:
             if eqn.primitive.name != "shard_map":
                 for sub in sub_jaxprs(eqn):
                     yield from self.collectives(sub)
+
+
+def _read_before(collective: str, construct: str) -> str:
+    """Returns the fix for a collective that a read of a variable may be, else nothing."""
+    if collective != "all_gather":
+        return ""
+    return (
+        "; a variable that is split over the replicas is gathered where it is read: "
+        f"value = v.value before the {construct}"
+    )
 
 
 def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:

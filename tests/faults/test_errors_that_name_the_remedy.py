@@ -1,11 +1,14 @@
 """Errors name what the user has to look at: the other method, the variable."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.errors import ContextError
+from distjax.errors import ContextError, DivergenceError
 from tests.faults.four_parts import fix_of
+from tests.replicas import ids, local
 
 
 def test_gather_in_a_replica_names_all_gather(pair):
@@ -26,3 +29,21 @@ def test_a_second_creation_names_the_variable(pair, how):
     with pytest.raises(ContextError) as caught:
         call(jnp.ones(3))
     assert "'offset'" in str(caught.value)
+
+
+def test_a_split_variable_read_in_a_branch_that_differs_is_to_be_read_before():
+    strategy = dj.ShardedStrategy(jax.devices()[:2], partition="parameters")
+    with strategy.scope():
+        v = dj.Variable(np.ones(4, np.float32), name="v")
+
+    def read_in_branch(x):
+        return jax.lax.cond(x > 0, lambda: v.value.sum(), lambda: x)
+
+    def read_before(x):
+        value = v.value
+        return jax.lax.cond(x > 0, lambda: value.sum(), lambda: x)
+
+    with pytest.raises(DivergenceError) as caught:
+        strategy.run(read_in_branch, args=(ids(strategy),))
+    assert "value = v.value before the cond" in fix_of(caught.value)
+    assert local(strategy, strategy.run(read_before, args=(ids(strategy),))) == [0, 4]

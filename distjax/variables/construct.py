@@ -95,14 +95,20 @@ def make_variable(
         state.creations.remembered.append(variable)
     else:
         state.creations.collect(variable, value)
-        if state.local_view:  # replica 0's value wins, so all replicas start equal
-            topology = strategy.extended.topology
-            value = from_first_replica(value, frames.replica_axis(topology))
-            own_part = variable.layout.local_form.own_part
-            state.bind(variable, call_on_replica(own_part, topology, value))
-        else:
-            state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
+        _bind(state, variable, value)
     return variable
+
+
+def _bind(state: TraceState, variable: Variable, value: jax.Array) -> None:
+    """Gives a variable that a trace has made its initial value there."""
+    if not state.local_view:
+        state.bind(variable, jnp.broadcast_to(value, variable.global_shape))
+        return
+    topology = variable.strategy.extended.topology
+    # Replica 0's value wins, so all replicas start equal.
+    value = from_first_replica(value, frames.replica_axis(topology))
+    own_part = variable.layout.local_form.own_part
+    state.bind(variable, call_on_replica(own_part, topology, value))
 
 
 def copy_variable(variable: StoredVariable) -> Variable:

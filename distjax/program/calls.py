@@ -95,7 +95,7 @@ def start(
                 raise
         finally:
             stepped.is_starting = False
-    if spec.is_throttled:
+    if spec.is_throttled:  # what `throttle` does, without its calls: most launches are only counted
         number = count_launch()
         if number == 0 or awaiting or build.is_in_job:
             record_end(end_of(returned), number)

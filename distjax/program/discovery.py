@@ -47,6 +47,7 @@ class Discovered:
 
     def __init__(
         self,
+        name: str,
         jaxpr: jax_compat.Jaxpr,
         consts: list[Any],
         signature: tuple[Any, ...],
@@ -56,6 +57,7 @@ class Discovered:
         log: CreationLog,
         facts: Sequence[Fact | None],
     ):
+        self._name = name
         self._consts, self._signature = consts, signature
         self._partitioned, self._forms = partitioned, forms
         self._log = log
@@ -109,7 +111,7 @@ class Discovered:
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
         """Returns the array results, their form, and the new values of written variables."""
         inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
-        outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
+        outs = jax_compat.call_jaxpr(self._jaxpr, self._consts, inputs, self._name)
         num_results = len(self._forms)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         arrays = [
@@ -152,7 +154,7 @@ class Discovered:
         part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
 
         def initial(arrays: Sequence[Any]) -> list[Any]:
-            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
+            values = jax_compat.call_jaxpr(part, self._consts, arrays, self._name)
             return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
 
         shardings = [v.sharding if v.size else None for v in variables]
@@ -225,7 +227,8 @@ def discover(
     finally:
         log.close()
     error = found.pop("error", None)
-    discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
+    signature = signature_of((args, kwargs))
+    discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
     # The user may hold a created variable, behind a guard. If anything raises from here on, the
     # next trace that meets the variable can still initialize it.
     for variable in discovered.created:

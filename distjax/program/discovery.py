@@ -39,6 +39,7 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
+      name: what the program is called in what JAX and XLA tell of it.
       reads: variables whose initial value is needed.
       writes: variables that are written.
       created: variables that were created, not yet initialized.
@@ -57,7 +58,7 @@ class Discovered:
         log: CreationLog,
         facts: Sequence[Fact | None],
     ):
-        self._name = name
+        self.name = name
         self._consts, self._signature = consts, signature
         self._partitioned, self._forms = partitioned, forms
         self._log = log
@@ -111,7 +112,7 @@ class Discovered:
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
         """Returns the array results, their form, and the new values of written variables."""
         inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
-        outs = jax_compat.call_jaxpr(self._jaxpr, self._consts, inputs, self._name)
+        outs = jax_compat.call_jaxpr(self._jaxpr, self._consts, inputs, self.name)
         num_results = len(self._forms)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         arrays = [
@@ -154,7 +155,7 @@ class Discovered:
         part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
 
         def initial(arrays: Sequence[Any]) -> list[Any]:
-            values = jax_compat.call_jaxpr(part, self._consts, arrays, self._name)
+            values = jax_compat.call_jaxpr(part, self._consts, arrays, self.name)
             return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
 
         shardings = [v.sharding if v.size else None for v in variables]
@@ -228,7 +229,8 @@ def discover(
         log.close()
     error = found.pop("error", None)
     signature = signature_of((args, kwargs))
-    discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
+    name = step.name.rsplit(".", 1)[-1]
+    discovered = Discovered(name, jaxpr, consts, signature, log=log, **found)
     # The user may hold a created variable, behind a guard. If anything raises from here on, the
     # next trace that meets the variable can still initialize it.
     for variable in discovered.created:

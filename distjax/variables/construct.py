@@ -57,6 +57,8 @@ def make_variable(
     state = frames.current().state
     if isinstance(initial_value, Variable):
         initial_value = initial_value.value
+    elif getattr(initial_value, "__jax_array__", None) is not None:
+        initial_value = initial_value.__jax_array__()  # an array, even if callable as Flax's are
     make_initial = _initializer(initial_value, dtype, name)
     value: Any = None
     if state is None:

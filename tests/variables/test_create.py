@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import distjax as dj
 from distjax.errors import ContextError, LocalityError, StrategyMismatchError, TraceLeakError
@@ -170,6 +171,7 @@ INITIAL_VALUES = {
     "jax": (lambda: jnp.arange(3, dtype=jnp.uint8), np.arange(3, dtype=np.uint8)),
     "bfloat16": (lambda: jnp.ones(2, jnp.bfloat16), np.ones(2, jnp.bfloat16)),
     "weak": (lambda: jnp.asarray(2.0), np.float32(2)),
+    "callable array": (lambda: nnx.Param(jnp.arange(3)), np.arange(3, dtype=np.int32)),
     "empty": (lambda: np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32)),
 }
 

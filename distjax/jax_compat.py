@@ -151,18 +151,13 @@ def call_jaxpr(
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in operands):
         return eval_jaxpr(jaxpr, consts, args)
     closed = new_jaxpr(jaxpr, (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
-    like, _ = open_jaxpr(jax.make_jaxpr(_identity)(np.int32(0)))
+    like, _ = open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x))(np.int32(0)))
     params = dict(like.eqns[0].params, jaxpr=jec.ClosedJaxpr(closed, ()), name=name)
     for key in ("in_shardings", "in_layouts", "donated_invars"):
         params[key] *= len(operands)
     for key in ("out_shardings", "out_layouts"):
         params[key] *= len(jaxpr.outvars)
     return list(like.eqns[0].primitive.bind(*operands, **params))
-
-
-@jax.jit
-def _identity(x: jax.Array) -> jax.Array:
-    return x
 
 
 def bind_equation(

@@ -76,3 +76,41 @@ def test_one_process_has_no_coordination_client():
 def test_the_line_that_first_used_a_backend_is_known():
     assert jax.devices()
     assert ".py:" in jax_compat.first_use_of_a_backend()
+
+
+# -- calling a traced jaxpr ------------------------------------------------------
+
+
+def _square_and_add():
+    """Code with a constant, as `call_jaxpr` takes it."""
+    table = jnp.arange(3.0)
+    return jax_compat.open_jaxpr(jax.make_jaxpr(lambda x: (x * x + table, x))(jnp.ones(3)))
+
+
+def test_a_staged_call_is_one_equation_of_the_traced_jaxpr():
+    jaxpr, consts = _square_and_add()
+    call = lambda x: jax_compat.call_jaxpr(jaxpr, consts, (x,), "square")
+    staged, _ = jax_compat.open_jaxpr(jax.make_jaxpr(call)(jnp.ones(3)))
+    (eqn,) = staged.eqns
+    assert eqn.primitive.name == "jit" and eqn.params["name"] == "square"
+    inner, _ = jax_compat.called_jaxpr(eqn)
+    assert [e.primitive.name for e in inner.eqns] == [e.primitive.name for e in jaxpr.eqns]
+    assert all(a is b for a, b in zip(inner.eqns, jaxpr.eqns, strict=True))  # not traced anew
+
+
+@pytest.mark.parametrize("way", ["eager", "jit", "disabled jit", "vmap", "grad", "jit of grad"])
+def test_a_call_gives_what_the_jaxpr_gives(way):
+    jaxpr, consts = _square_and_add()
+    call = lambda x: jax_compat.call_jaxpr(jaxpr, consts, (x,), "square")[0]
+    plain = lambda x: x * x + jnp.arange(3.0)
+    ways = {
+        "eager": lambda fn: fn,
+        "jit": jax.jit,
+        "disabled jit": jax.jit,
+        "vmap": jax.vmap,
+        "grad": lambda fn: jax.grad(lambda x: fn(x).sum()),
+        "jit of grad": lambda fn: jax.jit(jax.grad(lambda x: fn(x).sum())),
+    }
+    x = jnp.ones((2, 3)) if way == "vmap" else jnp.arange(3.0)
+    with jax.disable_jit(way == "disabled jit"):
+        np.testing.assert_array_equal(ways[way](call)(x), ways[way](plain)(x))

@@ -127,37 +127,12 @@ def new_jaxpr(
     """Returns a jaxpr built from equations of the jaxpr `like`."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     info = like.debug_info._replace(arg_names=None, result_paths=None)
-    atoms = list(constvars), list(invars), list(outvars)
-    return jec.Jaxpr(*atoms, list(eqns), effects, info, is_high=like.is_high)
+    return jec.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info)
 
 
 def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates `jaxpr` under whatever trace is current."""
     return core.eval_jaxpr(jaxpr, consts, *args)
-
-
-def call_jaxpr(
-    jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any], name: str
-) -> list[Any]:
-    """Evaluates `jaxpr`; where its operands are staged, as one call, whose code is not traced anew.
-
-    Args:
-      jaxpr: the code.
-      consts: values of its constvars.
-      args: values of its invars.
-      name: what the call is named in the compiled program.
-    """
-    operands = [*consts, *args]
-    if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in operands):
-        return eval_jaxpr(jaxpr, consts, args)
-    closed = new_jaxpr(jaxpr, (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
-    like, _ = open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x))(np.int32(0)))
-    params = dict(like.eqns[0].params, jaxpr=jec.ClosedJaxpr(closed, ()), name=name)
-    for key in ("in_shardings", "in_layouts", "donated_invars"):
-        params[key] *= len(operands)
-    for key in ("out_shardings", "out_layouts"):
-        params[key] *= len(jaxpr.outvars)
-    return list(like.eqns[0].primitive.bind(*operands, **params))
 
 
 def bind_equation(

@@ -39,7 +39,6 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
-      name: what the program is called in what JAX and XLA tell of it.
       reads: variables whose initial value is needed.
       writes: variables that are written.
       created: variables that were created, not yet initialized.
@@ -48,7 +47,6 @@ class Discovered:
 
     def __init__(
         self,
-        name: str,
         jaxpr: jax_compat.Jaxpr,
         consts: list[Any],
         signature: tuple[Any, ...],
@@ -58,7 +56,6 @@ class Discovered:
         log: CreationLog,
         facts: Sequence[Fact | None],
     ):
-        self.name = name
         self._consts, self._signature = consts, signature
         self._partitioned, self._forms = partitioned, forms
         self._log = log
@@ -112,7 +109,7 @@ class Discovered:
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
         """Returns the array results, their form, and the new values of written variables."""
         inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
-        outs = jax_compat.call_jaxpr(self._jaxpr, self._consts, inputs, self.name)
+        outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
         num_results = len(self._forms)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         arrays = [
@@ -155,7 +152,7 @@ class Discovered:
         part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
 
         def initial(arrays: Sequence[Any]) -> list[Any]:
-            values = jax_compat.call_jaxpr(part, self._consts, arrays, self.name)
+            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
             return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
 
         shardings = [v.sharding if v.size else None for v in variables]
@@ -228,9 +225,7 @@ def discover(
     finally:
         log.close()
     error = found.pop("error", None)
-    signature = signature_of((args, kwargs))
-    name = step.name.rsplit(".", 1)[-1]
-    discovered = Discovered(name, jaxpr, consts, signature, log=log, **found)
+    discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
     # The user may hold a created variable, behind a guard. If anything raises from here on, the
     # next trace that meets the variable can still initialize it.
     for variable in discovered.created:

@@ -27,7 +27,7 @@ class JaxprEmitter:
     def __init__(self, topology: Topology):
         self.topology = topology
         self.analysis = Analysis(topology.axis_name)
-        self._evaluate = _call
+        self._evaluate = jax_compat.eval_jaxpr
         if topology.mesh is None:
             self._evaluate = OneDevice(self.analysis, topology.num_replicas).evaluate
 
@@ -97,10 +97,6 @@ class JaxprEmitter:
             flags,
         )
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
-
-
-def _call(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return jax_compat.call_jaxpr(jaxpr, consts, args, jaxpr.debug_info.func_name)
 
 
 def read_atom(

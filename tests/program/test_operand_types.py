@@ -1,0 +1,93 @@
+"""What a program knows of its operands beyond shape and dtype: memory, explicit axes, no jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import distjax as dj
+
+
+@pytest.fixture
+def on_host():
+    """An array [8] in the memory of the host."""
+    sharding = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    return jax.device_put(jnp.arange(8.0), sharding)
+
+
+@pytest.fixture
+def explicit():
+    """An array [4, 4] split over an explicit axis, and its mesh."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    spec = NamedSharding(mesh, PartitionSpec("d"))
+    return jax.device_put(jnp.arange(16.0).reshape(4, 4), spec), mesh
+
+
+@pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
+def test_an_argument_in_host_memory_stays_there(on_host, donated):
+    """The wrong memory kind of a donated result aborts the process."""
+    out, more = dj.jit(lambda a, b: (a, b + 1), donate_argnums=donated)(on_host, jnp.float32(1))
+    assert out.sharding.memory_kind == "pinned_host" and float(more) == 2
+    np.testing.assert_array_equal(out, np.arange(8.0))
+
+
+def test_a_variable_in_host_memory_stays_there(on_host):
+    v, w = dj.Variable(on_host), dj.Variable(0.0)
+
+    @dj.jit
+    def step(b):
+        v.assign(v.value)
+        w.assign_add(b)
+
+    for _ in range(2):
+        step(jnp.float32(1))
+    assert v.value.sharding.memory_kind == "pinned_host" and float(w.value) == 2
+
+
+def test_replicated_host_memory_in_a_replica_function(mirrored):
+    sharding = NamedSharding(mirrored.mesh, PartitionSpec(), memory_kind="pinned_host")
+    x = jax.device_put(jnp.arange(8.0), sharding)
+    outs = mirrored.run(lambda a: (a, a * 2), args=(x,))
+    assert [out.sharding.memory_kind for out in outs] == ["pinned_host"] * 2
+
+
+def test_memories_are_not_mixed(on_host):
+    add = lambda a, b: a + b
+    for compiled in (jax.jit(add), dj.jit(add)):
+        with pytest.raises(ValueError, match="memory_space"):
+            compiled(on_host, jnp.ones(8))
+
+
+@pytest.mark.parametrize("way", ["plain", "grad", "vmap"])
+def test_an_explicit_axis_is_kept(explicit, way):
+    x, mesh = explicit
+    double = lambda a: a * 2
+    ways = {
+        "plain": lambda jit: jit(double),
+        "grad": lambda jit: jit(jax.grad(lambda a: (a * a).sum())),
+        "vmap": lambda jit: jax.vmap(jit(double)),
+    }
+    with jax.set_mesh(mesh):
+        ours, plain = ways[way](dj.jit)(x), ways[way](jax.jit)(x)
+    assert ours.sharding.is_equivalent_to(plain.sharding, 2) and not ours.is_fully_replicated
+    np.testing.assert_array_equal(ours, plain)
+
+
+def test_an_argument_on_an_explicit_axis_is_donated(explicit):
+    x, mesh = explicit
+    with jax.set_mesh(mesh):
+        dj.jit(lambda a: a * 2, donate_argnums=0)(x)
+    assert x.is_deleted()
+
+
+@pytest.mark.parametrize("way", ["run", "jit", "pmap"])
+def test_without_jit(pair, way):
+    fn = lambda a: a * 2 + 1
+    ways = {
+        "run": lambda: pair.run(fn, args=(jnp.float32(3),)),
+        "jit": lambda: dj.jit(lambda x: pair.run(fn, args=(x,)))(jnp.float32(3)),
+        "pmap": lambda: dj.pmap(fn, strategy=pair)(jnp.full(2, 3.0))[0],
+    }
+    with jax.disable_jit():
+        assert float(ways[way]()) == 7

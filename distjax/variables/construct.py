@@ -58,7 +58,7 @@ def make_variable(
     if isinstance(initial_value, Variable):
         initial_value = initial_value.value
     elif getattr(initial_value, "__jax_array__", None) is not None:
-        initial_value = initial_value.__jax_array__()  # an array, even if callable as Flax's are
+        initial_value = initial_value.__jax_array__()  # a value, though Flax's can be called too
     make_initial = _initializer(initial_value, dtype, name)
     value: Any = None
     if state is None:

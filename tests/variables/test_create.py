@@ -198,6 +198,15 @@ def test_a_variable_as_initial_value_is_copied(pair):
     assert float(v.value) == 3
 
 
+def test_a_parameter_as_initial_value_keeps_its_array(pair):
+    parameter = nnx.Param(jnp.arange(3.0))
+    v = make(pair, parameter)
+    step = dj.jit(lambda: v.assign_add(jnp.ones(3)))
+    for _ in range(2):
+        step()  # donates the variable's array
+    assert parameter.get_value().tolist() == [0, 1, 2] and v.value.tolist() == [2, 3, 4]
+
+
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 @pytest.mark.parametrize("as_function", [False, True], ids=["value", "function"])
 def test_a_key_as_initial_value(pair, how, sync, as_function):

@@ -127,7 +127,8 @@ def new_jaxpr(
     """Returns a jaxpr built from equations of the jaxpr `like`."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     info = like.debug_info._replace(arg_names=None, result_paths=None)
-    return jec.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info)
+    atoms = list(constvars), list(invars), list(outvars)
+    return jec.Jaxpr(*atoms, list(eqns), effects, info, is_high=like.is_high)
 
 
 def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

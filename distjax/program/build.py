@@ -178,7 +178,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
 
     def jit_anew() -> Jitted:
         body = lambda *operands: emit(*operands)  # JAX shares caches between jits of one function
-        body.__name__ = body.__qualname__ = step.name.rsplit(".", 1)[-1]
+        body.__name__ = body.__qualname__ = discovered.name
         return jax.jit(body, donate_argnums=donate_argnums)
 
     known_to_span = (discovered,) if former is None else (discovered, former)

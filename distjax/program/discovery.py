@@ -21,6 +21,7 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
 from distjax.program.output_spec import OutputSpec
+from distjax.program.staged_call import stage_call
 from distjax.program.step import Step
 from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.cross_facts import recall, remember
@@ -39,6 +40,7 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
+      name: what the program is called in what JAX and XLA tell of it.
       reads: variables whose initial value is needed.
       writes: variables that are written.
       created: variables that were created, not yet initialized.
@@ -47,6 +49,7 @@ class Discovered:
 
     def __init__(
         self,
+        name: str,
         jaxpr: jax_compat.Jaxpr,
         consts: list[Any],
         signature: tuple[Any, ...],
@@ -56,6 +59,7 @@ class Discovered:
         log: CreationLog,
         facts: Sequence[Fact | None],
     ):
+        self.name = name
         self._consts, self._signature = consts, signature
         self._partitioned, self._forms = partitioned, forms
         self._log = log
@@ -109,7 +113,7 @@ class Discovered:
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
         """Returns the array results, their form, and the new values of written variables."""
         inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
-        outs = jax_compat.eval_jaxpr(self._jaxpr, self._consts, inputs)
+        outs = stage_call(self._jaxpr, self._consts, inputs, self.name)
         num_results = len(self._forms)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         arrays = [
@@ -225,7 +229,9 @@ def discover(
     finally:
         log.close()
     error = found.pop("error", None)
-    discovered = Discovered(jaxpr, consts, signature_of((args, kwargs)), log=log, **found)
+    signature = signature_of((args, kwargs))
+    name = step.name.rsplit(".", 1)[-1]
+    discovered = Discovered(name, jaxpr, consts, signature, log=log, **found)
     # The user may hold a created variable, behind a guard. If anything raises from here on, the
     # next trace that meets the variable can still initialize it.
     for variable in discovered.created:

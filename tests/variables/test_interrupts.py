@@ -93,6 +93,8 @@ def lost(pair, monkeypatch):
 
     def interrupted(*args, **kwargs):
         program = compile_it(*args, **kwargs)
+        if "donate_argnums" not in kwargs:  # not that of the step
+            return program
 
         def call(*args):
             program(*args)

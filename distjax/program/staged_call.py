@@ -1,0 +1,70 @@
+"""Stages a traced jaxpr as one equation, whose code JAX does not trace again.
+
+To evaluate a jaxpr in `jit` is to bind each of its equations anew, those inside of `shard_map` too.
+An equation that calls it is bound once, but keeps the types of the trace, where evaluation adapts
+to other memory spaces, to explicit axes of a mesh and to manual ones of an enclosing `shard_map`.
+So a call is staged only where none of these is in sight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from distjax import jax_compat
+
+
+def stage_call(
+    jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], name: str
+) -> list[Any]:
+    """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ.
+
+    Args:
+      jaxpr: the code.
+      consts: values of its constvars.
+      args: values of its invars.
+      name: what the call is named in the compiled program.
+    """
+    invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
+    example = _example_call()
+    if example is None or not _has_traced_types(operands):
+        return jax_compat.eval_jaxpr(jaxpr, consts, args)
+    values = dict(zip(invars, operands, strict=True))
+    outvars = [v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)]
+    # A result that is an operand stays out of the call, so that JAX hands it on uncopied.
+    computed = list(dict.fromkeys(v for v in outvars if v not in values))
+    code = jax_compat.new_jaxpr(jaxpr, (), invars, computed, jaxpr.eqns)
+    values.update(zip(computed, _bind(example, code, operands, name), strict=True))
+    return [v.val if isinstance(v, jax_compat.Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _example_call() -> jax_compat.JaxprEqn | None:
+    """Returns an equation that calls a jaxpr; None under `jax.disable_jit`."""
+    # A new function each time: JAX's cache of traces would keep entries for one that stays.
+    equations = jax.make_jaxpr(jax.jit(lambda x: x))(np.int32(0)).eqns
+    return equations[0] if equations else None
+
+
+def _has_traced_types(operands: Sequence[Any]) -> bool:
+    """Returns whether code on `operands` has the types of its trace (see `jax_compat.aval_of`)."""
+    avals = list(map(jax.typeof, operands))
+    if not all(isinstance(aval, jax_compat.ShapedArray) for aval in avals):
+        return False
+    meshes = [jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in avals)]
+    is_automatic = all(kind is AxisType.Auto for mesh in meshes for kind in mesh.axis_types)
+    return is_automatic and all(a.memory_space == jax.memory.Space.Device for a in avals)
+
+
+def _bind(
+    example: jax_compat.JaxprEqn, code: jax_compat.Jaxpr, operands: Sequence[Any], name: str
+) -> Sequence[Any]:
+    params = dict(example.params, jaxpr=jax_compat.ClosedJaxpr(code, ()), name=name)
+    for key in ("in_shardings", "in_layouts", "donated_invars"):
+        params[key] *= len(operands)
+    for key in ("out_shardings", "out_layouts"):
+        params[key] *= len(code.outvars)
+    return example.primitive.bind(*operands, **params)

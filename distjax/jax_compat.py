@@ -178,10 +178,12 @@ def needed_for(jaxpr: jec.Jaxpr, outvars: Sequence[Any]) -> jec.Jaxpr:
 
 def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
     """Yields the jaxprs held in an equation's parameters."""
-    # `call_hi_primitive` keeps them in an object (`custom_root` is one as of JAX 0.12).
-    hidden = getattr(eqn.params.get("_prim"), "params", {})
-    inner = {key: getattr(value, "jaxpr", value) for key, value in hidden.items()}
-    for sub in jec.jaxprs_in_params({**eqn.params, **inner}):
+    params = eqn.params
+    if "_prim" in params:
+        # `call_hi_primitive` keeps them in an object (`custom_root` is one as of JAX 0.12).
+        hidden = getattr(params["_prim"], "params", {})
+        params = {**params, **{key: getattr(held, "jaxpr", held) for key, held in hidden.items()}}
+    for sub in jec.jaxprs_in_params(params):
         yield open_jaxpr(sub)[0]
 
 

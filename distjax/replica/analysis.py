@@ -128,9 +128,8 @@ class Analysis:
     def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation names the replica axis."""
         for key in ("axes", "axis_name", "axis"):
-            axes = eqn.params.get(key)
-            axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-            if any(isinstance(a, str) and a == self.axis_name for a in axes):
+            axes = eqn.params.get(key, ())
+            if self.axis_name in (axes if isinstance(axes, (tuple, list)) else (axes,)):
                 return True
         return False
 

@@ -102,7 +102,10 @@ class Fact(NamedTuple):
 
     def find(self, name: str) -> Any:
         """Returns the content of a tag, or None."""
-        return next((held for key, held in self.tags if key == name), None)
+        for key, held in self.tags:
+            if key == name:
+                return held
+        return None
 
     def having(self, **tags: object) -> Fact:
         """Returns the fact with these tags added or replaced."""
@@ -305,7 +308,7 @@ def _plain(fact: Fact) -> Fact:
 
 def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]:
     """Returns the facts of results; those computed from completed batches keep that tag."""
-    made = next((x.find("completed") for x in ins if x.differs and x.find("completed")), None)
+    made = next((held for x in ins if x.differs and (held := x.find("completed"))), None)
     return outs if made is None else [o.having(completed=made) if o.differs else o for o in outs]
 
 

@@ -17,6 +17,7 @@ FLOORS = {
     "jax_compat": -2,
     "trees": -2,
     "inner_traces": -1,
+    "staged_call": -1,
     "user_mesh": -1,
     "tracebacks": -1,
     "cluster": 0,

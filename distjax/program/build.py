@@ -156,11 +156,11 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         if thread not in offered:
             raise NotCompiled
         found = offered.pop(thread)
-        if found is None or not found.fits(args, kwargs):
+        values = dict(zip(threaded, (*written, *read), strict=True))
+        if found is None or not found.fits(args, kwargs, values):
             found = discover(step, args, kwargs, CreationLog())
         if not build.covers(found):
             raise UnknownVariables(found)
-        values = dict(zip(threaded, (*written, *read), strict=True))
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
         if needs_end and (found.spans_devices or found.spans_processes):
@@ -208,6 +208,8 @@ def _find_end(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | 
     kinds = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(donated)}
     given = {id(leaf) for leaf in jax.tree.leaves(inputs)}
     for number, x in enumerate(results):
+        if not isinstance(x, jax.Array):  # a constant of the program
+            continue
         is_kept = x.size <= _SMALL and (x.shape, x.dtype) not in kinds
         if is_kept and id(x) not in given and not jax_compat.is_key_dtype(x.dtype):
             return number

@@ -8,7 +8,7 @@ last values written its outputs. A build compiles this jaxpr: it does not call t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,12 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
 from distjax.program.output_spec import OutputSpec
-from distjax.program.staged_call import stage_call
 from distjax.program.step import Step
 from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.cross_facts import recall, remember
 from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
+from distjax.staged_call import has_types_of, stage_call
 from distjax.typing import PyTree
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
@@ -104,9 +104,17 @@ class Discovered:
         varying = (w is not None for w in self._forms)
         return list(zip(self._partitioned.paths, varying, strict=True))
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether the trace was made for arguments with this signature."""
-        return signature_of((args, kwargs)) == self._signature
+    def fits(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Any, Any]
+    ) -> bool:
+        """Returns whether the trace was made for arguments and variables of these types."""
+        if signature_of((args, kwargs)) != self._signature:
+            return False
+        reads = self._jaxpr.invars[len(self._signature[1]) :]
+        return all(
+            v not in values or has_types_of([atom], [_as_global(v, values[v])])
+            for v, atom in zip(self.reads, reads, strict=True)
+        )
 
     def evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
@@ -225,7 +233,7 @@ def discover(
         return [*outs, *log.take_values()]
 
     try:
-        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(jax_compat.aval_of, given)))
+        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(jax_compat.type_of, given)))
     finally:
         log.close()
     error = found.pop("error", None)
@@ -280,7 +288,6 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
 
 
 def signature_of(tree: PyTree) -> tuple[Any, ...]:
-    """Returns what a trace depends on: the tree, and each leaf's shape and dtype."""
+    """Returns what a trace depends on: the tree, and each leaf's type."""
     leaves, treedef = jax.tree.flatten(tree)
-    avals = (jax_compat.aval_of(leaf) for leaf in leaves)
-    return treedef, tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+    return treedef, tuple(map(jax_compat.type_of, leaves))

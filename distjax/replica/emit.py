@@ -19,6 +19,7 @@ from distjax.replica import control_flow
 from distjax.replica.analysis import MERGE_NAME, Analysis
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.one_device import OneDevice
+from distjax.staged_call import stage_call
 
 
 class JaxprEmitter:
@@ -27,7 +28,7 @@ class JaxprEmitter:
     def __init__(self, topology: Topology):
         self.topology = topology
         self.analysis = Analysis(topology.axis_name)
-        self._evaluate = jax_compat.eval_jaxpr
+        self._evaluate = _call
         if topology.mesh is None:
             self._evaluate = OneDevice(self.analysis, topology.num_replicas).evaluate
 
@@ -97,6 +98,10 @@ class JaxprEmitter:
             flags,
         )
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
+
+
+def _call(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return stage_call(jaxpr, consts, args, jaxpr.debug_info.func_name)
 
 
 def read_atom(

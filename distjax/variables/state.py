@@ -51,14 +51,12 @@ class WeakVariable:
 
 
 @variable_p.def_abstract_eval
-def _variable_abstract_eval(*, variable: WeakVariable, local_view: bool) -> ShapedArray:
-    described = variable()
-    shape = described.local_shape if local_view else described.global_shape
-    return ShapedArray(shape, described.dtype)
+def _variable_abstract_eval(*, variable: WeakVariable, aval: ShapedArray) -> ShapedArray:
+    return aval
 
 
 @variable_p.def_impl
-def _refuse_to_evaluate(*, variable: WeakVariable, local_view: bool) -> Any:
+def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
     raise TraceLeakError(
         message(
             f"a read of variable {variable().name!r} needs to be traced with its step",
@@ -153,8 +151,11 @@ class TraceState:
         variable.require_initialized()
         if self.parent is not None:
             return self.parent._value(variable)
+        aval = ShapedArray(variable.local_shape, variable.dtype)
+        if not self.local_view:
+            aval = variable.global_type
         with jax_compat.in_trace(self.trace):
-            return variable_p.bind(variable=WeakVariable(variable), local_view=self.local_view)
+            return variable_p.bind(variable=WeakVariable(variable), aval=aval)
 
     def gather(self, variable: StoredVariable) -> Any:
         """Returns the whole value of a partitioned variable, gathered where it is read.

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Sharding
 
 from distjax.context.contracts import ExtendedLike, StrategyLike
-from distjax.jax_compat import as_uncommitted
+from distjax.jax_compat import ShapedArray, as_traced, as_uncommitted, aval_of, type_of
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.transfer import transfer
 from distjax.typing import ArrayLike
@@ -68,6 +68,18 @@ class StoredVariable:
     def global_shape(self) -> tuple[int, ...]:
         """[R, ...] for a variable with one component per replica, else `shape`."""
         return self.layout.local_form.global_shape(self.shape)
+
+    @property
+    def global_type(self) -> ShapedArray:
+        """The JAX type of the global value."""
+        plain = ShapedArray(self.global_shape, self.dtype)
+        stored = None if self.stored.is_remote else self.storage
+        if not isinstance(stored, jax.Array):
+            return plain
+        if type_of(stored) == aval_of(stored):
+            return plain
+        value = jax.make_jaxpr(lambda x: self.layout.from_stored(x, self.shape))(stored)
+        return as_traced(value.out_avals[0])
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -59,13 +59,15 @@ def test_memories_are_not_mixed(on_host):
             compiled(on_host, jnp.ones(8))
 
 
-@pytest.mark.parametrize("way", ["plain", "grad", "vmap"])
+@pytest.mark.parametrize("way", ["plain", "grad", "constant grad", "zeros", "vmap"])
 def test_an_explicit_axis_is_kept(explicit, way):
     x, mesh = explicit
     double = lambda a: a * 2
     ways = {
         "plain": lambda jit: jit(double),
         "grad": lambda jit: jit(jax.grad(lambda a: (a * a).sum())),
+        "constant grad": lambda jit: jit(jax.grad(lambda a: (a * 2).sum())),
+        "zeros": lambda jit: jit(jnp.zeros_like),
         "vmap": lambda jit: jax.vmap(jit(double)),
     }
     with jax.set_mesh(mesh):

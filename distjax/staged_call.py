@@ -2,8 +2,7 @@
 
 To evaluate a jaxpr in `jit` is to bind each of its equations anew, those inside of `shard_map` too.
 An equation that calls it is bound once, but keeps the types of the trace, where evaluation adapts
-to other memory spaces, to explicit axes of a mesh and to manual ones of an enclosing `shard_map`.
-So a call is staged only where none of these is in sight.
+to other memory spaces and axes. So only operands of the types that were traced are called with.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 
 from distjax import jax_compat
 
@@ -31,7 +29,7 @@ def stage_call(
     """
     invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
     example = _example_call()
-    if example is None or not _has_traced_types(operands):
+    if example is None or not has_types_of(invars, operands):
         return jax_compat.eval_jaxpr(jaxpr, consts, args)
     values = dict(zip(invars, operands, strict=True))
     outvars = [v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)]
@@ -49,14 +47,11 @@ def _example_call() -> jax_compat.JaxprEqn | None:
     return equations[0] if equations else None
 
 
-def _has_traced_types(operands: Sequence[Any]) -> bool:
-    """Returns whether code on `operands` has the types of its trace (see `jax_compat.aval_of`)."""
-    avals = list(map(jax.typeof, operands))
-    if not all(isinstance(aval, jax_compat.ShapedArray) for aval in avals):
-        return False
-    meshes = [jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in avals)]
-    is_automatic = all(kind is AxisType.Auto for mesh in meshes for kind in mesh.axis_types)
-    return is_automatic and all(a.memory_space == jax.memory.Space.Device for a in avals)
+def has_types_of(atoms: Sequence[jax_compat.Var], operands: Sequence[Any]) -> bool:
+    """Returns whether `operands` are arrays of the types that `atoms` were traced with."""
+    given = list(map(jax_compat.type_of, operands))
+    traced = [jax_compat.as_traced(atom.aval) for atom in atoms]
+    return given == traced and all(isinstance(t, jax_compat.ShapedArray) for t in given)
 
 
 def _bind(

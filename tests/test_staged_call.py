@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 import distjax as dj
 from distjax import jax_compat
-from distjax.program.staged_call import stage_call
+from distjax.staged_call import stage_call
 
 TABLE = np.arange(3, dtype=np.float32)
 
@@ -80,11 +80,6 @@ def test_an_operand_with_an_explicit_axis_is_evaluated():
     x = jax.device_put(jnp.arange(3.0), split)
     assert names(staged(call, x)) == ["mul", "add"]
     assert jax.jit(call)(x)[0].sharding == split
-
-
-def test_under_a_mesh_with_explicit_axes_the_code_is_evaluated():
-    with jax.set_mesh(mesh_of_three(AxisType.Explicit)):
-        assert names(staged(call, np.ones(3, np.float32))) == ["mul", "add"]
 
 
 def test_an_operand_in_host_memory_is_evaluated():

@@ -47,6 +47,19 @@ def test_many_steps_that_nobody_awaits(how):
         np.testing.assert_array_equal(r.value, np.full(4, 300 * 28.0))
 
 
+def test_a_step_that_returns_a_constant(pair):
+    """Whether a program has completed is asked of an array that it computes."""
+    with pair.scope():
+        w = dj.Variable(1.0)
+
+    @dj.jit
+    def step():
+        w.assign(jnp.asarray(2.0))
+        return 3.0, jnp.asarray(4.0)
+
+    assert (float(step()[1]), float(w.value)) == (4, 2)
+
+
 HALF = throttle.MAX_IN_FLIGHT // 2
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from distjax.collectives import throttle
@@ -22,8 +23,19 @@ LARGE, KEY = jnp.ones(257), jax.random.key(0)
         (lambda x: [LARGE + x[0]], None),
         (lambda x: [jax.random.fold_in(KEY, 1)], None),
         (lambda x: [x.astype(jnp.int32)], None),
+        (lambda x: [np.float32(2), x.sum()], 1),
     ],
-    ids=["loss", "more", "after others", "none", "an input", "large", "key", "donated next"],
+    ids=[
+        "loss",
+        "more",
+        "after others",
+        "none",
+        "an input",
+        "large",
+        "key",
+        "donated next",
+        "const",
+    ],
 )
 def test_which_result_tells_the_end(results, told):
     """JAX hands an input on at once; what is large would be held, what is donated is gone."""

@@ -108,26 +108,6 @@ def aval_of(value: ArrayLike) -> ShapedArray:
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def type_of(value: ArrayLike) -> Any:
-    """Returns the JAX type of an array or Python number, as code that is traced for it sees it."""
-    return as_traced(jax.typeof(value))
-
-
-def as_traced(aval: Any) -> Any:
-    """Returns a JAX type without its sharding, where that consists of automatic or equal axes.
-
-    What is left is a part of the type: the memory space, explicit axes of a mesh, and the manual
-    ones over which a value varies.
-    """
-    if not isinstance(aval, ShapedArray):  # a mutable array
-        return aval
-    is_explicit = jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
-    if is_explicit or aval.manual_axis_type.varying:
-        return aval
-    kept = {"weak_type": aval.weak_type, "memory_space": aval.memory_space}
-    return ShapedArray(aval.shape, aval.dtype, **kept)
-
-
 # -- jaxprs -------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
+from distjax.traced_types import have_types_of
 
 
 def stage_call(
@@ -29,7 +30,7 @@ def stage_call(
     """
     invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
     example = _example_call()
-    if example is None or not has_types_of(invars, operands):
+    if example is None or not have_types_of(operands, invars):
         return jax_compat.eval_jaxpr(jaxpr, consts, args)
     values = dict(zip(invars, operands, strict=True))
     outvars = [v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)]
@@ -45,13 +46,6 @@ def _example_call() -> jax_compat.JaxprEqn | None:
     # A new function each time: JAX's cache of traces would keep entries for one that stays.
     equations = jax.make_jaxpr(jax.jit(lambda x: x))(np.int32(0)).eqns
     return equations[0] if equations else None
-
-
-def has_types_of(atoms: Sequence[jax_compat.Var], operands: Sequence[Any]) -> bool:
-    """Returns whether `operands` are arrays of the types that `atoms` were traced with."""
-    given = list(map(jax_compat.type_of, operands))
-    traced = [jax_compat.as_traced(atom.aval) for atom in atoms]
-    return given == traced and all(isinstance(t, jax_compat.ShapedArray) for t in given)
 
 
 def _bind(

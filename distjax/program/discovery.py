@@ -26,7 +26,8 @@ from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.cross_facts import recall, remember
 from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
-from distjax.staged_call import has_types_of, stage_call
+from distjax.staged_call import stage_call
+from distjax.traced_types import have_types_of, type_of
 from distjax.typing import PyTree
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
@@ -112,7 +113,7 @@ class Discovered:
             return False
         reads = self._jaxpr.invars[len(self._signature[1]) :]
         return all(
-            v not in values or has_types_of([atom], [_as_global(v, values[v])])
+            v not in values or have_types_of([_as_global(v, values[v])], [atom])
             for v, atom in zip(self.reads, reads, strict=True)
         )
 
@@ -233,7 +234,7 @@ def discover(
         return [*outs, *log.take_values()]
 
     try:
-        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(jax_compat.type_of, given)))
+        jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(type_of, given)))
     finally:
         log.close()
     error = found.pop("error", None)
@@ -290,4 +291,4 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
 def signature_of(tree: PyTree) -> tuple[Any, ...]:
     """Returns what a trace depends on: the tree, and each leaf's type."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple(map(jax_compat.type_of, leaves))
+    return treedef, tuple(map(type_of, leaves))

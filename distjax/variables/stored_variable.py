@@ -8,9 +8,10 @@ import jax
 from jax.sharding import Sharding
 
 from distjax.context.contracts import ExtendedLike, StrategyLike
-from distjax.jax_compat import ShapedArray, as_traced, as_uncommitted, aval_of, type_of
+from distjax.jax_compat import ShapedArray, as_uncommitted, aval_of
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.transfer import transfer
+from distjax.traced_types import as_traced, type_of
 from distjax.typing import ArrayLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import Policy

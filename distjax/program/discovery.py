@@ -27,7 +27,7 @@ from distjax.replica.cross_facts import recall, remember
 from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.staged_call import stage_call
-from distjax.traced_types import have_types_of, type_of
+from distjax.traced_types import as_traced, type_of
 from distjax.typing import PyTree
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
@@ -111,10 +111,11 @@ class Discovered:
         """Returns whether the trace was made for arguments and variables of these types."""
         if signature_of((args, kwargs)) != self._signature:
             return False
-        reads = self._jaxpr.invars[len(self._signature[1]) :]
+        atoms = self._jaxpr.invars[len(self._signature[1]) :]
         return all(
-            v not in values or have_types_of([_as_global(v, values[v])], [atom])
-            for v, atom in zip(self.reads, reads, strict=True)
+            v.global_type(values[v]) == as_traced(atom.aval)
+            for v, atom in zip(self.reads, atoms, strict=True)
+            if v in values
         )
 
     def evaluate(

@@ -151,9 +151,11 @@ class TraceState:
         variable.require_initialized()
         if self.parent is not None:
             return self.parent._value(variable)
-        aval = ShapedArray(variable.local_shape, variable.dtype)
-        if not self.local_view:
-            aval = variable.global_type
+        if self.local_view:
+            aval = ShapedArray(variable.local_shape, variable.dtype)
+        else:
+            stored = None if variable.stored.is_remote else variable.storage
+            aval = variable.global_type(stored)
         with jax_compat.in_trace(self.trace):
             return variable_p.bind(variable=WeakVariable(variable), aval=aval)
 

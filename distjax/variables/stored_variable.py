@@ -71,18 +71,6 @@ class StoredVariable:
         return self.layout.local_form.global_shape(self.shape)
 
     @property
-    def global_type(self) -> ShapedArray:
-        """The JAX type of the global value."""
-        plain = ShapedArray(self.global_shape, self.dtype)
-        stored = None if self.stored.is_remote else self.storage
-        if not isinstance(stored, jax.Array):
-            return plain
-        if type_of(stored) == aval_of(stored):
-            return plain
-        value = jax.make_jaxpr(lambda x: self.layout.from_stored(x, self.shape))(stored)
-        return as_traced(value.out_avals[0])
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what one replica holds."""
         return self.layout.local_form.local_shape(self.shape)
@@ -97,6 +85,14 @@ class StoredVariable:
         """The global form of the stored array; outside of traces only."""
         array: Any = self.stored.require()
         return self.layout.from_stored(array, self.shape)
+
+    def global_type(self, stored: Stored | None) -> ShapedArray:
+        """Returns the type that the global value has in a trace, for one of its stored arrays."""
+        plain = ShapedArray(self.global_shape, self.dtype)
+        if not isinstance(stored, jax.Array) or type_of(stored) == aval_of(stored):
+            return plain
+        value = jax.make_jaxpr(lambda x: self.layout.from_stored(x, self.shape))(stored)
+        return as_traced(value.out_avals[0])
 
     def store(self, value: jax.Array) -> None:
         """Stores `value`, which is in global form and which nobody else may hold."""

@@ -93,3 +93,17 @@ def test_without_jit(pair, way):
     }
     with jax.disable_jit():
         assert float(ways[way]()) == 7
+
+
+@pytest.mark.parametrize("kinds", [("device", "pinned_host"), ("pinned_host", "device")])
+def test_a_variable_that_moves_to_another_memory(mirrored, kinds):
+    """What was traced for one memory is traced anew for the other."""
+    replicated = NamedSharding(mirrored.mesh, PartitionSpec())
+    first, second = (replicated.with_memory_kind(kind) for kind in kinds)
+    v = dj.Variable(jax.device_put(jnp.arange(8.0), first))
+    step = dj.jit(lambda: mirrored.run(lambda a: (a, a * 2), args=(v.value,)))
+    for sharding in (first, second, first):
+        v.assign(jax.device_put(jnp.arange(8.0), sharding))
+        outs = step()
+        assert [out.sharding.memory_kind for out in outs] == [sharding.memory_kind] * 2
+        np.testing.assert_array_equal(outs[1], np.arange(8.0) * 2)

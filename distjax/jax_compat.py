@@ -110,6 +110,9 @@ def aval_of(value: ArrayLike) -> ShapedArray:
 
 # -- jaxprs -------------------------------------------------------------------
 
+#: Primitives that return their operand, in a sharding or a layout in memory.
+CONSTRAINTS = frozenset(("layout_constraint", "relayout", "sharding_constraint"))
+
 
 def open_jaxpr(closed: jec.Jaxpr | jec.ClosedJaxpr) -> tuple[jec.Jaxpr, list[Any]]:
     """Returns (jaxpr, consts) of an open or closed jaxpr; JAX 0.12 has one class for both."""

@@ -3,6 +3,8 @@
 To evaluate a jaxpr in `jit` is to bind each of its equations anew, those inside of `shard_map` too.
 An equation that calls it is bound once, but keeps the types of the trace, where evaluation adapts
 to other memory spaces and axes. So only operands of the types that were traced are called with.
+Where nothing is traced (`jax.disable_jit`, the search of `jax.debug_nans` for an operation), the
+code is evaluated too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def stage_call(
     """
     invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
     example = _example_call()
-    if example is None or not have_types_of(operands, invars):
+    if example is None or not jax_compat.tracing() or not have_types_of(operands, invars):
         return jax_compat.eval_jaxpr(jaxpr, consts, args)
     values = dict(zip(invars, operands, strict=True))
     outvars = [v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)]

@@ -29,8 +29,7 @@ def as_traced(aval: Any) -> Any:
     is_explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
     if is_explicit or aval.manual_axis_type.varying:
         return aval
-    kept = {"weak_type": aval.weak_type, "memory_space": aval.memory_space}
-    return ShapedArray(aval.shape, aval.dtype, **kept)
+    return aval.update(sharding=ShapedArray(aval.shape, aval.dtype).sharding)
 
 
 def have_types_of(operands: Sequence[Any], atoms: Sequence[Var]) -> bool:

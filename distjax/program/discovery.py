@@ -76,8 +76,8 @@ class Discovered:
             jaxpr.outvars,
             [e for e in jaxpr.eqns if e.primitive is not variable_p],
         )
-        # A result that is a variable's value gets its own buffer: the variable's will be
-        # donated while the user holds the result.
+        constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
+        self._constraints = {e.outvars[0]: e for e in constraints}
         ends = self._jaxpr.outvars[len(forms) : len(forms) + len(writes)]
         state_vars = [*(e.outvars[0] for e in reads), *ends]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
@@ -126,14 +126,20 @@ class Discovered:
         outs = stage_call(self._jaxpr, self._consts, inputs, self.name)
         num_results = len(self._forms)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
-        arrays = [
-            jnp.copy(out) if self._is_state(var) else out
-            for out, var in zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
-        ]
+        ends = self._jaxpr.outvars[:num_results]
+        arrays = [self._as_result(x, end) for x, end in zip(outs[:num_results], ends, strict=True)]
         return arrays, OutputSpec(self._partitioned, self._forms, self._log.reused), new
 
-    def _is_state(self, atom: jax_compat.Var | jax_compat.Literal) -> bool:
-        return not isinstance(atom, jax_compat.Literal) and atom in self._state_vars
+    def _as_result(self, value: Any, atom: jax_compat.Var | jax_compat.Literal) -> Any:
+        if isinstance(atom, jax_compat.Literal):
+            return value
+        if atom in self._state_vars:
+            # Its own buffer: the variable's will be donated while the user holds the result.
+            return jnp.copy(value)
+        if atom in self._constraints:
+            # Once more, since JAX does not look for the layout of a result inside of calls.
+            return jax_compat.bind_equation(self._constraints[atom], [value])[0]
+        return value
 
     def initialize_created(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Computes the initial values of created variables where they will live."""

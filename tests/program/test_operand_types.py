@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import distjax as dj
@@ -107,3 +108,11 @@ def test_a_variable_that_moves_to_another_memory(mirrored, kinds):
         outs = step()
         assert [out.sharding.memory_kind for out in outs] == [sharding.memory_kind] * 2
         np.testing.assert_array_equal(outs[1], np.arange(8.0) * 2)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, dj.jit])
+def test_a_result_lies_in_memory_as_the_step_says(jit):
+    """JAX reads the layout of a result off the last operation, and not inside of calls."""
+    columns = Layout((1, 0))
+    out = jit(lambda a: with_layout_constraint(a * 2, columns))(jnp.ones((4, 6)))
+    assert out.format.layout.major_to_minor == columns.major_to_minor

@@ -102,3 +102,28 @@ def test_nan_is_an_error_where_it_is_looked_for(pair, check, is_warm, wrap):
     with check(True):
         call(2.0)
     assert float(v.value) == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        dj.get_strategy,
+        lambda: dj.OneDeviceStrategy(jax.devices()[0]),
+        lambda: dj.VirtualStrategy(2),
+        lambda: dj.MirroredStrategy(jax.devices()[:2]),
+    ],
+    ids=["default", "one device", "virtual", "mirrored"],
+)
+def test_nan_in_a_first_call_is_searched_for(make):
+    """JAX runs the program once more then, operation by operation."""
+    with make().scope():
+        v = dj.Variable(1.0)
+
+    @dj.jit
+    def step(x):
+        v.assign(x.sum())
+        return jnp.log(v.value - 1000)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+        step(jnp.arange(6.0))
+    assert float(v.value) == 1

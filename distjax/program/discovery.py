@@ -69,6 +69,7 @@ class Discovered:
         self.facts = facts
         reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
         self.reads = [e.params["variable"]() for e in reads]
+        self._read_types = [as_traced(e.outvars[0].aval) for e in reads]
         self._jaxpr = jax_compat.new_jaxpr(
             jaxpr,
             jaxpr.constvars,
@@ -111,12 +112,8 @@ class Discovered:
         """Returns whether the trace was made for arguments and variables of these types."""
         if signature_of((args, kwargs)) != self._signature:
             return False
-        atoms = self._jaxpr.invars[len(self._signature[1]) :]
-        return all(
-            v.global_type(values[v]) == as_traced(atom.aval)
-            for v, atom in zip(self.reads, atoms, strict=True)
-            if v in values
-        )
+        read = zip(self.reads, self._read_types, strict=True)
+        return all(v.global_type(values[v]) == t for v, t in read if v in values)
 
     def evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
@@ -197,7 +194,10 @@ def _store_initial(variable: Variable, value: jax.Array) -> None:
 
 
 def _as_global(variable: Variable, stored: jax.Array) -> Any:
-    return variable.layout.from_stored(stored, variable.shape)
+    value = variable.layout.from_stored(stored, variable.shape)
+    if jax.typeof(value).weak_type:  # the array may be, a variable's type is not
+        return jax.lax.convert_element_type(value, variable.dtype)
+    return value
 
 
 def discover(

@@ -87,12 +87,12 @@ class StoredVariable:
         return self.layout.from_stored(array, self.shape)
 
     def global_type(self, stored: Stored | None) -> ShapedArray:
-        """Returns the type that the global value has in a trace, for one of its stored arrays."""
+        """Returns the type that the global value has in a trace, for a stored array or None."""
         plain = ShapedArray(self.global_shape, self.dtype)
         if not isinstance(stored, jax.Array) or type_of(stored) == aval_of(stored):
             return plain
         value = jax.make_jaxpr(lambda x: self.layout.from_stored(x, self.shape))(stored)
-        return as_traced(value.out_avals[0])
+        return as_traced(value.out_avals[0]).update(weak_type=False)
 
     def store(self, value: jax.Array) -> None:
         """Stores `value`, which is in global form and which nobody else may hold."""

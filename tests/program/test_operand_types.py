@@ -116,3 +116,18 @@ def test_a_result_lies_in_memory_as_the_step_says(jit):
     columns = Layout((1, 0))
     out = jit(lambda a: with_layout_constraint(a * 2, columns))(jnp.ones((4, 6)))
     assert out.format.layout.major_to_minor == columns.major_to_minor
+
+
+def test_a_weakly_typed_array_in_a_variable():
+    """It is traced once, and a variable's type is its dtype: JAX's promotion takes it as such."""
+    v, traces = dj.Variable(jnp.full((), 3.0)), []
+
+    @dj.jit
+    def step(x):
+        traces.append(x.shape)
+        return v.value * 2, x * v.value
+
+    for size in (2, 2, 3):
+        double, product = step(jnp.ones(size, jnp.bfloat16))
+    assert traces == [(2,), (3,)]
+    assert double.dtype == product.dtype == jnp.float32 and not double.weak_type

@@ -194,10 +194,7 @@ def _store_initial(variable: Variable, value: jax.Array) -> None:
 
 
 def _as_global(variable: Variable, stored: jax.Array) -> Any:
-    value = variable.layout.from_stored(stored, variable.shape)
-    if jax.typeof(value).weak_type:  # the array may be, a variable's type is not
-        return jax.lax.convert_element_type(value, variable.dtype)
-    return value
+    return variable.layout.from_stored(stored, variable.shape)
 
 
 def discover(

@@ -27,7 +27,7 @@ from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
 from distjax.variables.casting import Array
-from distjax.variables.conversion import as_array, is_traced, to_dtype
+from distjax.variables.conversion import as_array, is_traced, to_dtype, without_weak_type
 from distjax.variables.creation_log import require_no_trace, require_own_trace
 from distjax.variables.donation import hand_out
 from distjax.variables.layouts.layout import Layout
@@ -201,7 +201,7 @@ def _initializer(initial_value: PyTree, dtype: DTypeLike | None, name: str) -> C
     def make() -> Array:
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, jax.Array) and (dtype is None or value.dtype == dtype):
-            return value
+            return without_weak_type(value)
         try:
             array = as_array(value)
             default = jax.dtypes.canonicalize_dtype(array.dtype)

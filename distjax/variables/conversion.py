@@ -79,7 +79,7 @@ def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
       OverflowError: a numpy array with values out of the range of `dtype`.
     """
     if array.dtype == dtype:
-        return array
+        return without_weak_type(array)
     if jax_compat.is_key_dtype(dtype) or not _can_hold(dtype, array.dtype):
         raise TypeError(_dtype_text(dtype, what, f"dtype {array.dtype}", fix))
     if isinstance(array, jax.Array):
@@ -96,6 +96,13 @@ def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
                 fix="a variable of a wider dtype (64 bits need jax_enable_x64)",
             )
         ) from error
+
+
+def without_weak_type(array: Array) -> Array:
+    """Returns an array whose dtype counts in promotions; JAX treats a weakly typed one as a number."""
+    if isinstance(array, jax.Array) and array.weak_type:
+        return jax.lax.convert_element_type(array, array.dtype)
+    return array
 
 
 def _as_numbers(variable: StoredVariable, value: PyTree, what: str, fix: str) -> Array:

@@ -92,7 +92,7 @@ class StoredVariable:
         if not isinstance(stored, jax.Array) or type_of(stored) == aval_of(stored):
             return plain
         value = jax.make_jaxpr(lambda x: self.layout.from_stored(x, self.shape))(stored)
-        return as_traced(value.out_avals[0]).update(weak_type=False)
+        return as_traced(value.out_avals[0])
 
     def store(self, value: jax.Array) -> None:
         """Stores `value`, which is in global form and which nobody else may hold."""

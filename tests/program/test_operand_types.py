@@ -125,6 +125,7 @@ def test_a_weakly_typed_array_in_a_variable():
     @dj.jit
     def step(x):
         traces.append(x.shape)
+        v.assign(jnp.full((), 3.0))
         return v.value * 2, x * v.value
 
     for size in (2, 2, 3):

@@ -100,7 +100,7 @@ def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
 
 def without_weak_type(array: Array) -> Array:
     """Returns an array whose dtype counts in promotions: a weakly typed one is like a number."""
-    if isinstance(array, jax.Array) and array.weak_type:
+    if isinstance(array, jax.Array) and jax.typeof(array).weak_type:
         return jax.lax.convert_element_type(array, array.dtype)
     return array
 

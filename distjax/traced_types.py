@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import AbstractValue
 from jax.sharding import AxisType
 
 from distjax.jax_compat import ShapedArray, Var
@@ -22,7 +23,7 @@ def type_of(value: ArrayLike) -> Any:
     return as_traced(jax.typeof(value))
 
 
-def as_traced(aval: Any) -> Any:
+def as_traced(aval: AbstractValue) -> Any:
     """Returns a JAX type without the sharding that does not matter."""
     if not isinstance(aval, ShapedArray):  # of a mutable array
         return aval

@@ -28,7 +28,7 @@ from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
-from distjax.typing import PyTree
+from distjax.typing import ArrayLike, PyTree
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
 from distjax.variables.creation_log import CreationLog
@@ -127,7 +127,7 @@ class Discovered:
         arrays = [self._as_result(x, end) for x, end in zip(outs[:num_results], ends, strict=True)]
         return arrays, OutputSpec(self._partitioned, self._forms, self._log.reused), new
 
-    def _as_result(self, value: Any, atom: jax_compat.Var | jax_compat.Literal) -> Any:
+    def _as_result(self, value: ArrayLike, atom: jax_compat.Var | jax_compat.Literal) -> Any:
         if isinstance(atom, jax_compat.Literal):
             return value
         if atom in self._state_vars:

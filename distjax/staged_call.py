@@ -1,10 +1,10 @@
 """Stages a traced jaxpr as one equation, whose code JAX does not trace again.
 
-To evaluate a jaxpr in `jit` is to bind each of its equations anew, those inside of `shard_map` too.
-An equation that calls it is bound once, but keeps the types of the trace, where evaluation adapts
-to other memory spaces and axes. So only operands of the types that were traced are called with.
-Where nothing is traced (`jax.disable_jit`, the search of `jax.debug_nans` for an operation), the
-code is evaluated too.
+Evaluating a jaxpr in `jit` binds each of its equations anew, including those inside `shard_map`. An
+equation that calls it is bound once, but it keeps the types of its trace, whereas evaluation adapts
+to other memory spaces and axes. So a call is staged only for operands of the traced types. The code
+is also evaluated where nothing is being traced: under `jax.disable_jit`, and when `jax.debug_nans`
+reruns a program to find the operation at fault.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class Discovered:
         return arrays, OutputSpec(self._partitioned, self._forms, self._log.reused), new
 
     def _as_result(self, value: ArrayLike, atom: jax_compat.Var | jax_compat.Literal) -> Any:
+        """Returns the value of an output as the user gets it."""
         if isinstance(atom, jax_compat.Literal):
             return value
         if atom in self._state_vars:

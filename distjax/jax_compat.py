@@ -156,6 +156,27 @@ def called_jaxpr(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[Any]]:
     )
 
 
+def as_inlined(call: jec.JaxprEqn) -> jec.JaxprEqn:
+    """Returns a `jit` equation that is replaced by what it calls where it is traced."""
+    inline: Any = call.params["inline"]  # JAX 0.12 has an enumeration
+    early = True if isinstance(inline, bool) else type(inline).JAX_EARLY
+    return call.replace(params={**call.params, "inline": early})
+
+
+def equation_of(value: ArrayLike) -> Any:
+    """Returns the equation that computes a tracer, with tracers as `invars`.
+
+    None for arguments, constants, and tracers of `grad` or `vmap`.
+    """
+    return getattr(value, "parent", None) if isinstance(value, Tracer) else None
+
+
+def output_number(value: ArrayLike, eqn: jec.JaxprEqn) -> int:
+    """Returns which output of its equation (`equation_of`) a tracer is."""
+    tracer: Any = value
+    return next(i for i, v in enumerate(eqn.outvars) if v is tracer.val)
+
+
 def live_equations(
     eqns: Sequence[Any], outvars: Sequence[Any], keep_effects: bool = True
 ) -> list[Any]:

@@ -18,8 +18,12 @@ UNKNOWN = "an unknown line"
 #: Stands for the line of a library's operation in an unobserved merge, as in a cut for servers.
 IN_A_MERGE = "a merge function"
 
-#: The frame that separates the merge function's stack from that of the program's caller.
-_MERGE_BOUNDARY = "UserMerge.emit"
+#: The frames that separate the merge function's stack from that of the program's caller.
+_MERGE_BOUNDARIES = (
+    "UserMerge.emit",
+    "UserMerge._trace.<locals>.traced",
+    "call_as_reduction.<locals>.call",
+)
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 _SCOPE = re.compile(r"distjax_merge_(\d+)")
 
@@ -53,7 +57,7 @@ def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[s
     """
     installed = None
     for frame in frames:
-        if frame.function.endswith(_MERGE_BOUNDARY):
+        if frame.function.endswith(_MERGE_BOUNDARIES):
             scopes = _SCOPE.findall(names)
             return merge_lines[int(scopes[-1])] if scopes else installed or IN_A_MERGE
         if jax_compat.is_library_file(frame.file):

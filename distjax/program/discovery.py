@@ -33,7 +33,7 @@ from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.donation import hand_out
-from distjax.variables.state import TraceState, variable_p
+from distjax.variables.state import TraceState, with_variables_as_inputs
 from distjax.variables.variable import Variable
 
 
@@ -67,20 +67,13 @@ class Discovered:
         self.writes = writes
         self.created = list(log.values)
         self.facts = facts
-        reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
-        self.reads = [e.params["variable"]() for e in reads]
-        self._read_types = [as_traced(e.outvars[0].aval) for e in reads]
-        self._jaxpr = jax_compat.new_jaxpr(
-            jaxpr,
-            jaxpr.constvars,
-            [*jaxpr.invars, *(e.outvars[0] for e in reads)],
-            jaxpr.outvars,
-            [e for e in jaxpr.eqns if e.primitive is not variable_p],
-        )
+        self._jaxpr, self.reads = with_variables_as_inputs(jaxpr)
+        read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
+        self._read_types = [as_traced(v.aval) for v in read]
         constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
         self._constraints = {e.outvars[0]: e for e in constraints}
         ends = self._jaxpr.outvars[len(forms) : len(forms) + len(writes)]
-        state_vars = [*(e.outvars[0] for e in reads), *ends]
+        state_vars = [*read, *ends]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
 
     @functools.cached_property

@@ -71,9 +71,16 @@ class Analysis:
         """
         for eqn in eqns:
             ins = [not isinstance(v, Literal) and varying[v] for v in eqn.invars]
-            outs = [True] * len(eqn.outvars) if _blind.get() else None
-            proved = self._outputs(eqn, ins)
-            varying.update(zip(eqn.outvars, outs or proved, strict=True))
+            varying.update(zip(eqn.outvars, self.outputs_of(eqn, ins), strict=True))
+
+    def outputs_of(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
+        """Returns which outputs of an equation differ, given which of its operands do.
+
+        Raises:
+          DivergenceError: a collective is under a predicate that differs.
+        """
+        proved = self._outputs(eqn, ins)
+        return [True] * len(proved) if _blind.get() else proved
 
     def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
         """Returns which outputs of `jaxpr` differ, given which inputs do.

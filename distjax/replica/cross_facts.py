@@ -28,9 +28,9 @@ _REDUCTION = "distjax_reduce_"
 def call_as_reduction(
     name: str, reduce: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
 ) -> list[Any]:
-    """Returns ``reduce(arrays)``, as a single equation in the shape trace of a merge.
+    """Returns ``reduce(arrays)``, as a single equation in the trace of a merge.
 
-    This lets facts about the arrays be tracked through the merge; the program is not affected.
+    This lets facts about the arrays be tracked through the merge; XLA inlines the call.
 
     Args:
       name: "SUM", "MEAN" or "GATHER"; anything else is not tracked.
@@ -47,12 +47,16 @@ def call_as_reduction(
     return jax.jit(call)(list(arrays))
 
 
+def is_reduction(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is one of `call_as_reduction`."""
+    return str(eqn.params.get("name")).startswith(_REDUCTION)
+
+
 def reduced(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
     """The rule for equations of `call_as_reduction`; None for any other call."""
-    name = str(eqn.params.get("name"))
-    if not name.startswith(_REDUCTION):
+    if not is_reduction(eqn):
         return None
-    op, walk.across = name.removeprefix(_REDUCTION), True
+    op, walk.across = eqn.params["name"].removeprefix(_REDUCTION), True
     outs = [follow(walk, op, eqn, x) for x in ins]
     walk.across = False
     return outs

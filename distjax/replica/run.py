@@ -58,6 +58,7 @@ from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.state_check import check_state
 from distjax.replica.static import mark_modules
+from distjax.replica.tracer_localities import TracerLocalities
 from distjax.replica.user_merge import UserMerge
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -287,7 +288,10 @@ def trace_replica(
         creation = CreationLog.within(outer)
         state = TraceState(local_view=True, creations=creation)
         args, kwargs = partitioned.combine(local)
-        context = ReplicaContext(strategy)
+        localities = TracerLocalities(
+            topology.axis_name, state.trace, local, [x.varying for x in global_values]
+        )
+        context = ReplicaContext(strategy, localities)
         error, written = None, []
         try:
             frame = Frame(strategy, context, state, axis_name=topology.axis_name)
@@ -301,6 +305,8 @@ def trace_replica(
             if creation is None or not creation.values:
                 raise
             error, result, leaves = raised, PartitionedTree((), is_array), []
+        finally:
+            localities.forget()
         created = list(creation.values) if creation is not None else []
         found.update(result=result, written=written, created=created, error=error)
         found["merges"], context.merges = context.merges, []

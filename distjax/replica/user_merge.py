@@ -1,14 +1,14 @@
 """The merge of a user's function: from `ctx.merge_call` to an equation.
 
-`merge_call` traces the function for its shapes and variables alone, and binds an equation whose
-operands and results are the arrays and variables found. The emitter calls the function again, with
-all replicas' values and their proved localities.
+`merge_call` traces the function, and binds an equation whose operands and results are the arrays
+and variables found. The emitter evaluates the trace, or calls the function again if the arguments
+have other localities than was known when it was traced.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -33,9 +33,12 @@ from distjax.replica.global_value import (
     to_variable,
 )
 from distjax.replica.merge import merge_p
+from distjax.replica.merge_trace import MergeTrace
+from distjax.replica.tracer_localities import TracerLocalities
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import MergeState, ShapeState, TraceState
+from distjax.variables.variable import Variable
 
 
 class UserMerge:
@@ -45,19 +48,19 @@ class UserMerge:
     Results: the array results, then a value for each variable in `written`.
 
     Attributes:
-      jaxpr: array arguments -> array results, as if all were mirrored; None if the function
-        cannot be called that way.
+      trace: the function's trace, for its shapes and variables.
+      jaxpr: array arguments -> array results, for facts about replicas' values; None if a trace
+        does not tell.
+      out_varying: which results differ; None if that is not known while it is bound.
     """
+
+    trace: MergeTrace
+    jaxpr: jax_compat.Jaxpr | None = None
+    out_varying: list[bool] | None = None
 
     def __init__(self, strategy: StrategyLike, fn: Callable[..., Any], args: PartitionedTree):
         self.strategy, self.fn, self.args = strategy, fn, args
         self.closure = ClosureValues(fn)
-        self.read: list[Any] = []
-        self.written: list[Any] = []
-        self.created: list[Any] = []
-        self.result: Any = None
-        self.out_avals: list[ShapedArray] = []
-        self.jaxpr: jax_compat.Jaxpr | None = None
 
     @property
     def reduces(self) -> tuple[str, int, int] | None:
@@ -70,58 +73,88 @@ class UserMerge:
         where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
-    def find_shapes(self) -> None:
+    def find_shapes(self, varying: Sequence[bool] | None) -> None:
         """Traces the function abstractly, to find its shapes and variables.
 
-        Every array is first passed as mirrored, which makes any operation legal and gives the
-        same replica shapes and dtypes. If that raises, every array is passed per replica.
+        Arrays are passed with the localities that they have. Where these are not known, every
+        array is first passed as mirrored, which makes any operation legal and gives the same
+        replica shapes and dtypes. If that raises, every array is passed per replica.
+
+        Args:
+          varying: which array arguments differ; None if that is not known.
         """
+        num_args = len(self.args.leaves)
+        mirrored, per_replica = (False,) * num_args, (True,) * num_args
+        if self.topology.num_replicas == 1:
+            varying = per_replica = mirrored
+        tries = [*([] if varying is None else [tuple(varying)]), mirrored, per_replica]
+        failed: dict[tuple[bool, ...], Exception] = {}
         try:
-            self._find_shapes(as_per_replica=False)
-        except MergeError:  # no locality would fix this
+            for each in dict.fromkeys(tries):
+                try:
+                    self.trace = self._trace(each)
+                    break
+                except MergeError:  # no locality would fix this
+                    raise
+                except Exception as error:
+                    failed[each] = error
+            else:
+                raise failed[mirrored]
+            self.jaxpr = self._find_facts(failed)
+        finally:
+            failed.clear()  # their tracebacks hold this frame
+        if varying is not None and self.trace.varying == tuple(varying):
+            written = (v.layout.local_form.varying for v in self.trace.written)
+            self.out_varying = [*self.trace.out_varying, *written]
+
+    def _find_facts(self, failed: Container[tuple[bool, ...]]) -> jax_compat.Jaxpr | None:
+        """Returns the function's jaxpr if it tells of replicas' values; traces it for that."""
+        mirrored = (False,) * len(self.trace.varying)
+        if self.trace.varying == mirrored or self.trace.only_reduces:
+            return self.trace.jaxpr
+        if mirrored in failed:
+            return None
+        try:
+            return self._trace(mirrored, self.trace.created).jaxpr
+        except MergeError:
             raise
         except Exception:
-            if not self.args.leaves or self.topology.num_replicas == 1:
-                raise
-            try:
-                self._find_shapes(as_per_replica=True)
-                return
-            except Exception:  # report the first error
-                pass
-            raise
+            return None
 
     @property
     def topology(self) -> Topology:
         """The replicas that merge."""
         return self.strategy.extended.topology
 
-    def _find_shapes(self, *, as_per_replica: bool) -> None:
-        topology = self.topology
-        lead = (topology.num_replicas,) if as_per_replica else ()
+    def _trace(self, varying: tuple[bool, ...], made: Sequence[Variable] = ()) -> MergeTrace:
+        """Traces the function, with the variables that a former trace of it made."""
+        topology, found = self.topology, dict[str, Any]()
         avals = []
-        for leaf in self.args.leaves:
+        for leaf, differs in zip(self.args.leaves, varying, strict=True):
             aval = jax_compat.aval_of(leaf)
-            shape = (*lead, *aval.shape)
+            shape = (topology.num_replicas, *aval.shape) if differs else aval.shape
             avals.append(ShapedArray(shape, aval.dtype, weak_type=aval.weak_type))
 
         def traced(*arrays: jax.Array) -> list[Any]:
-            creation = CreationLog(makes_at_once=True)
+            creation = CreationLog(list(made), makes_at_once=True)
             state = ShapeState(local_view=False, creations=creation)
-            values = [PerReplica(a, topology) if as_per_replica else a for a in arrays]
+            pairs = zip(arrays, varying, strict=True)
+            values = [PerReplica(a, topology) if differs else a for a, differs in pairs]
             result = self._call(values, state)
             outs = self._as_global_values(result.take_leaves())
-            self.read, self.written = state.read_order, list(state.written)
-            self.created = creation.remembered
-            self.result = result
-            self.out_avals = [replica_aval(o) for o in outs]
-            self.out_avals += [ShapedArray(v.local_shape, v.dtype) for v in self.written]
-            return [o.array for o in outs]
+            written = list(state.written)
+            found.update(read=state.read_order, written=written, created=creation.remembered)
+            found.update(result=result, out_varying=[o.varying for o in outs])
+            found["is_pure"] = state.is_pure
+            found["out_avals"] = [replica_aval(o) for o in outs]
+            found["out_avals"] += [ShapedArray(v.local_shape, v.dtype) for v in written]
+            return [*(o.array for o in outs), *map(state.read, written)]
 
         # The replica function's mesh (its model axes) does not apply to cross-replica code.
         with user_mesh.outside_manual_axes(), frames.without_observer():
-            jaxpr, _ = inner_traces.trace_jaxpr(traced, avals)
+            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals)
         self._require_no_bare_collective(jaxpr)
-        self.jaxpr = None if as_per_replica else jaxpr
+        return MergeTrace(jaxpr, consts, varying, **found)
 
     def _call(self, values: Sequence[Any], state: TraceState) -> PartitionedTree:
         args, kwargs = self.args.combine(values)
@@ -136,16 +169,32 @@ class UserMerge:
         return [from_user_value(result) for result in results]
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
-        """Calls the function in the global view, with proved localities."""
-        num_args = len(self.args.leaves)
-        creation = CreationLog(made=self.created, makes_at_once=True)
+        """Emits the function in the global view, with proved localities."""
+        num_args, trace = len(self.args.leaves), self.trace
+        args = [as_user_value(v, topology) for v in values[:num_args]]
+        pairs = zip(trace.read, values[num_args:], strict=True)
+        variables = [to_variable(v, value, self.topology) for v, value in pairs]
+        outs = trace.call(list(map(from_user_value, args)), variables)
+        if outs is None:
+            results, written = self._call_again(args, variables)
+        else:
+            results = list(map(GlobalValue, outs, trace.out_varying))
+            written = outs[len(results) :]
+        pairs = zip(trace.written, written, strict=True)
+        return results + [from_variable(v, x) for v, x in pairs]
+
+    def _call_again(
+        self, args: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[list[GlobalValue], list[Any]]:
+        """Returns the results and the new values of the variables in `trace.written`."""
+        creation = CreationLog(made=self.trace.created, makes_at_once=True)
         state = MergeState(local_view=False, creations=creation)
-        for variable, value in zip(self.read, values[num_args:], strict=True):
-            state.bind(variable, to_variable(variable, value, self.topology))
-        values = [as_user_value(v, self.topology) for v in values[:num_args]]
-        result = self._call(values, state)
+        for variable, value in zip(self.trace.read, variables, strict=True):
+            state.bind(variable, value)
+        result = self._call(args, state)
         outs = self._as_global_values(result.leaves)
-        if len(outs) != len(self.result.leaves) or set(state.written) != set(self.written):
+        is_other = len(outs) != len(self.trace.result.leaves)
+        if is_other or set(state.written) != set(self.trace.written):
             raise MergeError(
                 message(
                     f"merge function {function_name(self.fn)} needs to do the same on every call",
@@ -155,8 +204,7 @@ class UserMerge:
                     fix="keep Python state out of it",
                 )
             )
-        written = [(v, state.read(v)) for v in self.written]
-        return outs + [from_variable(v, x) for v, x in written]
+        return outs, list(map(state.read, self.trace.written))
 
     def _require_no_bare_collective(self, jaxpr: jax_compat.Jaxpr) -> None:
         axis_name = frames.replica_axis(self.topology)
@@ -181,11 +229,15 @@ class WeakMerge:
 
     The reference is weak because JAX's cache of abstract evaluations keeps parameters alive,
     and a merge keeps its arguments alive, such as all variables of a model.
+
+    Attributes:
+      num_results: how many outputs are results; they come first.
     """
 
     def __init__(self, merge: UserMerge):
-        self._reference, self.out_avals = weakref.ref(merge), merge.out_avals
-        self.reduces = merge.reduces
+        self._reference, self.out_avals = weakref.ref(merge), merge.trace.out_avals
+        self.reduces, self.out_varying = merge.reduces, merge.out_varying
+        self.num_results = len(merge.trace.out_varying)
 
     @property
     def user_merge(self) -> UserMerge | None:
@@ -211,6 +263,7 @@ def bind_merge(
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
+    localities: TracerLocalities,
     keep: Callable[[UserMerge], None],
 ) -> Any:
     """Binds a merge equation in the current trace and returns each replica's result.
@@ -220,13 +273,14 @@ def bind_merge(
     merge = UserMerge(strategy, fn, PartitionedTree((args, kwargs), is_array))
     for leaf in merge.args.leaves:
         require_local(leaf, "merge_call")
-    merge.find_shapes()
-    for variable in merge.written:
+    merge.find_shapes(localities.of(merge.args.leaves))
+    trace = merge.trace
+    for variable in trace.written:
         state.require_writable(variable)
-    operands = [*merge.args.take_leaves(), *(state.read(v) for v in merge.read)]
+    operands = [*merge.args.take_leaves(), *map(state.read, trace.read)]
     keep(merge)
     outs = merge_p.bind(*operands, merge=WeakMerge(merge))
-    num_results = len(merge.result.leaves)
-    for variable, value in zip(merge.written, outs[num_results:], strict=True):
+    num_results = len(trace.result.leaves)
+    for variable, value in zip(trace.written, outs[num_results:], strict=True):
         state.write(variable, value)
-    return merge.result.combine(outs[:num_results])
+    return trace.result.combine(outs[:num_results])

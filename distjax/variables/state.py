@@ -69,6 +69,19 @@ def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
     )
 
 
+def with_variables_as_inputs(jaxpr: jax_compat.Jaxpr) -> tuple[jax_compat.Jaxpr, list[Any]]:
+    """Returns `jaxpr` with an input more for each variable that it reads, and these variables."""
+    reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
+    code = jax_compat.new_jaxpr(
+        jaxpr,
+        jaxpr.constvars,
+        [*jaxpr.invars, *(e.outvars[0] for e in reads)],
+        jaxpr.outvars,
+        [e for e in jaxpr.eqns if e.primitive is not variable_p],
+    )
+    return code, [e.params["variable"]() for e in reads]
+
+
 class StorageState:
     """Reads and writes the stored arrays directly (no distjax trace is active)."""
 
@@ -110,6 +123,7 @@ class TraceState:
       written: variables written, in order of first write.
       creations: the log of variables created in this trace; None if none can be.
       feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
+      is_pure: whether the code leaves no value of the trace elsewhere.
       meant: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
 
@@ -124,6 +138,7 @@ class TraceState:
         self.trace = jax_compat.current_trace()
         self.parent = parent
         self.creations = creations
+        self.is_pure = True
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self.meant: dict[int, tuple[Any, str]] = {}
@@ -222,11 +237,11 @@ State: TypeAlias = StorageState | TraceState
 
 
 class MergeState(TraceState):
-    """The state of a merge function."""
+    """The state of a merge function that is called where the program is emitted."""
 
 
 class ShapeState(MergeState):
-    """The state of a trace made only for shapes and facts, never compiled."""
+    """The state of a merge function that is traced where it is bound, for its shapes and facts."""
 
 
 def _gathered(variable: StoredVariable, shard: jax.Array) -> Any:

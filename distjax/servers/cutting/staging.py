@@ -60,13 +60,13 @@ def as_server_merge(eqn: JaxprEqn) -> ServerMerge | None:
     if eqn.primitive.name != MERGE_NAME:
         return None
     merge = _merge_of_user(eqn.params["merge"])
-    if not merge.read and not merge.written:
+    if not merge.trace.read and not merge.trace.written:
         return None
     is_own = isinstance(eqn.params["merge"], WeakMerge)  # a derivative of one writes nothing
     num_arguments = len(merge.args.leaves)
-    read = [None] * num_arguments + merge.read
+    read = [None] * num_arguments + merge.trace.read
     read += [None] * (len(eqn.invars) - len(read))
-    return ServerMerge(eqn, tuple(read), tuple(merge.written) if is_own else ())
+    return ServerMerge(eqn, tuple(read), tuple(merge.trace.written) if is_own else ())
 
 
 def _merge_of_user(merge: Merge) -> UserMerge:

@@ -14,6 +14,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,8 @@ from jax import core
 
 from distjax import jax_compat
 from distjax.typing import PyTree
+
+_PREFIX = "_distjax_trace_"
 
 
 def trace_jaxpr(
@@ -44,6 +47,11 @@ def trace_jaxpr(
     return jax_compat.open_jaxpr(closed)
 
 
+def without_user_axes() -> AbstractContextManager[None]:
+    """Returns a context in which no axis has a name but those of active traces."""
+    return jax_compat.without_axes(lambda name: name.startswith(_PREFIX))
+
+
 class _TraceName:
     """The axis name that identifies one active trace.
 
@@ -62,7 +70,7 @@ class _TraceName:
         try:
             self.name = self._free.pop()
         except IndexError:
-            self.name = f"_distjax_trace_{next(self._numbers)}"
+            self.name = f"{_PREFIX}{next(self._numbers)}"
         self.trace: core.Trace | None = None
         self.is_reusable = True
         self.thread = threading.get_ident()

@@ -7,9 +7,18 @@ It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,6 +109,26 @@ def staging() -> bool:
 def resize_axis(name: str, size: int) -> None:
     """Gives an axis that an enclosing `jax.make_jaxpr(axis_env=...)` binds another size there."""
     _core.extend_axis_env_nd([(name, size)]).__enter__()  # `make_jaxpr` restores what was bound
+
+
+@contextlib.contextmanager
+def without_axes(keep: Callable[[str], bool]) -> Generator[None]:
+    """Returns a context in which no axis has a name but those that `keep` returns True for."""
+    context: Any = _core.trace_ctx
+    before = inside = context.axis_env
+    for name in before.axis_names():
+        inside = inside if keep(str(name)) else inside.pop_pure(name)
+    context.set_axis_env(inside)
+    try:
+        yield
+    finally:
+        context.set_axis_env(before)
+
+
+def is_of_trace(value: ArrayLike, trace: core.Trace) -> bool:
+    """Returns whether a value is a tracer of this trace, not one of a trace around it."""
+    tracer: Any = value
+    return isinstance(value, Tracer) and tracer._trace is trace  # JAX has no public way to ask
 
 
 def aval_of(value: ArrayLike) -> ShapedArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,18 +44,16 @@ class Block:
     """
 
     def __init__(self, first: HostElement, limit: int, allocate: Allocate | None):
-        self._limit, self._allocate = limit, allocate
-        self._treedef, self._signature = first.tree.treedef, first.tree.signature
+        self._limit, self._allocate, self._treedef = limit, allocate, first.tree.treedef
+        self._states = [first.state_before, first.state]
         leaves = first.tree.leaves
-        self._states = [first.state_before]
         if allocate is None:
             self._memory = [leaf[np.newaxis] for leaf in leaves]
-            self._states.append(first.state)
             return
         num_bytes = max(1, sum(leaf.nbytes for leaf in leaves))
         room = min(limit, max(1, _FIRST_BYTES // num_bytes))
         self._memory = [allocate(room, leaf.shape, leaf.dtype) for leaf in leaves]
-        self.add(first)
+        self._write(0, leaves)
 
     def __len__(self) -> int:
         return len(self._states) - 1
@@ -73,7 +71,9 @@ class Block:
     @property
     def tree(self) -> HostTree:
         """All elements, leaves [k, R, B, ...]."""
-        return HostTree(self._treedef, [memory[: len(self)] for memory in self._memory])
+        size = len(self)
+        used = [memory if len(memory) == size else memory[:size] for memory in self._memory]
+        return HostTree(self._treedef, used)
 
     def element(self, k: int) -> HostElement:
         """Returns an element, in the block's memory."""
@@ -88,14 +88,17 @@ class Block:
     def add(self, element: HostElement) -> bool:
         """Copies one more element and returns True, or returns False if its shape differs."""
         tree, k = element.tree, len(self)
-        if tree.signature != self._signature:
+        if tree.signature != self.element(0).tree.signature:
             return False
         if k == len(self._memory[0]):
             self._grow()
-        for memory, leaf in zip(self._memory, tree.leaves, strict=True):
-            memory[k] = leaf
+        self._write(k, tree.leaves)
         self._states.append(element.state)
         return True
+
+    def _write(self, k: int, leaves: Sequence[np.ndarray]) -> None:
+        for memory, leaf in zip(self._memory, leaves, strict=True):
+            memory[k] = leaf
 
     def _grow(self) -> None:
         size = len(self)

@@ -119,8 +119,8 @@ class HostStream:
             return first
         block = Block(first, limit, allocate)
         while True:
-            # Replace it by the copy: the source may refill its own memory.
-            self.ahead[len(block) - 1] = block.element(len(block) - 1)
+            if allocate is not None:  # the copy takes its place: the source may refill its memory
+                self.ahead[len(block) - 1] = block.element(len(block) - 1)
             if len(block) == limit:
                 return block
             outcome = self._outcome(len(block))

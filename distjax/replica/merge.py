@@ -26,9 +26,11 @@ class Merge(Protocol):
 
     Attributes:
       out_avals: shapes and dtypes of the results, in the replica view.
+      out_varying: which results differ; None: that is not known until it is emitted.
     """
 
     out_avals: Sequence[ShapedArray]
+    out_varying: Sequence[bool] | None
 
     def emit(self, values: Sequence[GlobalValue], topology: Topology) -> list[GlobalValue]:
         """Evaluates the merge in the global view."""
@@ -61,6 +63,8 @@ class TangentMerge:
     Operands: all operands of `base`, then one tangent for each index in `live`.
     Results: one tangent for each differentiable result of `base`.
     """
+
+    out_varying: Sequence[bool] | None = None
 
     def __init__(self, base: Merge, num_operands: int, live: tuple[int, ...]):
         self.base, self.num_operands, self.live = base, num_operands, live
@@ -150,6 +154,8 @@ class CotangentMerge:
     equal operand stands for R copies, so each replica's share of its cotangent is 1/R.
     """
 
+    out_varying: Sequence[bool] | None = None
+
     def __init__(self, tangent: TangentMerge, given: tuple[int, ...], avals: Sequence[Any]):
         self.tangent, self.given = tangent, given
         self.out_avals = [_plain(a) for a in avals]
@@ -201,6 +207,8 @@ jax_compat.primitive_transposes[merge_p] = _merge_transpose
 
 class BatchedMerge:
     """A merge mapped over an extra axis of its operands, leading in its results."""
+
+    out_varying: Sequence[bool] | None = None
 
     def __init__(self, base: Merge, dims: Sequence[int | None], size: int):
         self.base, self.dims, self.size = base, tuple(dims), size

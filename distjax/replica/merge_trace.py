@@ -72,6 +72,7 @@ class MergeTrace:
             and self.is_pure
             and not self.created
             and not any(isinstance(c, jax_compat.Tracer) for c in self.consts)  # of another trace
+            and not _holds_custom_rules(self.jaxpr)
             and have_types_of(operands, code.invars[len(code.invars) - len(operands) :])
         )
         # An observer wants to see the operations of the function.
@@ -79,3 +80,15 @@ class MergeTrace:
             return None
         eqns = [jax_compat.as_inlined(e) if is_reduction(e) else e for e in code.eqns]
         return jax_compat.eval_jaxpr(code.replace(eqns=eqns), self.consts, operands)
+
+
+def _holds_custom_rules(jaxpr: Jaxpr) -> bool:
+    """Returns whether functions of the user are called after the trace, which it has to outlive.
+
+    Those of `jax.custom_vjp` may close over the trace's values, and are called by `grad`.
+    """
+    return any(
+        eqn.primitive.name.startswith("custom_")
+        or any(map(_holds_custom_rules, jax_compat.sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )

@@ -15,7 +15,9 @@ from jax import core
 from distjax import jax_compat
 from distjax.errors import DivergenceError
 from distjax.jax_compat import JaxprEqn
-from distjax.replica.analysis import MERGE_NAME, Analysis
+from distjax.replica.analysis import Analysis
+from distjax.replica.emit import holds_merge
+from distjax.replica.merge import Merge
 from distjax.typing import ArrayLike
 from distjax.variables.state import variable_p
 
@@ -46,8 +48,9 @@ class TracerLocalities:
         """Returns which values differ; None where that is not known yet, as inside of `grad`."""
         if jax_compat.current_trace() is not self._trace:
             return None
+        is_own = lambda value: jax_compat.is_of_trace(value, self._trace)  # others are constants
         try:
-            return [self._differs(value) for value in values]
+            return [is_own(value) and self._differs(value) for value in values]
         except (_NotKnown, DivergenceError):  # the emitter raises the latter where it holds
             return None
 
@@ -83,14 +86,14 @@ class TracerLocalities:
     def _outputs(self, eqn: JaxprEqn) -> Sequence[bool]:
         if eqn.primitive is variable_p:
             return [eqn.params["variable"]().layout.local_form.varying]
-        if eqn.primitive.name == MERGE_NAME:
-            known = eqn.params["merge"].out_varying
-            if known is None:
+        if holds_merge(eqn):
+            merge: Merge | None = eqn.params.get("merge")
+            if merge is None or merge.out_varying is None:
                 raise _NotKnown
-            return known
+            return merge.out_varying
         operands: list[Any] = eqn.invars  # tracers, while the equation is being traced
         return self._analysis.outputs_of(eqn, list(map(self._read, operands)))
 
 
 class _NotKnown(Exception):
-    """A value comes from a merge whose results may differ or not."""
+    """A value depends on a merge whose results may differ or not."""

@@ -7,8 +7,9 @@ have other localities than was known when it was traced.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class UserMerge:
 
     trace: MergeTrace
     jaxpr: jax_compat.Jaxpr | None = None
-    out_varying: list[bool] | None = None
+    out_varying: Sequence[bool] | None = None
 
     def __init__(self, strategy: StrategyLike, fn: Callable[..., Any], args: PartitionedTree):
         self.strategy, self.fn, self.args = strategy, fn, args
@@ -73,53 +74,56 @@ class UserMerge:
         where = [i for i, path in enumerate(self.args.paths) if path.startswith(prefix)]
         return (owner.reduce_op.name, where[0], where[-1] + 1) if where else None
 
-    def find_shapes(self, varying: Sequence[bool] | None) -> None:
-        """Traces the function abstractly, to find its shapes and variables.
-
-        Arrays are passed with the localities that they have. Where these are not known, every
-        array is first passed as mirrored, which makes any operation legal and gives the same
-        replica shapes and dtypes. If that raises, every array is passed per replica.
+    def trace_for(self, varying: Sequence[bool] | None) -> None:
+        """Traces the function abstractly, for its shapes and variables.
 
         Args:
-          varying: which array arguments differ; None if that is not known.
+          varying: which array arguments differ; None if that is not known yet.
         """
-        num_args = len(self.args.leaves)
-        mirrored, per_replica = (False,) * num_args, (True,) * num_args
         if self.topology.num_replicas == 1:
-            varying = per_replica = mirrored
-        tries = [*([] if varying is None else [tuple(varying)]), mirrored, per_replica]
-        failed: dict[tuple[bool, ...], Exception] = {}
-        try:
-            for each in dict.fromkeys(tries):
-                try:
-                    self.trace = self._trace(each)
-                    break
-                except MergeError:  # no locality would fix this
-                    raise
-                except Exception as error:
-                    failed[each] = error
-            else:
-                raise failed[mirrored]
-            self.jaxpr = self._find_facts(failed)
-        finally:
-            failed.clear()  # their tracebacks hold this frame
-        if varying is not None and self.trace.varying == tuple(varying):
-            written = (v.layout.local_form.varying for v in self.trace.written)
-            self.out_varying = [*self.trace.out_varying, *written]
+            varying = [False] * len(self.args.leaves)
+        if varying is None or not self._trace_known(tuple(varying)):
+            self._trace_unknown()
 
-    def _find_facts(self, failed: Container[tuple[bool, ...]]) -> jax_compat.Jaxpr | None:
-        """Returns the function's jaxpr if it tells of replicas' values; traces it for that."""
-        mirrored = (False,) * len(self.trace.varying)
-        if self.trace.varying == mirrored or self.trace.only_reduces:
-            return self.trace.jaxpr
-        if mirrored in failed:
-            return None
+    def _trace_known(self, varying: tuple[bool, ...]) -> bool:
+        """Traces the function as the program will call it; returns whether that worked."""
         try:
-            return self._trace(mirrored, self.trace.created).jaxpr
+            with inner_traces.without_user_axes():
+                self.trace = self._trace(varying)
         except MergeError:
             raise
+        except Exception:  # raised again where it is traced for its shapes, or emitted
+            return False
+        written = (v.layout.local_form.varying for v in self.trace.written)
+        self.out_varying = [*self.trace.out_varying, *written]
+        if self.trace.only_reduces:
+            self.jaxpr = self.trace.jaxpr
+            return True
+        with contextlib.suppress(Exception):  # then there are no facts
+            self.jaxpr = self._trace((False,) * len(varying), self.trace.created).jaxpr
+        return True
+
+    def _trace_unknown(self) -> None:
+        """Traces the function for its shapes alone.
+
+        Every array is first passed as mirrored, which makes any operation legal and gives the
+        same replica shapes and dtypes. If that raises, every array is passed per replica.
+        """
+        num_args = len(self.args.leaves)
+        try:
+            self.trace = self._trace((False,) * num_args)
+            self.jaxpr = self.trace.jaxpr
+        except MergeError:  # no locality would fix this
+            raise
         except Exception:
-            return None
+            if not num_args or self.topology.num_replicas == 1:
+                raise
+            try:
+                self.trace = self._trace((True,) * num_args)
+                return
+            except Exception:  # report the first error
+                pass
+            raise
 
     @property
     def topology(self) -> Topology:
@@ -174,7 +178,9 @@ class UserMerge:
         args = [as_user_value(v, topology) for v in values[:num_args]]
         pairs = zip(trace.read, values[num_args:], strict=True)
         variables = [to_variable(v, value, self.topology) for v, value in pairs]
-        outs = trace.call(list(map(from_user_value, args)), variables)
+        outs = None
+        if self.out_varying is not None:
+            outs = trace.call(list(map(from_user_value, args)), variables)
         if outs is None:
             results, written = self._call_again(args, variables)
         else:
@@ -273,7 +279,7 @@ def bind_merge(
     merge = UserMerge(strategy, fn, PartitionedTree((args, kwargs), is_array))
     for leaf in merge.args.leaves:
         require_local(leaf, "merge_call")
-    merge.find_shapes(localities.of(merge.args.leaves))
+    merge.trace_for(localities.of(merge.args.leaves))
     trace = merge.trace
     for variable in trace.written:
         state.require_writable(variable)

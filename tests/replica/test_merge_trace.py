@@ -101,6 +101,90 @@ def test_a_kind_that_is_not_known_after_a_derivative(pair, how):
     assert (float(first), float(second)) == (0.5, 2.0)
 
 
+def summed(x):
+    return merge(sum_of, x)
+
+
+DERIVED = {
+    "vmap": (lambda x: summed(jax.vmap(summed)(jnp.stack([x, x]))), [2.0, 2.0]),
+    "grad": (lambda x: summed(jax.grad(lambda w: summed(w * x))(jnp.float32(3))), 2.0),
+    "jvp": (lambda x: summed(jax.jvp(lambda w: summed(w * x), (x,), (x,))[1]), 2.0),
+}
+
+
+@pytest.mark.parametrize("form", DERIVED)
+def test_a_merge_of_what_depends_on_a_derived_merge(pair, how, form):
+    step, expected = DERIVED[form]
+    total = how(lambda x: pair.run(step, args=(x,)))(ids(pair))
+    np.testing.assert_allclose(total, expected)
+
+
+def by_structure(strategy, x):
+    """A function with another structure of results for a value that differs."""
+    if not isinstance(x, dj.PerReplica):
+        return {"total": x}
+    return {"total": strategy.reduce("sum", x), "each": x}
+
+
+INSIDE = {
+    "jit": lambda x: jax.jit(summed)(x),
+    "loop": lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c + summed(x), jnp.float32(0)),
+}
+
+
+@pytest.mark.parametrize("form", INSIDE)
+def test_a_value_that_is_equal_through_a_merge_inside(pair, how, form):
+    """What differs and what does not is not known of a call or a loop that holds a merge."""
+    step = lambda x: merge(by_structure, INSIDE[form](x))
+    found = how(lambda x: pair.run(step, args=(x,)))(ids(pair))
+    assert {k: float(v) for k, v in found.items()} == {"total": {"jit": 1.0, "loop": 2.0}[form]}
+
+
+def test_a_value_of_the_enclosing_program_is_equal(pair):
+    """Though it is a component of a variable there."""
+    with pair.scope():
+        v = dj.Variable(
+            1.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+            trainable=False,
+        )
+
+    @dj.jit
+    def outer():
+        total = v.value
+        return pair.run(lambda: merge(by_structure, total))
+
+    assert {k: float(x) for k, x in outer().items()} == {"total": 2.0}
+
+
+def test_rules_for_derivatives_that_close_over_values(pair, how):
+    """They are called after the merge function, whose values they use."""
+    with pair.scope():
+        v = dj.Variable(3.0)
+
+    def fn(strategy, x):
+        factor = v.value
+
+        @jax.custom_vjp
+        def doubled(z):
+            return z * 2
+
+        doubled.defvjp(lambda z: (z * 2, None), lambda _, cotangent: (cotangent * factor,))
+        return doubled(strategy.reduce("sum", x))
+
+    step = jax.grad(lambda x: merge(fn, x))
+    slopes = how(lambda x: pair.run(step, args=(x,)))(ids(pair))
+    assert local(pair, slopes) == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("read", [jax.lax.axis_size, lambda name: jax.lax.psum(1, name)])
+def test_the_replica_axis_has_no_size_in_it(pair, how, read):
+    step = lambda x: merge(lambda s, x: s.reduce("sum", x) * read("replica"), x)
+    with pytest.raises(NameError, match="unbound axis name: replica"):
+        how(lambda x: pair.run(step, args=(x,)))(ids(pair))
+
+
 def test_other_uses_of_what_differs(pair, how):
     """Results passed on, components taken, and an argument that nothing uses."""
 

@@ -25,12 +25,17 @@ from distjax.variables.state import variable_p
 class TracerLocalities:
     """The localities of the values of one trace.
 
+    Attributes:
+      has_merges: whether an equation may be or hold a merge.
+
     Args:
       axis_name: the name of the replica axis.
       trace: the trace of the replica function.
       arguments: its array arguments, as tracers.
       varying: which of them differ.
     """
+
+    has_merges = False
 
     def __init__(
         self,
@@ -59,18 +64,14 @@ class TracerLocalities:
         self._arguments, self._known = {}, {}
 
     def _differs(self, value: ArrayLike) -> bool:
-        pending: list[Any] = [value]
+        pending: list[Any] = [jax_compat.equation_of(value)]
         while pending:  # without recursion: a trace may be long
-            eqn = jax_compat.equation_of(pending[-1])
+            eqn = pending[-1]
             if eqn is None or id(eqn) in self._known:
                 pending.pop()
                 continue
-            operands = list(map(jax_compat.equation_of, eqn.invars))
-            needed = [
-                x
-                for x, e in zip(eqn.invars, operands, strict=True)
-                if e is not None and id(e) not in self._known
-            ]
+            before = [e for e in map(jax_compat.equation_of, eqn.invars) if e is not None]
+            needed = [e for e in before if id(e) not in self._known]
             if needed:
                 pending += needed
             else:
@@ -86,7 +87,7 @@ class TracerLocalities:
     def _outputs(self, eqn: JaxprEqn) -> Sequence[bool]:
         if eqn.primitive is variable_p:
             return [eqn.params["variable"]().layout.local_form.varying]
-        if holds_merge(eqn):
+        if self.has_merges and holds_merge(eqn):
             merge: Merge | None = eqn.params.get("merge")
             if merge is None or merge.out_varying is None:
                 raise _NotKnown

@@ -285,6 +285,7 @@ def bind_merge(
         state.require_writable(variable)
     operands = [*merge.args.take_leaves(), *map(state.read, trace.read)]
     keep(merge)
+    localities.has_merges = True
     outs = merge_p.bind(*operands, merge=WeakMerge(merge))
     num_results = len(trace.result.leaves)
     for variable, value in zip(trace.written, outs[num_results:], strict=True):

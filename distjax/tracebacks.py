@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from distjax.jax_compat import is_library_file
+from distjax.user_lines import is_library_file
 
 _config: Any = jax.config  # type checkers do not know its options
 

@@ -12,6 +12,7 @@ FLOORS = {
     "integers": -4,
     "tables": -4,
     "uninterrupted": -4,
+    "user_lines": -4,
     "modes": -5,
     "typing": -4,
     "jax_compat": -3,

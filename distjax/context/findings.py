@@ -11,7 +11,7 @@ import sys
 import warnings
 from contextvars import ContextVar
 
-from distjax import jax_compat
+from distjax import user_lines
 from distjax.context import frames
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
@@ -62,7 +62,7 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
     if observer is not None and observer.collects_findings:
         return
     if issubclass(kind, Warning):
-        warnings.warn(finding.text, kind, stacklevel=jax_compat.user_stacklevel())
+        warnings.warn(finding.text, kind, stacklevel=user_lines.user_stacklevel())
     else:
         raise kind(finding.text)
 
@@ -70,7 +70,7 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
 def calling_line() -> str:
     """Returns "file:line (function)" of the user's line that is currently running."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and jax_compat.is_library_file(frame.f_code.co_filename):
+    while frame is not None and user_lines.is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "an unknown line"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.context.finding import Finding
 from distjax.context.observer import Proof, ProvesLocality
 from distjax.diagnostics import sources
@@ -96,13 +96,13 @@ class Notes:
     ) -> None:
         """Records reductions of equal values in replica code."""
         for eqn in equal_reductions(jaxpr, varying, analysis):
-            self._note_reduction(eqn.primitive.name, jax_compat.source_line(eqn))
+            self._note_reduction(eqn.primitive.name, user_lines.source_line(eqn))
 
     @contextlib.contextmanager
     def on_merge(self, eqn: jax_compat.JaxprEqn) -> Generator[None]:
         """Stages a merge in a named scope, from which its line is found later."""
         index = len(self.merge_lines)
-        self.merge_lines.append(jax_compat.source_line(eqn))
+        self.merge_lines.append(user_lines.source_line(eqn))
         self._open_merges.append(index)
         with jax.named_scope(sources.merge_scope(index)):
             yield

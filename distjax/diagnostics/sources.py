@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from distjax import jax_compat
+from distjax import user_lines
 
 UNKNOWN = "an unknown line"
 #: Stands for the line of a library's operation in an unobserved merge, as in a cut for servers.
@@ -60,7 +60,7 @@ def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[s
         if frame.function.endswith(_MERGE_BOUNDARIES):
             scopes = _SCOPE.findall(names)
             return merge_lines[int(scopes[-1])] if scopes else installed or IN_A_MERGE
-        if jax_compat.is_library_file(frame.file):
+        if user_lines.is_library_file(frame.file):
             continue
         if not frame.file.startswith(_INSTALLED):
             return str(frame)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
@@ -60,7 +60,7 @@ class RetraceWatch:
                 fix="pad batches to one shape, and pass numbers that change as arrays",
             ),
             RecompilationWarning,
-            stacklevel=jax_compat.user_stacklevel(),
+            stacklevel=user_lines.user_stacklevel(),
         )
 
 
@@ -100,7 +100,7 @@ class FreshFunctionCounter:
                     "strategy.run(fn, ...)",
                 ),
                 RecompilationWarning,
-                stacklevel=jax_compat.user_stacklevel(),
+                stacklevel=user_lines.user_stacklevel(),
             )
         return streak.clear
 

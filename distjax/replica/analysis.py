@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.context.expectation import says_equal
 from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
@@ -211,8 +211,8 @@ class Analysis:
             message(
                 f"a lax.{construct} that holds {what} needs a predicate that is equal on every "
                 "replica",
-                got=f"a predicate that differs per replica, at {jax_compat.source_line(eqn)}; "
-                f"{what} at {jax_compat.source_line(found)}",
+                got=f"a predicate that differs per replica, at {user_lines.source_line(eqn)}; "
+                f"{what} at {user_lines.source_line(found)}",
                 why="replicas that take another branch, or leave the loop earlier, never arrive "
                 "at the collective, and the others wait for ever",
                 fix="make the predicate equal first: p = ctx.all_reduce('sum', p) > 0; or move "

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn
 from distjax.placement.topology import Topology
@@ -48,7 +48,7 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
             message(
                 f"{name} needs to leave devices to its strategy",
                 got=f"a jax.pmap or jax.shard_map over axes {axes}, at "
-                f"{jax_compat.source_line(outer)}",
+                f"{user_lines.source_line(outer)}",
                 why="a replica function runs on each device already, and a device has no others "
                 "of its own",
                 fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from distjax import inner_traces, jax_compat
+from distjax import inner_traces, jax_compat, user_lines
 from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.placement.topology import Topology
@@ -71,7 +71,7 @@ def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:
     merge = next(m for sub in jax_compat.sub_jaxprs(eqn) for m in emitter.analysis.collectives(sub))
     return message(
         f"merge_call needs to stand outside of {name}",
-        got=f"a merge_call inside of it, at {jax_compat.source_line(merge)}",
+        got=f"a merge_call inside of it, at {user_lines.source_line(merge)}",
         why=f"replicas pause in functions, loops and branches, but {name} runs its function by "
         "rules of its own",
         fix="ctx.all_reduce('sum', x) in place of the merge_call, or the merge_call before or "

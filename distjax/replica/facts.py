@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.replica.analysis import CALLS, MERGE_NAME
 
@@ -45,7 +45,7 @@ class Site:
         for eqn in reversed(self._eqns):  # jnp functions record no user line, but their call does
             traceback = eqn.source_info.traceback
             for frame in traceback.frames if traceback is not None else ():
-                if jax_compat.is_library_file(frame.file_name):
+                if user_lines.is_library_file(frame.file_name):
                     continue
                 line = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
                 if not frame.file_name.startswith(_INSTALLED):
@@ -58,7 +58,7 @@ class Site:
         """Whether jnp.mean, or a method of that name, made the equation."""
         traceback = self._eqns[-1].source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
-            if not jax_compat.is_library_file(frame.file_name):
+            if not user_lines.is_library_file(frame.file_name):
                 return False
             if frame.function_name in _MEANS:
                 return True

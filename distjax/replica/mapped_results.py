@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distjax import jax_compat
+from distjax import user_lines
 from distjax.collectives.constraint import constrain_to_replicas
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
@@ -166,7 +166,7 @@ def _report_lost(
     for reason in dict.fromkeys(reasons):
         own = [f"result{p}" for p, r in zip(paths, reasons, strict=True) if r == reason]
         origin = origins[reasons.index(reason)]
-        line = "an argument" if origin is None else jax_compat.source_line(origin)
+        line = "an argument" if origin is None else user_lines.source_line(origin)
         more = f" and {len(own) - 8} more" if len(own) > 8 else ""
         text = message(
             f"{name} needs to return what is equal on every replica where out_axes is None",

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from distjax import inner_traces, jax_compat, user_mesh
+from distjax import inner_traces, jax_compat, user_lines, user_mesh
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
@@ -222,7 +222,7 @@ class UserMerge:
                 f"merge function {function_name(self.fn)} needs strategy.reduce to combine values "
                 "of replicas",
                 got=f"a bare {found.primitive.name} over axis {axis_name!r}, at "
-                f"{jax_compat.source_line(found)}",
+                f"{user_lines.source_line(found)}",
                 why="a merge function runs once, in cross-replica context, where there is no "
                 "replica axis",
                 fix="strategy.reduce('sum', x), or strategy.gather(x, axis=0)",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.cluster.job import job
 from distjax.cluster.joining import join_if_nobody_did
 from distjax.cluster.warm_up import warm_up_groups
@@ -47,7 +47,7 @@ def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Seq
       ValueError: not a sequence.
     """
     if devices is None and job() is not None:
-        warnings.warn(_alone_text(strategy), ClusterWarning, jax_compat.user_stacklevel())
+        warnings.warn(_alone_text(strategy), ClusterWarning, user_lines.user_stacklevel())
     return devices_or_all(devices)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from distjax import inner_traces, jax_compat
+from distjax import inner_traces, jax_compat, user_lines
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.placement.topology import Topology
@@ -118,7 +118,7 @@ def _loop_text(name: str, merge: JaxprEqn) -> str:
     name = construct.get(name, name)
     return message(
         f"a merge_call that meets a parameter server needs to stand outside of {name}",
-        got=f"one inside of it, at {jax_compat.source_line(merge)}",
+        got=f"one inside of it, at {user_lines.source_line(merge)}",
         why="every pass of it would be a round trip to the server (a write of a variable in a "
         "replica function is such a merge)",
         fix=f"collect in the {name} what the variables need, and merge once after it; or put the "

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import distjax as dj
 from tests.replica.merging import context, merge, sum_of
@@ -209,6 +210,18 @@ def test_values_of_an_enclosing_program(pair):
         return pair.run(lambda x: merge(add, x), args=(x,))
 
     assert float(outer(ids(pair), jnp.float32(10))) == 11.0
+
+
+def test_state_of_an_object_that_it_closes_over(mirrored):
+    """A value of the replica function while it is bound, and of the program when it is emitted."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def step(x):
+        return merge(lambda strategy, y: strategy.reduce("sum", y) + model.bias[...], model(x))
+
+    x = mirrored.distribute_values_from_function(lambda ctx: jnp.ones(2))
+    out = dj.jit(lambda x: mirrored.run(step, args=(x,)))(x)
+    np.testing.assert_allclose(out, 2 * model.kernel[...].sum(0), rtol=1e-6)
 
 
 def test_settings_around_a_merge_hold_in_it(mirrored):

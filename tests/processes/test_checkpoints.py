@@ -7,6 +7,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import distjax as dj
@@ -345,6 +346,36 @@ def test_one_process_alone(group, tmp_path, writer):
     key = jax.random.key_data(jax.random.key(7)).tolist()
     saved = ([2], 5.0, [1.5] * 3, key, 4)
     assert group.call(save_alone, str(tmp_path / "own"), writer) == [saved] * 2
+
+
+def save_alone_and_together(directory, writer):
+    """Saves of one process, then of both; process 0 looks whether the other waits for it."""
+    state = make_state(STRATEGIES["multi_worker"]())
+    if job().process_id == writer:
+        with dj.checkpoint.Checkpointer(f"{directory}/own", local=True) as own:
+            for step in range(3):
+                own.save(step, {"x": jnp.ones(3)})
+    kind = ocp.path.atomicity.AtomicRenameTemporaryPath
+    create, early = kind.create, []
+
+    async def look_first(self, *args, **kwargs):
+        early.extend(path for path in [self.get()] * 2000 if path.exists())
+        return await create(self, *args, **kwargs)
+
+    kind.create = look_first if job().process_id == 0 else create
+    try:
+        with dj.checkpoint.Checkpointer(f"{directory}/all") as checkpointer:
+            for step in range(4):
+                checkpointer.save(step, {"w": state["w"]})
+    finally:
+        kind.create = create
+    return [str(path) for path in early]
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_one_process_alone_and_then_all(group, tmp_path, writer):
+    """What a process wrote before process 0 had made the directory would be removed."""
+    assert group.call(save_alone_and_together, str(tmp_path), writer) == [[], []]
 
 
 def open_a_file(path):

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distjax import jax_compat, user_lines
+from distjax.collectives.replica_axis import is_bound_axis
+from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn
 from distjax.placement.topology import Topology
+from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.emit import holds_merge
 
@@ -55,6 +58,27 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
                 "inside a replica; or the call outside of run",
             )
         )
+
+
+def require_own_axis(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
+    """Raises if the collectives of `jaxpr` would bind to an enclosing `jax.vmap`.
+
+    JAX gives them the vmap's axis if the mesh has an axis of the same name.
+    """
+    axis_name = topology.axis_name
+    in_replica = any(frame.replica_context is not None for frame in frames.stack())
+    if topology.mesh is None or in_replica or not is_bound_axis(axis_name):
+        return
+    if next(Analysis(axis_name).collectives(jaxpr), None) is None:
+        return
+    raise ValueError(
+        message(
+            f"pmap of {name} needs an axis_name that no jax.vmap around it has",
+            got=f"{axis_name!r}, for both",
+            why="JAX takes the collectives in it for those of the vmap (jax.pmap does so too)",
+            fix="another axis_name for one of the two",
+        )
+    )
 
 
 def _shard_maps(eqn: JaxprEqn) -> list[JaxprEqn]:

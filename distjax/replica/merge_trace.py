@@ -75,7 +75,7 @@ class MergeTrace:
             and not _holds_custom_rules(self.jaxpr)
             and have_types_of(operands, code.invars[len(code.invars) - len(operands) :])
         )
-        # An observer wants to see the operations of the function.
+        # An observer is told of reductions while the function runs.
         if not is_alike or frames.observer() is not None:
             return None
         eqns = [jax_compat.as_inlined(e) if is_reduction(e) else e for e in code.eqns]
@@ -83,9 +83,9 @@ class MergeTrace:
 
 
 def _holds_custom_rules(jaxpr: Jaxpr) -> bool:
-    """Returns whether functions of the user are called after the trace, which it has to outlive.
+    """Returns whether differentiating the jaxpr calls functions of the user.
 
-    Those of `jax.custom_vjp` may close over the trace's values, and are called by `grad`.
+    Those of `jax.custom_vjp` may close over values of the trace, which has ended by then.
     """
     return any(
         eqn.primitive.name.startswith("custom_")

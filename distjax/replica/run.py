@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from distjax import inner_traces, jax_compat, user_mesh
-from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
@@ -24,7 +23,6 @@ from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, renamed_topology
-from distjax.replica.analysis import Analysis
 from distjax.replica.arguments import (
     PartitionedTree,
     function_name,
@@ -33,7 +31,11 @@ from distjax.replica.arguments import (
     require_finished,
     user_path,
 )
-from distjax.replica.body_errors import add_number_note, require_no_other_mesh
+from distjax.replica.body_errors import (
+    add_number_note,
+    require_no_other_mesh,
+    require_own_axis,
+)
 from distjax.replica.cross_facts import remember
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
@@ -125,7 +127,7 @@ def run_in_trace(
     given = Given(function_name(fn), partitioned, names, global_values)
     traced = _trace_valid(strategy, fn, given, outer, named)
     if options.axis_name is not None:
-        _require_own_axis(given.name, traced.jaxpr, named)
+        require_own_axis(given.name, traced.jaxpr, named)
     try:
         outs = _emit(named, traced, global_values, outer)
     except BaseException as error:
@@ -167,27 +169,6 @@ def _compare_feedback(
     feedback = Feedback(function_name(fn), names, args, kwargs)
     outer.feedbacks[id(fn)] = fn, feedback
     return feedback
-
-
-def _require_own_axis(name: str, jaxpr: jax_compat.Jaxpr, topology: Topology) -> None:
-    """Raises if the collectives of `jaxpr` would bind to an enclosing `jax.vmap`.
-
-    JAX gives them the vmap's axis if the mesh has an axis of the same name.
-    """
-    axis_name = topology.axis_name
-    in_replica = any(frame.replica_context is not None for frame in frames.stack())
-    if topology.mesh is None or in_replica or not is_bound_axis(axis_name):
-        return
-    if next(Analysis(axis_name).collectives(jaxpr), None) is None:
-        return
-    raise ValueError(
-        message(
-            f"pmap of {name} needs an axis_name that no jax.vmap around it has",
-            got=f"{axis_name!r}, for both",
-            why="JAX takes the collectives in it for those of the vmap (jax.pmap does so too)",
-            fix="another axis_name for one of the two",
-        )
-    )
 
 
 def _require_same_replicas(

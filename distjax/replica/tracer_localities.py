@@ -2,7 +2,7 @@
 
 The emitter proves localities from the finished jaxpr. A merge asks earlier, so that its function
 can be traced with the arguments that it will have. The same rules are applied to the equations so
-far; an answer that turns out otherwise costs another trace, and changes no program.
+far. Where these do not tell, there is no answer, and the function is traced again at emission.
 """
 
 from __future__ import annotations

@@ -178,9 +178,8 @@ class UserMerge:
         args = [as_user_value(v, topology) for v in values[:num_args]]
         pairs = zip(trace.read, values[num_args:], strict=True)
         variables = [to_variable(v, value, self.topology) for v, value in pairs]
-        outs = None
-        if self.out_varying is not None:
-            outs = trace.call(list(map(from_user_value, args)), variables)
+        is_known = self.out_varying is not None
+        outs = trace.call(list(map(from_user_value, args)), variables) if is_known else None
         if outs is None:
             results, written = self._call_again(args, variables)
         else:

@@ -329,9 +329,9 @@ class Storage:
         options = ocp.CheckpointManagerOptions(
             create=False,
             multiprocessing_options=processes,
-            # Else the others wait for process 0's directory under the number of the save, which
-            # differs between processes of which one has also saved alone: they would not wait.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            # Processes wait for a directory by the number of the save, which differs between them
+            # once one has saved alone: they would not wait.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=job() is None),
             # What a killed process left. Not for readers: another process may be writing it.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,

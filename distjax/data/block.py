@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,13 +89,17 @@ class Block:
     def add(self, element: HostElement) -> bool:
         """Copies one more element and returns True, or returns False if its shape differs."""
         tree, k = element.tree, len(self)
-        if tree.signature != self.element(0).tree.signature:
+        if tree.signature != self._signature:
             return False
         if k == len(self._memory[0]):
             self._grow()
         self._write(k, tree.leaves)
         self._states.append(element.state)
         return True
+
+    @functools.cached_property
+    def _signature(self) -> tuple[Any, list[Any]]:
+        return self.element(0).tree.signature
 
     def _write(self, k: int, leaves: Sequence[np.ndarray]) -> None:
         for memory, leaf in zip(self._memory, leaves, strict=True):

@@ -30,7 +30,7 @@ def call_as_reduction(
 ) -> list[Any]:
     """Returns ``reduce(arrays)``, as a single equation in the trace of a merge.
 
-    This lets facts about the arrays be tracked through the merge; XLA inlines the call.
+    This lets facts about the arrays be tracked through the merge; the program has it inlined.
 
     Args:
       name: "SUM", "MEAN" or "GATHER"; anything else is not tracked.

@@ -113,7 +113,8 @@ def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[F
     if merge.reduces is None:
         inner = merge.jaxpr
         found = [] if inner is None else walk.call(eqn, inner, ins[: len(inner.invars)])
-        return [*found[: merge.num_results], *outs[min(len(found), merge.num_results) :]]
+        found = found[: merge.num_results]
+        return [*found, *outs[len(found) :]]
     op, first, last = merge.reduces
     for x in ins[first:last]:
         findings.find_unfit_gradients(walk, op, eqn, x.without("scattered"))

@@ -13,7 +13,10 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from distjax import jax_compat
 from distjax.placement.topology import Topology
+
+_NAME = "distjax_replicas"
 
 
 def map_replicas(
@@ -47,6 +50,8 @@ def map_replicas(
         flags = _per_output(outs_varying, len(outs))
         return [lax.expand_dims(o, (0,)) if t else o for o, t in zip(outs, flags, strict=True)]
 
+    on_blocks.__name__ = on_blocks.__qualname__ = _NAME
+
     def spec(varying: bool) -> PartitionSpec:
         return PartitionSpec(topology.axis_name) if varying else PartitionSpec()
 
@@ -61,6 +66,14 @@ def map_replicas(
         check_vma=False,
     )
     return mapped(*args)
+
+
+def is_replica_map(eqn: jax_compat.JaxprEqn) -> bool:
+    """Returns whether an equation is a `shard_map` of `map_replicas`, not one of the user."""
+    if eqn.primitive.name != "shard_map":
+        return False
+    code, _ = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    return code.debug_info.func_name == _NAME
 
 
 def _per_output(outs_varying: Sequence[bool] | bool, count: int) -> Sequence[bool]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from distjax import inner_traces, jax_compat
 from distjax.cluster.facts import describe_program
+from distjax.collectives.joining import join_maps
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.objects.stateful import active_bridge
@@ -67,7 +68,8 @@ class Discovered:
         self.writes = writes
         self.created = list(log.values)
         self.facts = facts
-        self._jaxpr, self.reads = with_variables_as_inputs(jaxpr)
+        code, self.reads = with_variables_as_inputs(jaxpr)
+        self._jaxpr = join_maps(code)
         read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
         self._read_types = [as_traced(v.aval) for v in read]
         constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)

@@ -7,12 +7,16 @@ object that distjax did not find keeps its own, and Flax's error does not say ho
 
 from __future__ import annotations
 
+import traceback
+from types import FrameType
+
 from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH
+from distjax.replica import user_merge
 from distjax.typing import PyTree
 
 #: The mark of objects made outside all traces; this module may be imported inside one.
@@ -48,18 +52,37 @@ def explain_here(error: Exception) -> TraceLeakError | None:
     Here distjax did find the object, but the body of a scan, for example, writes to it.
     """
     here = tracers.TraceState()
-    return next((_in_inner_trace(node) for node in _refused(error) if here in _marks(node)), None)
+    node = next((node for node in _refused(error) if here in _marks(node)), None)
+    if node is None:
+        return None
+    modules = {frame.f_globals.get("__name__") for frame in _frames(error)}
+    return (_in_merge if user_merge.__name__ in modules else _in_inner_trace)(node)
 
 
 def _refused(error: Exception) -> list[PyTree]:
     """Returns the object that Flax refused to change; empty if `error` is about something else."""
-    traceback = error.__traceback__
-    if "different trace level" not in str(error) or traceback is None:
+    frames = _frames(error)
+    if "different trace level" not in str(error) or not frames:
         return []
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    held = [traceback.tb_frame.f_locals.get(name) for name in _NAMES]
+    held = [frames[-1].f_locals.get(name) for name in _NAMES]
     return [node for node in held if isinstance(node, (nnx.Pytree, nnx.Variable))]
+
+
+def _frames(error: Exception) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _in_merge(node: PyTree) -> TraceLeakError:
+    return TraceLeakError(
+        message(
+            f"an nnx.{type(node).__name__} needs to be changed in the trace that it belongs to",
+            got="a write in a merge function",
+            why="a merge function is traced apart from the step, and only what it returns and the "
+            "dj.Variables that it writes come back to the step",
+            fix="reduce in the merge function, return the result, and change the object after "
+            "merge_call: optimizer.update(model, ctx.merge_call(reduce_grads, args=(grads,)))",
+        )
+    )
 
 
 def _in_inner_trace(node: PyTree) -> TraceLeakError:

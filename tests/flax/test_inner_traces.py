@@ -75,6 +75,19 @@ def test_an_object_written_in_a_trace_inside(mirrored, program, inner, write, ma
     assert model.count[...] == 0 and not hasattr(model, "new")
 
 
+@pytest.mark.parametrize("program", ["run", "run_in_jit"])
+@pytest.mark.parametrize("write", [add, set_attribute])
+def test_an_object_written_in_a_merge_function(mirrored, program, write):
+    def step(model):
+        merged = lambda strategy, x: [write(model, x)] and x
+        return dj.get_replica_context().merge_call(merged, args=(1.0,))
+
+    model = Counter()
+    with pytest.raises(TraceLeakError, match=r"in the trace that it belongs to[^$]*merge_call:"):
+        PROGRAMS[program](mirrored, step)(model)
+    assert model.count[...] == 0 and not hasattr(model, "new")
+
+
 def test_an_object_that_is_in_no_argument(mirrored):
     """Where a run inside a program did not get the object, the object is what is missing."""
     hidden = [[Counter()]]

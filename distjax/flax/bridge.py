@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
 from distjax import inner_traces, jax_compat
@@ -24,11 +25,13 @@ from distjax.flax.plans import Objects, take_apart, write_entries
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
 from distjax.objects.claims import HeldClaims
+from distjax.placement.per_replica import is_per_replica
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
 
 _JIT: Any = type(nnx.jit(lambda: None))
+_STATES = (nnx.State, nnx.statelib.FlatState)
 
 R = TypeVar("R")
 
@@ -138,6 +141,25 @@ class NNXBridge:
     def is_stateful(self, value: object) -> bool:
         """Returns whether `value` is a module, an optimizer, a metric, Rngs or a variable."""
         return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+    def is_member(self, value: object) -> bool:
+        """Returns whether `value` is a variable."""
+        return isinstance(value, nnx.Variable)
+
+    def with_own_values(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with variables of its own in each `nnx.State`.
+
+        `nnx.merge` makes modules of a state's own variables, and `nnx.split` hands out those of the
+        module: a step would write to what the user keeps as the state before it.
+        """
+
+        def is_leaf(value: object) -> bool:
+            return isinstance(value, _STATES) or self.is_stateful(value) or is_per_replica(value)
+
+        def own(value: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: x, value) if isinstance(value, _STATES) else value
+
+        return jax.tree.map(own, tree, is_leaf=is_leaf)
 
     def unwrap(self, fn: PyTree) -> Any:
         """Returns the function under an `nnx.jit`: it becomes part of a larger program."""

@@ -20,6 +20,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.objects.claims import HeldClaims
 from distjax.replica.arguments import ObjectStateKey
 from distjax.replica.replica_context import ReplicaContext
+from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
 
 R = TypeVar("R")
@@ -33,6 +34,14 @@ class Bridge(Protocol):
 
     def is_stateful(self, value: object) -> bool:
         """Returns whether `value` is an object that changes in place."""
+        ...
+
+    def is_member(self, value: object) -> bool:
+        """Returns whether `value` is a variable, which may be part of a larger object."""
+        ...
+
+    def with_own_values(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with copies of its containers of variables that are values."""
         ...
 
     def unwrap(self, fn: Callable[..., Any]) -> Any:

@@ -198,7 +198,7 @@ class StatefulArgs:
         self, args: tuple[PyTree, ...], keywords: ObjectKeywords, for_replicas: bool
     ) -> Any:
         """Returns the arguments with the leaves of all placeholders converted at once."""
-        placeholders = _in_order((args, keywords))
+        placeholders = [s for s in _in_order((args, keywords)) if s.leaves]
         leaves = [leaf for s in placeholders for leaf in s.leaves]
         converted = iter(self._split.as_inputs(leaves, for_replicas))
         new = {
@@ -258,6 +258,9 @@ def extract_objects(
     if bridge is None:
         return None
     given, captures = _find_objects(bridge, fn, args, kwargs)
+    if any(map(bridge.is_member, given)):
+        args, kwargs = bridge.with_own_values((args, kwargs))
+        given, captures = _find_objects(bridge, fn, args, kwargs)
     found = {id(o): o for o in (*given, *captures)}
     if not found:
         return None

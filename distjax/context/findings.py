@@ -7,8 +7,11 @@ A finding is an error, a warning or a note. Notes may also apply to correct prog
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 import sys
 import warnings
+from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 
 from distjax import user_lines
@@ -26,16 +29,35 @@ STATE_FIX = (
 #: The rule name for averaged local variances, which ignore how the replicas' means differ.
 LOCAL_VARIANCES = "local variances averaged"
 
+#: The steps of a path such as s.a['b'][0].
+_STEP = re.compile(r"^\w+|\.\w+|\['[^']*'\]|\[\w+\]")
 _num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
 
 
-def expected_state_fix(path: str) -> str:
+def expected_state_fix(differing: Sequence[str], equal: Collection[str]) -> str:
     """Returns the fix for state that may also differ on purpose, such as local batch statistics.
 
+    It names the largest parts that hold nothing else: a reduction forgotten in the rest of the
+    state is still found.
+
     Args:
-      path: the user's path to a leaf of the state.
+      differing: the user's paths to the leaves that differ.
+      equal: the paths to the other leaves of the arguments.
     """
-    return f"{STATE_FIX}; or, where it is meant: dj.expect(reason, differs={path.split('[')[0]})"
+    kept = {part for path in equal for part in _parts(path)}
+    parts = [next((p for p in _parts(path) if p not in kept), path) for path in differing]
+    first, *more = dict.fromkeys(parts)
+    fix = f"{STATE_FIX}; or, where it is meant: dj.expect(reason, differs={first})"
+    if not more:
+        return fix
+    rest = f" and {len(more) - 3} more parts" if len(more) > 3 else ""
+    return f"{fix}, and the same for {', '.join(more[:3])}{rest}"
+
+
+def _parts(path: str) -> list[str]:
+    """Returns [s, s.a, s.a['b']] for the path s.a['b']."""
+    parts = [*itertools.accumulate(_STEP.findall(path))]
+    return parts if parts and parts[-1] == path else [path]
 
 
 def num_reported() -> int:

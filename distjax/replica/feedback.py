@@ -77,15 +77,17 @@ class Feedback:
         meant: dict[int, tuple[Any, str]] = {}
         args, kwargs = without_expectations(tuple(args), kwargs, meant)
         found: dict[str | None, list[tuple[str, str]]] = {}
+        others = list[str]()
         for path, leaf in _leaves((args, kwargs)):
-            came_back = self._result_path(path, leaf)
-            if came_back is not None:
-                _, reason = meant.get(id(leaf.stacked), (None, None))
-                pair = user_path(path, self._names), came_back
-                found.setdefault(reason, []).append(pair)
+            came_back, name = self._result_path(path, leaf), user_path(path, self._names)
+            if came_back is None:
+                others.append(name)
+                continue
+            _, reason = meant.get(id(leaf.stacked), (None, None))
+            found.setdefault(reason, []).append((name, came_back))
         for reason, pairs in found.items():
-            finding = Finding("warning", STATE, self._text(pairs), calling_line(), reason)
-            report(finding, LocalityWarning)
+            text = self._text(pairs, others)
+            report(Finding("warning", STATE, text, calling_line(), reason), LocalityWarning)
 
     def _result_path(self, path: str, leaf: PyTree) -> str | None:
         """Returns which first-call result an argument is, if it was equal in that call."""
@@ -95,14 +97,14 @@ class Feedback:
         is_same = reference() is leaf.stacked and jnp.issubdtype(leaf.dtype, jnp.inexact)
         return (f"its result{result}" if result else "its result") if is_same else None
 
-    def _text(self, pairs: Sequence[tuple[str, str]]) -> str:
+    def _text(self, pairs: Sequence[tuple[str, str]], others: Sequence[str]) -> str:
         shown = ", ".join(f"{argument} (which is {result})" for argument, result in pairs[:8])
         more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
         return message(
             f"{self._name} takes state that is equal on every replica and needs to return it so",
             got=f"in its second call values that differ per replica at {shown}{more}",
             why=STATE_WHY,
-            fix=expected_state_fix(pairs[0][0]),
+            fix=expected_state_fix([argument for argument, _ in pairs], others),
         )
 
 

@@ -58,6 +58,11 @@ class _Tree(NamedTuple):
         node = self.treedef.node_data()
         return object if node is None else node[0]
 
+    def others(self, leaves: Sequence[_Leaf]) -> list[_Leaf]:
+        """Returns its data leaves that are not among these."""
+        paths = {leaf.path for leaf in leaves}
+        return [x for x in self.leaves if isinstance(x, _Leaf) and x.path not in paths]
+
 
 def check_state(
     fn: Callable[..., Any],
@@ -88,12 +93,15 @@ def check_state(
         if arg.treedef.node_data() is None:  # a single value is not state
             continue
         changed = _changed_state(arg, [c for c in candidates if c.treedef == arg.treedef])
+        if not changed:
+            continue
+        is_found = True
         reasons = [meant.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
         paths = [user_path(leaf.path, given.names) for leaf in changed]
+        others = [user_path(leaf.path, given.names) for leaf in arg.others(changed)]
         for reason in dict.fromkeys(reasons):
             own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
-            _report(fn, arg, own, reason)
-        is_found = is_found or bool(changed)
+            _report(fn, arg, own, others, reason)
     return is_found
 
 
@@ -152,7 +160,9 @@ def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
     ]
 
 
-def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | None) -> None:
+def _report(
+    fn: Callable[..., Any], arg: _Tree, paths: list[str], others: list[str], reason: str | None
+) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
@@ -161,7 +171,7 @@ def _report(fn: Callable[..., Any], arg: _Tree, paths: list[str], reason: str | 
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
         why=STATE_WHY,
-        fix=STATE_FIX if strict else expected_state_fix(paths[0]),
+        fix=STATE_FIX if strict else expected_state_fix(paths, others),
     )
     level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)
     source = calling_line()

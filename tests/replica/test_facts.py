@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
+from distjax.context.findings import expected_state_fix
 from distjax.errors import CheckError, ReductionWarning
 from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
@@ -382,9 +383,39 @@ def test_state_that_is_meant_to_differ_is_wrapped_as_the_text_says(two):
 
     state = {"w": weights(), "seen": weights()}
     [finding] = findings(step, state, inputs(two), strategy=two)
-    assert finding.text.endswith("dj.expect(reason, differs=state)")
-    meant = dj.expect("statistics of local batches", differs=state)
+    assert finding.text.endswith("dj.expect(reason, differs=state['seen'])")
+    meant = state | {"seen": dj.expect("statistics of local batches", differs=state["seen"])}
     dj.check(step, meant, inputs(two), strategy=two)
+
+    def forgetful(state, x):
+        w = state["w"] - 0.1 * gradient(state["w"], x)
+        return {"w": w, "seen": 0.9 * state["seen"] + 0.1 * x.mean(0)}
+
+    texts = [f.text for f in findings(forgetful, meant, inputs(two), strategy=two)]
+    assert any("at state['w']" in text for text in texts)
+    # All of it differs: the whole state is named.
+    texts = [f.text for f in findings(forgetful, state, inputs(two), strategy=two)]
+    assert any(text.endswith("dj.expect(reason, differs=state)") for text in texts)
+
+
+@pytest.mark.parametrize(
+    "differing, equal, named",
+    [
+        (["s"], [], "s)"),
+        (["s['w']", "s['b']"], ["x"], "s)"),
+        (["s[1]", "s[2][0]", "s[2][1]"], ["s[0]['w']"], "s[1]), and the same for s[2]"),
+        (["s.stats['a']", "s.stats['b']"], ["s.params['a']", "s.step"], "s.stats)"),
+        (["s.a[0]", "s.b"], ["s.a[1]"], "s.a[0]), and the same for s.b"),
+        (["s['it's.x']"], ["s['y']"], "s['it's.x'])"),
+        (
+            [f"s[{i}]" for i in range(6)],
+            ["s[6]"],
+            "s[0]), and the same for s[1], s[2], s[3] and 2 more parts",
+        ),
+    ],
+)
+def test_the_largest_parts_that_differ_as_a_whole_are_named(differing, equal, named):
+    assert expected_state_fix(differing, equal).endswith(f"dj.expect(reason, differs={named}")
 
 
 def test_a_read_mask_is_enough(two):

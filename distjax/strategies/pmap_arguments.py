@@ -184,10 +184,12 @@ def _rows_of(tree: PyTree) -> int | None:
 
 
 def _is_leaf(value: object) -> bool:
-    if isinstance(value, Static) or is_per_replica(value) or is_placeholder(value):
-        return True
+    return isinstance(value, Static) or is_per_replica(value) or _is_object(value)
+
+
+def _is_object(value: object) -> bool:
     bridge = active_bridge()
-    return bridge is not None and bridge.is_stateful(value)
+    return is_placeholder(value) or (bridge is not None and bridge.is_stateful(value))
 
 
 def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
@@ -200,14 +202,17 @@ def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
         return leaf.num_replicas
     if is_array_or_struct(leaf) and len(leaf.shape) > axis:
         return leaf.shape[axis]
-    value = leaf.value if isinstance(leaf, Static) else leaf
+    got = describe_value(leaf.value if isinstance(leaf, Static) else leaf)
+    fix = "in_axes=None for what all replicas share; static_broadcasted_argnums for a Python object"
+    if _is_object(leaf):
+        got = "an object whose state the program writes back: a module or a variable"
+        fix = "in_axes=None, as all replicas share it; for rows of an nnx.State: nnx.as_pure(state)"
     raise ValueError(
         message(
             f"pmap of {function} needs an array with rows along axis {axis} as argument {path}",
-            got=describe_value(value),
+            got=got,
             why="in_axes says that each replica takes a row of it",
-            fix="in_axes=None for what all replicas share; static_broadcasted_argnums for a Python "
-            "object",
+            fix=fix,
         )
     )
 

@@ -195,8 +195,25 @@ def test_modules_are_shared():
     normal = (flat - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5)
     np.testing.assert_allclose(np.asarray(out).reshape(4, 2), normal, rtol=1e-4)
     np.testing.assert_allclose(model.mean[...], 0.01 * flat.mean(0), rtol=1e-5)
-    with pytest.raises(ValueError, match="needs an array with rows along axis 0 as argument model"):
+    text = r"rows along axis 0 as argument model\.\n  Got: an object [^$]*as_pure"
+    with pytest.raises(ValueError, match=text):
         dj.pmap(step, "batch")(model, x)
+
+
+def test_rows_of_the_arrays_of_a_state():
+    nnx = pytest.importorskip("flax.nnx")
+    graphdef, state = nnx.split(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+    rows = nnx.as_pure(jax.tree.map(lambda x: jnp.stack([x, x + 1]), state))
+
+    def step(state, x):
+        model = nnx.merge(graphdef, state)
+        model.bias[...] += lax.pmean(model(x).sum(), "batch")
+        return nnx.as_pure(nnx.state(model))
+
+    x = np.ones((2, 3, 2), np.float32)
+    ours = dj.pmap(step, "batch")(rows, x)
+    theirs = jax.pmap(step, "batch", devices=jax.devices()[:2])(rows, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 
 def test_under_a_mesh_of_the_user():

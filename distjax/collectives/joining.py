@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from distjax import jax_compat
 from distjax.collectives.mapping import is_replica_map
 from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -24,24 +26,55 @@ _OWN_PARAMS = frozenset(("jaxpr", "in_specs", "out_specs"))
 def join_maps(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a global-view jaxpr in which a map that continues another one is part of it.
 
-    A map does if it takes results of the other one as they were left, split over the same axes,
-    and if all else that it takes is known there.
+    A map does if it takes results of the other one as they were left, a row for each replica, and
+    if all else that it takes is known there. (A result that is equal on all replicas stays one:
+    its derivative is the mean of the replicas' own.)
     """
-    joined: list[JaxprEqn | _Maps] = []
-    made_at: dict[Any, int] = {}
-    for eqn in jaxpr.eqns:
-        index = max((made_at.get(v, -1) for v in _variables(eqn.invars)), default=-1)
-        last = joined[index] if index >= 0 else None
-        if isinstance(last, _Maps) and last.is_continued_by(eqn):
-            last.add(eqn)
-        else:
-            index = len(joined)
-            joined.append(_Maps(eqn) if is_replica_map(eqn) else _joined_inside(eqn))
-        made_at.update((v, index) for v in eqn.outvars)
-    used = _variables([v for e in joined for v in e.invars] + list(jaxpr.outvars))
-    eqns = [e.as_one(used) if isinstance(e, _Maps) else e for e in joined]
-    # Unchanged code stays one object: JAX lowers it once if several equations call it.
-    return jaxpr if eqns == jaxpr.eqns else jaxpr.replace(eqns=eqns)
+    return _Joiner().join(jaxpr)
+
+
+class _Joiner:
+    """Joins the maps of code and of what it calls."""
+
+    def __init__(self):
+        #: By id: code and its joined form, held so that ids stay theirs.
+        self._joined: dict[int, tuple[Any, Any]] = {}
+
+    def join(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Returns the code with its maps joined: itself if there are none to join."""
+        eqns = self._join_equations(jaxpr)
+        return jaxpr if eqns == jaxpr.eqns else jaxpr.replace(eqns=eqns)
+
+    def _join_equations(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
+        joined: list[JaxprEqn | _Maps] = []
+        made_at: dict[Any, int] = {}
+        for eqn in jaxpr.eqns:
+            index = max((made_at.get(v, -1) for v in _variables(eqn.invars)), default=-1)
+            last = joined[index] if index >= 0 else None
+            if isinstance(last, _Maps) and last.is_continued_by(eqn):
+                last.add(eqn)
+            else:
+                index = len(joined)
+                joined.append(_Maps(eqn) if is_replica_map(eqn) else self._join_inside(eqn))
+            made_at.update((v, index) for v in eqn.outvars)
+        used = _variables([v for e in joined for v in e.invars] + list(jaxpr.outvars))
+        return [e.as_one(used) if isinstance(e, _Maps) else e for e in joined]
+
+    def _join_inside(self, eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name not in _HOLDERS:
+            return eqn
+        code = {key: eqn.params[key] for key in _CODE.intersection(eqn.params)}
+        joined = {key: self._join_code(held) for key, held in code.items()}
+        return eqn if joined == code else eqn.replace(params={**eqn.params, **joined})
+
+    def _join_code(self, code: Jaxpr | ClosedJaxpr | tuple[ClosedJaxpr, ...]) -> Any:
+        if isinstance(code, tuple):  # branches
+            return tuple(map(self._join_code, code))
+        if id(code) not in self._joined:  # JAX lowers code once, however often it is called
+            jaxpr, consts = jax_compat.open_jaxpr(code)
+            joined = self.join(jaxpr)
+            self._joined[id(code)] = code, code if joined is jaxpr else ClosedJaxpr(joined, consts)
+        return self._joined[id(code)][1]
 
 
 class _Maps:
@@ -64,8 +97,9 @@ class _Maps:
         if not is_replica_map(eqn) or eqn.effects or eqn.ctx is not first.ctx:
             return False
         pairs = zip(eqn.invars, eqn.params["in_specs"], strict=True)
+        taken = [(self._out_specs[v], spec) for v, spec in pairs if not self._is_given(v)]
         return _shared_params(eqn) == _shared_params(first) and all(
-            isinstance(v, Literal) or self._out_specs.get(v, spec) == spec for v, spec in pairs
+            made == spec != PartitionSpec() for made, spec in taken
         )
 
     def add(self, eqn: JaxprEqn) -> None:
@@ -79,6 +113,8 @@ class _Maps:
         first = self._maps[0]
         if len(self._maps) == 1:
             return first
+        scopes = [eqn.source_info.name_stack for eqn in self._maps]
+        scope = scopes[0] if scopes.count(scopes[0]) == len(scopes) else scopes[0][:0]
         made: dict[Any, Any] = {}  # the maps' results -> what they are inside of the map
         operands, in_specs, eqns = list[Var](), list[Any](), list[JaxprEqn]()
         for eqn in self._maps:
@@ -89,7 +125,7 @@ class _Maps:
                     operands.append(Var(inner.aval))
                     in_specs.append(spec)
                 names[inner] = operands[-1] if self._is_given(v) else made[v]
-            eqns += (_renamed(e, names, eqn) for e in code.eqns)
+            eqns += (_renamed(e, names, eqn, len(scope)) for e in code.eqns)
             made.update(zip(eqn.outvars, _replaced(code.outvars, names), strict=True))
         outvars = [v for v in made if v in used]
         results = [made[v] for v in outvars]
@@ -101,9 +137,8 @@ class _Maps:
             "in_specs": tuple(in_specs),
             "out_specs": tuple(self._out_specs[v] for v in outvars),
         }
-        info = first.source_info
-        info = info.replace(name_stack=info.name_stack[:0])  # its equations have it
-        return first.replace(invars=self.invars, outvars=outvars, params=params, source_info=info)
+        place = first.source_info.replace(name_stack=scope)
+        return first.replace(invars=self.invars, outvars=outvars, params=params, source_info=place)
 
     def _is_given(self, v: Var | Literal) -> bool:
         return isinstance(v, Literal) or v not in self._out_specs
@@ -113,28 +148,19 @@ def _shared_params(eqn: JaxprEqn) -> dict[str, Any]:
     return {key: value for key, value in eqn.params.items() if key not in _OWN_PARAMS}
 
 
-def _joined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive.name not in _HOLDERS:
-        return eqn
-    code = {key: eqn.params[key] for key in _CODE.intersection(eqn.params)}
-    joined = {key: _joined(held) for key, held in code.items()}
-    return eqn if joined == code else eqn.replace(params={**eqn.params, **joined})
+def _renamed(eqn: JaxprEqn, names: dict[Any, Any], holder: JaxprEqn, depth: int) -> JaxprEqn:
+    """Returns an equation of the code of a map, as if it stood where the map does.
 
-
-def _joined(code: Jaxpr | ClosedJaxpr | tuple[ClosedJaxpr, ...]) -> Any:
-    if isinstance(code, tuple):  # branches
-        return tuple(map(_joined, code))
-    jaxpr, consts = jax_compat.open_jaxpr(code)
-    joined = join_maps(jaxpr)
-    return code if joined is jaxpr else ClosedJaxpr(joined, consts)
-
-
-def _renamed(eqn: JaxprEqn, names: dict[Any, Any], holder: JaxprEqn) -> JaxprEqn:
-    """Returns an equation of the code of a map, as if it stood where the map does."""
+    Args:
+      eqn: the equation.
+      names: variables of the code -> those of the joined code; those of the equation are added.
+      holder: the map.
+      depth: how many of the names of the map's scope the joined map has.
+    """
     invars, outvars = _replaced(eqn.invars, names), [Var(v.aval) for v in eqn.outvars]
     names.update(zip(eqn.outvars, outvars, strict=True))
     place = holder.source_info
-    place = place.replace(name_stack=place.name_stack + eqn.source_info.name_stack)
+    place = place.replace(name_stack=place.name_stack[depth:] + eqn.source_info.name_stack)
     return eqn.replace(invars=invars, outvars=outvars, source_info=place)
 
 

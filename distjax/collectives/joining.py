@@ -16,7 +16,7 @@ from distjax import jax_compat
 from distjax.collectives.mapping import is_replica_map
 from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-#: Primitives whose code is in the global view if they are, and the parameters that hold it.
+#: Primitives whose code is in the global view where they are, and the parameters that hold it.
 _HOLDERS = frozenset(("cond", "jit", "scan", "while"))
 _CODE = frozenset(("jaxpr", "cond_jaxpr", "body_jaxpr", "branches"))
 #: The parameters of a map that tell of its operands, its results and its code.
@@ -113,6 +113,7 @@ class _Maps:
         first = self._maps[0]
         if len(self._maps) == 1:
             return first
+        # A scope around all of them stays around the map; else each equation has its own.
         scopes = [eqn.source_info.name_stack for eqn in self._maps]
         scope = scopes[0] if scopes.count(scopes[0]) == len(scopes) else scopes[0][:0]
         made: dict[Any, Any] = {}  # the maps' results -> what they are inside of the map

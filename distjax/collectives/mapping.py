@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from distjax import jax_compat
 from distjax.placement.topology import Topology
 
+#: The name that the function of each map has in traces.
 _NAME = "distjax_replicas"
 
 

@@ -94,6 +94,14 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
                 fix='dj.flax.set_rule(model, "per_replica", nnx.BatchStat)',
             )
         )
+    for variable in _require_variables_for(rule, target, only):
+        variable.set_metadata(_METADATA, rule)
+
+
+def _require_variables_for(
+    rule: str, target: nnx.Pytree | nnx.Variable[Any], only: nnx.filterlib.Filter
+) -> list[nnx.Variable[Any]]:
+    """Returns the variables of `target` that get the rule; raises a ValueError if none does."""
     matches = nnx.filterlib.to_predicate(only)
     chosen = [
         variable
@@ -112,8 +120,7 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
                 fix="nnx.state(model) shows the types and paths that a filter can select",
             )
         )
-    for variable in chosen:
-        variable.set_metadata(_METADATA, rule)
+    return chosen
 
 
 def _holds_key(variable: nnx.Variable[Any]) -> bool:

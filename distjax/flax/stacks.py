@@ -57,15 +57,11 @@ def scan_layers(
     variables = list(flat.leaves)
     values = [raw_value(v) for v in variables]
     _require_stack(layers, values)
-    sources = [_slice_source(value) for value in values]
+    sources, forms = zip(*map(_slice_source, values), strict=True)
     changed: list[int] = []
 
     def body(carry: PyTree, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
-        given = [
-            x if form is None else form.gather(x)
-            for x, (_, form) in zip(slices, sources, strict=True)
-        ]
-        layer = nnx.graph.unflatten(graphdef, given)
+        layer = nnx.graph.unflatten(graphdef, list(map(_gather, slices, forms)))
         graph_before, inner = nnx.graph.flatten(layer, graph=True)
         before = [raw_value(v) for v in inner.leaves]
         carry = fn(layer, carry)
@@ -78,7 +74,7 @@ def scan_layers(
 
     if checkpoint:
         body = jax.checkpoint(body, prevent_cse=False)
-    carry, ends = lax.scan(body, carry, [x for x, _ in sources])
+    carry, ends = lax.scan(body, carry, list(sources))
     write_entries(variables, dict(zip(changed, ends, strict=True)))
     return carry
 
@@ -91,6 +87,10 @@ def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
         return value, None
     shard, form = held
     return form.unstack(shard, value.shape) or (value, None)
+
+
+def _gather(x: PyTree, form: LocalForm | None) -> PyTree:
+    return x if form is None else form.gather(x)
 
 
 def _changed_graph_text(layer: PyTree) -> str:

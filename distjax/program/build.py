@@ -19,8 +19,8 @@ from distjax import jax_compat
 from distjax.cluster.job import job
 from distjax.collectives.throttle import is_throttled, make_token
 from distjax.program.discovery import Discovered, discover
-from distjax.program.output_spec import as_static_output
-from distjax.program.signatures import Jitted, Signatures
+from distjax.program.output_spec import OutputSpec, as_static_output
+from distjax.program.signatures import Jitted, Signature, Signatures
 from distjax.program.step import Step
 from distjax.replica.facts import Fact
 from distjax.typing import PyTree
@@ -104,6 +104,13 @@ class Build:
         finally:
             self.offered.pop(threading.get_ident(), None)
 
+    def require_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        """Returns the signature of these arguments; raises NotCompiled if they are new."""
+        signature = self.signatures.find(args, kwargs)
+        if signature is None:
+            raise NotCompiled
+        return signature
+
     def note_agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any], agreed: int) -> None:
         """Records what the processes of a job agreed on for these arguments."""
         signature = self.signatures.find(args, kwargs)
@@ -164,10 +171,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         arrays, spec, new = found.evaluate(args, kwargs, values)
         token = None
         if needs_end and (found.spans_devices or found.spans_processes):
-            donated = [arg for i, arg in enumerate(args) if i in step.donate_argnums]
-            spec.end = _find_end(arrays, (args, kwargs), donated)
-            spec.is_throttled = is_throttled()
-            token = make_token() if spec.end is None else None
+            token = _show_end(spec, arrays, args, kwargs, step.donate_argnums)
         outputs = spec.pack(arrays) if job() is None else arrays
         # The new values come first: jit pairs donated inputs with the first outputs of their
         # shape, and on one device it does not ask in which memory (JAX 0.12 too).
@@ -181,7 +185,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         body.__name__ = body.__qualname__ = discovered.name
         return jax.jit(body, donate_argnums=donate_argnums)
 
-    known_to_span = (discovered,) if former is None else (discovered, former)
+    spans = (discovered,) if former is None else (discovered, former)
     build = Build(
         name=step.name,
         signatures=Signatures(jit_anew),
@@ -190,13 +194,30 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         stepped=SteppedArrays(),
         read_arrays=tuple(v.stored for v in reads),
         lock=_make_lock(threaded),
-        spans_devices=any(each.spans_devices for each in known_to_span),
-        spans_processes=any(each.spans_processes for each in (*known_to_span, *threaded)),
+        spans_devices=any(each.spans_devices for each in spans),
+        spans_processes=any(each.spans_processes for each in (*spans, *threaded)),
         is_in_job=job() is not None,
         offered=offered,
         is_remote=any(v.stored.is_remote for v in writes),
     )
     return build
+
+
+def _show_end(
+    spec: OutputSpec,
+    results: Sequence[Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    donate_argnums: Sequence[int],
+) -> jax.Array | None:
+    """Sets in `spec` which result shows that the program has completed; if none, returns a token.
+
+    The token is one more result, which shows it.
+    """
+    donated = [arg for i, arg in enumerate(args) if i in donate_argnums]
+    spec.end = _find_end(results, (args, kwargs), donated)
+    spec.is_throttled = is_throttled()
+    return make_token() if spec.end is None else None
 
 
 def _find_end(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:

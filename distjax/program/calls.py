@@ -56,9 +56,7 @@ def start(
     Raises:
       NotCompiled: the signature is new; nothing has happened.
     """
-    signature = build.signatures.only or build.signatures.find(args, kwargs)
-    if signature is None:
-        raise NotCompiled
+    signature = build.signatures.only or build.require_signature(args, kwargs)
     if not build.writes:
         return _start_reader(build, signature, args, kwargs, finish)
     if build.is_remote:

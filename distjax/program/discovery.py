@@ -61,7 +61,7 @@ class Discovered:
         log: CreationLog,
         facts: Sequence[Fact | None],
     ):
-        self.name = name
+        self.name = name.rsplit(".", 1)[-1]
         self._consts, self._signature = consts, signature
         self._partitioned, self._forms = partitioned, forms
         self._log = log
@@ -239,8 +239,7 @@ def discover(
         log.close()
     error = found.pop("error", None)
     signature = signature_of((args, kwargs))
-    name = step.name.rsplit(".", 1)[-1]
-    discovered = Discovered(name, jaxpr, consts, signature, log=log, **found)
+    discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
     # The user may hold a created variable, behind a guard. If anything raises from here on, the
     # next trace that meets the variable can still initialize it.
     for variable in discovered.created:

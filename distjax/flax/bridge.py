@@ -9,7 +9,7 @@ variable, and `write_back` stores the program's outputs in the objects once it h
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from distjax.flax import host_reads, trace_level
 from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
 from distjax.flax.module_description import describe_placed
+from distjax.flax.object_types import is_object, is_variable
 from distjax.flax.plans import Objects, take_apart, write_entries
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
@@ -140,36 +141,46 @@ class NNXBridge:
 
     def is_stateful(self, value: object) -> bool:
         """Returns whether `value` is a module, an optimizer, a metric, Rngs or a variable."""
-        return isinstance(value, (nnx.Pytree, nnx.Variable))
+        return is_object(value)
 
     def is_member(self, value: object) -> bool:
         """Returns whether `value` is a variable."""
-        return isinstance(value, nnx.Variable)
+        return is_variable(value)
 
-    def with_own_values(self, tree: PyTree) -> PyTree:
-        """Returns `tree` with variables of its own in each `nnx.State`.
+    def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
+        """Returns `tree` with variables of its own in each `nnx.State`, and their ids.
 
         `nnx.merge` makes modules of a state's own variables, and `nnx.split` hands out those of the
         module: a step would write to what the user keeps as the state before it.
         """
+        new: list[Any] = []
 
         def is_leaf(value: object) -> bool:
-            return isinstance(value, _STATES) or self.is_stateful(value) or is_per_replica(value)
+            return isinstance(value, _STATES) or is_object(value) or is_per_replica(value)
 
         def own(value: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: x, value) if isinstance(value, _STATES) else value
+            if not isinstance(value, _STATES):
+                return value
+            copy = jax.tree.map(lambda x: x, value)
+            new.extend(jax.tree.leaves(copy, is_leaf=is_variable))
+            return copy
 
-        return jax.tree.map(own, tree, is_leaf=is_leaf)
+        own_tree = jax.tree.map(own, tree, is_leaf=is_leaf)
+        return own_tree, frozenset(id(x) for x in new if is_variable(x))
 
     def unwrap(self, fn: PyTree) -> Any:
         """Returns the function under an `nnx.jit`: it becomes part of a larger program."""
         return fn.fun if type(fn) is _JIT and fn.in_shardings is None else fn
 
     def take_apart(
-        self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
+        self,
+        objects: Sequence[Any],
+        strategy: StrategyLike | None,
+        held: HeldClaims | None,
+        own: Container[int],
     ) -> NNXObjectLeaves:
         """Places the objects for `strategy` and returns them flattened."""
-        return NNXObjectLeaves(take_apart(objects, strategy, held))
+        return NNXObjectLeaves(take_apart(objects, strategy, held, own))
 
     def explain(self, error: Exception) -> Exception | None:
         """Returns an error that explains Flax's refusal to change an object, or None."""

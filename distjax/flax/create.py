@@ -17,6 +17,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import describe_value, message
 from distjax.flax.layouts import layout_of, place_array
+from distjax.flax.object_types import is_object
 from distjax.flax.plans import place_objects, raw_value
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
@@ -130,7 +131,6 @@ def place(module: T) -> T:
 
 
 def _objects(tree: PyTree) -> list[Any]:
-    is_object = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))
     return [x for x in jax.tree.leaves(tree, is_leaf=is_object) if is_object(x)]
 
 

@@ -7,14 +7,16 @@ objects live, with a fingerprint that is cheap to check.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from distjax import jax_compat
+from distjax.flax.object_types import is_variable
 from distjax.objects.claims import Claim, HeldClaims, claims_of, known_claims
 from distjax.typing import PyTree
 
@@ -22,20 +24,37 @@ from distjax.typing import PyTree
 class FlatGraph:
     """The result of `nnx.graph.flatten` for some objects.
 
+    Variables alone, as those of an `nnx.State`, are new objects at each call and no graph is
+    cached for them: theirs is only built if it is asked for.
+
     Attributes:
+      key: equal for equal graphs; hashable if their metadata are.
       graphdef: their graph.
       paths: the path of each variable.
       variables: their variables and bare arrays, in graph order.
+      has_modules: whether there are other objects than variables.
       claims: the claims of everything in it; empty if it was flattened without claims.
       last_lookup: the key and the result of the last plan lookup with this graph.
     """
 
     def __init__(self, objects: Sequence[Any]):
-        self.graphdef, flat = nnx.graph.flatten(tuple(objects), graph=True)
-        self.paths: Sequence[tuple[Any, ...]] = flat.paths
-        self.variables: list[Any] = list(flat.leaves)
+        self.has_modules = not all(map(is_variable, objects))
+        self.variables: list[Any] = list(objects)
+        if self.has_modules:
+            self.graphdef, flat = nnx.graph.flatten(tuple(objects), graph=True)
+            self.key: Any = self.graphdef
+            self.paths: Sequence[tuple[Any, ...]] = flat.paths
+            self.variables = list(flat.leaves)
+        else:
+            self.key = tuple((type(v), *sorted(v.get_metadata().items())) for v in objects)
+            self.paths = [(i,) for i in range(len(objects))]
         self.claims: tuple[Claim, ...] = ()
         self.last_lookup: tuple[Any, Any] = (None, None)
+
+    @functools.cached_property
+    def graphdef(self) -> Any:
+        """The graph; built when it is asked for if there are only variables."""
+        return nnx.graph.flatten(tuple(self.variables), graph=True)[0]
 
 
 def path_of(objects: Sequence[Any], path: Sequence[Any]) -> str:
@@ -43,12 +62,13 @@ def path_of(objects: Sequence[Any], path: Sequence[Any]) -> str:
     return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
 
 
-def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
+def flatten_graph(objects: Sequence[Any], held: HeldClaims, own: Container[int] = ()) -> FlatGraph:
     """Returns the flat graph of objects, from the cache if it is still valid.
 
     Args:
       objects: the objects.
       held: acquires the claims of everything in the graph.
+      own: the ids of variables that only this call has, and that need no claim.
     """
     key = tuple(map(id, objects))
     known = _graphs.get(key)
@@ -56,8 +76,9 @@ def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
         held.take(known[0].claims)
         if known[1].holds():
             return known[0]
-    found = _flatten_claimed(objects, held)
-    fingerprint = None if jax_compat.tracing() else _take_fingerprint(objects, found)
+    found = _flatten_claimed(objects, held, own)
+    is_cached = found.has_modules and not jax_compat.tracing()
+    fingerprint = _take_fingerprint(objects, found) if is_cached else None
     if fingerprint is None:
         _graphs.pop(key, None)
     else:
@@ -65,14 +86,15 @@ def flatten_graph(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
     return found
 
 
-def _flatten_claimed(objects: Sequence[Any], held: HeldClaims) -> FlatGraph:
+def _flatten_claimed(objects: Sequence[Any], held: HeldClaims, own: Container[int]) -> FlatGraph:
     """Returns the flat graph of objects, flattened while its claims are held."""
     if not held.claims:
-        held.take(known_claims(objects))
+        held.take(known_claims(o for o in objects if id(o) not in own))
     while True:
         found = FlatGraph(objects)
-        modules = [x for _, x in nnx.iter_graph(tuple(objects)) if isinstance(x, nnx.Pytree)]
-        variables = [v for v in found.variables if isinstance(v, nnx.Variable)]
+        nodes = nnx.iter_graph(tuple(objects)) if found.has_modules else ()
+        modules = [x for _, x in nodes if isinstance(x, nnx.Pytree)]
+        variables = [v for v in found.variables if id(v) not in own and is_variable(v)]
         found.claims = claims_of(modules, variables)
         if found.claims == held.claims:
             return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from distjax.flax import (
 )
 from distjax.flax.graph_cache import FlatGraph, path_of
 from distjax.flax.layouts import layout_of, place_arrays
+from distjax.flax.object_types import is_variable
 from distjax.objects.claims import HeldClaims
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -121,7 +122,10 @@ class Objects:
 
 
 def take_apart(
-    objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
+    objects: Sequence[Any],
+    strategy: StrategyLike | None,
+    held: HeldClaims | None,
+    own: Container[int] = (),
 ) -> Objects:
     """Places objects for `strategy`; returns their arrays and their plan.
 
@@ -129,6 +133,7 @@ def take_apart(
       objects: NNX objects.
       strategy: the strategy they are used under; None: the one they were placed for.
       held: acquires the claims of the objects; None inside a program, whose call holds them.
+      own: the ids of variables that only this call has.
 
     Raises:
       StrategyMismatchError: they were placed for another strategy.
@@ -140,7 +145,7 @@ def take_apart(
         graph = FlatGraph(objects)
         _require_in_trace(graph.variables)
     else:
-        graph = graph_cache.flatten_graph(objects, held)
+        graph = graph_cache.flatten_graph(objects, held, own)
     if strategy is not None:
         known = graph.last_lookup[1]
         is_known = known is not None and known.is_for(strategy)
@@ -157,7 +162,7 @@ def take_apart(
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
         write_entries(graph.variables, dict(enumerate(values_of(plan, stored))))
     if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
-        return take_apart(objects, strategy, held)  # metadata is part of the graph
+        return take_apart(objects, strategy, held, own)  # metadata is part of the graph
     return Objects(objects, plan, graph, stored)
 
 
@@ -183,7 +188,7 @@ def raw_value(variable: PyTree) -> Any:
     Raises:
       UnsupportedError: the variable holds a `jax.Ref`.
     """
-    if not isinstance(variable, nnx.Variable):
+    if not is_variable(variable):
         return variable
     if variable.ref or variable.hijax:
         raise UnsupportedError(
@@ -208,7 +213,7 @@ def values_of(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
 def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
     """Writes values to variables, by number; skips bare arrays, which the graph holds."""
     for i, value in values.items():
-        if isinstance(variables[i], nnx.Variable):
+        if is_variable(variables[i]):
             variables[i].set_raw_value(value)
 
 
@@ -244,13 +249,13 @@ def _plan(
         _NO_STRATEGY if strategy is None else strategy, weakref.WeakValueDictionary()
     )
     try:
-        plan = plans.get((graph.graphdef, *key))
+        plan = plans.get((graph.key, *key))
     except TypeError:  # from hashing the graph
         static_attributes.require_hashable(objects)
         raise
     if plan is None:
         made = _make_plan(objects, strategy, graph, leaves, structure)
-        plan = plans.setdefault((graph.graphdef, *key), made)
+        plan = plans.setdefault((graph.key, *key), made)
     graph.last_lookup = key, plan
     return plan
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distjax.flax.object_types import is_object
 from distjax.flax.plans import raw_value
 from distjax.typing import DTypeLike, PyTree
 
@@ -39,15 +40,11 @@ def cast(tree: T, dtype: DTypeLike) -> T:
       >>> grads["kernel"][...].dtype
       dtype('float32')
     """
-    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=_is_object)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
+    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=is_object)
 
 
 def _cast(value: PyTree, dtype: DTypeLike) -> Any:
-    if not _is_object(value):
+    if not is_object(value):
         return jnp.asarray(value).astype(dtype) if _is_floating(value) else value
     graphdef, flat = nnx.graph.flatten(value, graph=True)
     leaves = [

@@ -41,13 +41,13 @@ def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bo
       objects: NNX objects.
       strategy: the strategy.
       is_known: whether their graph, as it is now, was used under `strategy` before: then the
-        records of the objects themselves speak for all modules in them.
+        records of the objects themselves speak for all modules in them. (Variables have none.)
 
     Raises:
       StrategyMismatchError: one was placed for another strategy; nothing is recorded.
     """
     own = [node for node in objects if isinstance(node, nnx.Pytree)]
-    if is_known and all(strategy_of(node) is strategy for node in own):
+    if (is_known or not own) and all(strategy_of(node) is strategy for node in own):
         return
     nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
     for node in (*objects, *nodes):  # the user's own object is named first

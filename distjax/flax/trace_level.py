@@ -15,6 +15,7 @@ from flax.nnx import pytreelib, tracers
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
+from distjax.flax.object_types import is_object
 from distjax.objects.captures import MAX_DEPTH
 from distjax.replica import user_merge
 from distjax.typing import PyTree
@@ -65,7 +66,7 @@ def _refused(error: Exception) -> list[PyTree]:
     if "different trace level" not in str(error) or not frames:
         return []
     held = [frames[-1].f_locals.get(name) for name in _NAMES]
-    return [node for node in held if isinstance(node, (nnx.Pytree, nnx.Variable))]
+    return [node for node in held if is_object(node)]
 
 
 def _frames(error: Exception) -> list[FrameType]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -40,8 +40,11 @@ class Bridge(Protocol):
         """Returns whether `value` is a variable, which may be part of a larger object."""
         ...
 
-    def with_own_values(self, tree: PyTree) -> PyTree:
-        """Returns `tree` with copies of its containers of variables that are values."""
+    def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
+        """Returns `tree` with copies of its containers of variables that are values.
+
+        Also returns the ids of the variables in the copies, which no other thread has.
+        """
         ...
 
     def unwrap(self, fn: Callable[..., Any]) -> Any:
@@ -49,7 +52,11 @@ class Bridge(Protocol):
         ...
 
     def take_apart(
-        self, objects: Sequence[Any], strategy: StrategyLike | None, held: HeldClaims | None
+        self,
+        objects: Sequence[Any],
+        strategy: StrategyLike | None,
+        held: HeldClaims | None,
+        own: Container[int],
     ) -> ObjectLeaves:
         """Returns the objects split into arrays, after placing them for `strategy`.
 
@@ -57,6 +64,7 @@ class Bridge(Protocol):
           objects: the objects, without duplicates.
           strategy: the strategy, or None.
           held: acquires the claims of the objects; None inside a program, whose call holds them.
+          own: the ids of objects that only this call has, which need no claim.
         """
         ...
 

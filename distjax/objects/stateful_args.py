@@ -257,31 +257,35 @@ def extract_objects(
     bridge = active_bridge()
     if bridge is None:
         return None
-    given, captures = _find_objects(bridge, fn, args, kwargs)
-    if any(map(bridge.is_member, given)):
-        args, kwargs = bridge.with_own_values((args, kwargs))
-        given, captures = _find_objects(bridge, fn, args, kwargs)
+    leaves, own = _leaves(bridge, args, kwargs), frozenset[int]()
+    if any(map(bridge.is_member, leaves)):
+        (args, kwargs), own = bridge.with_own_values((args, kwargs))
+        leaves = _leaves(bridge, args, kwargs) if own else leaves
+    given, captures = _find_objects(bridge, fn, leaves)
     found = {id(o): o for o in (*given, *captures)}
     if not found:
         return None
     indices = {key: i for i, key in enumerate(found)}
     captured = tuple(indices[id(o)] for o in captures)
     objects = list(found.values())
-    split = bridge.take_apart(objects, strategy, held)
+    split = bridge.take_apart(objects, strategy, held, own)
     return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
 
 
 def has_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a call takes or captures stateful objects."""
     bridge = active_bridge()
-    return bridge is not None and any(_find_objects(bridge, fn, args, kwargs))
+    return bridge is not None and any(_find_objects(bridge, fn, _leaves(bridge, args, kwargs)))
+
+
+def _leaves(bridge: Bridge, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
 
 
 def _find_objects(
-    bridge: Bridge, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    bridge: Bridge, fn: Callable[..., Any], leaves: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the objects among the arguments, and those that the function captured."""
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_leaf_test(bridge))
+    """Returns the objects among the leaves of arguments, and those that the function captured."""
     values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
     given = [leaf for leaf in leaves if bridge.is_stateful(leaf)]
     others = [x for x in values if not (bridge.is_stateful(x) or is_placeholder(x))]
@@ -376,8 +380,7 @@ def emit_call(
 def _require_no_state(
     fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> None:
-    bridge = active_bridge()
-    if bridge is not None and any(_find_objects(bridge, fn, args, kwargs)):
+    if has_objects(fn, args, kwargs):
         raise StateFound
 
 

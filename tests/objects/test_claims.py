@@ -200,6 +200,15 @@ def test_a_claim_keeps_no_object_alive_and_goes_with_it(pair):
     assert set(claims._claims) <= before
 
 
+def test_the_variables_of_a_state_are_of_one_call_and_need_no_claims(pair):
+    state = nnx.state(Counter())
+    before = set(claims._claims)
+    for _ in range(3):
+        state = pair.run(lambda state: jax.tree.map(lambda x: x + 1, state), args=(state,))
+    assert set(claims._claims) == before
+    assert state["count"][...].tolist() == [3, 3]
+
+
 def test_an_error_in_the_users_function_releases_the_claims(pair):
     counter = Counter()
 

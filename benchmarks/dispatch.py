@@ -52,7 +52,7 @@ def variables(size: Size) -> Call:
 def functional(size: Size, donate: bool = False) -> Call:
     """Mirrored state through `strategy.run`, which donates nothing; or `dj.jit`, donated."""
     strategy = _strategy(size)
-    state = handwritten.replicate(tiny.state(size.leaves, size.tree), strategy.mesh)
+    state = tiny.state(size.leaves, size.tree)  # not placed, as a loop begins
     batch = per_replica(strategy, tiny.batch(size.devices))
     step = tiny.functional_step(strategy)
     return carry(dj.jit(step, donate_argnums=(0,)) if donate else step, state, batch)

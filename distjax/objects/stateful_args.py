@@ -8,10 +8,9 @@ before that leaves them unchanged.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.objects.captures import find_captures
 from distjax.objects.claims import HeldClaims
+from distjax.objects.program_form import ObjectKeywords, StaticPart, TracedCall
 from distjax.objects.stateful import (
     Bridge,
     ObjectLeaves,
@@ -41,53 +41,6 @@ from distjax.variables.state import TraceState
 # The objects of this thread's current program call. A trace finds them here, because the static
 # part of a call must not keep them alive.
 _this_thread = threading.local()
-
-
-@dataclasses.dataclass(frozen=True)
-class StaticPart:
-    """The static part of the objects that one call takes or captures.
-
-    Attributes:
-      plan: from the bridge.
-      captured: for each reference to an object in the function, the index of that object.
-      kept: indices of leaves that are returned even if unchanged, because they are donated.
-    """
-
-    plan: Any
-    captured: tuple[int, ...]
-    kept: frozenset[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectKeywords:
-    """The keyword arguments of a call with objects, plus what no argument carries of them.
-
-    Attributes:
-      kwargs: the user's keyword arguments.
-      captured: the leaves of objects that are only captured by the function.
-      static: the static part of the objects.
-    """
-
-    kwargs: dict[str, Any]
-    captured: list[Placeholder]
-    static: StaticPart
-
-
-def _flatten_keywords(node: ObjectKeywords) -> tuple[Any, Any]:
-    names = sorted(node.kwargs)
-    values = [(jax.tree_util.DictKey(name), node.kwargs[name]) for name in names]
-    captured = (jax.tree_util.DictKey("captured objects"), node.captured)
-    return (*values, captured), (node.static, tuple(names))
-
-
-def _unflatten_keywords(
-    aux: tuple[StaticPart, tuple[str, ...]], children: Iterable[PyTree]
-) -> ObjectKeywords:
-    *values, captured = children
-    return ObjectKeywords(dict(zip(aux[1], values, strict=True)), captured, aux[0])
-
-
-jax.tree_util.register_pytree_with_keys(ObjectKeywords, _flatten_keywords, _unflatten_keywords)
 
 
 class StatefulArgs:
@@ -148,12 +101,13 @@ class StatefulArgs:
         finally:
             _this_thread.call = outer
 
-    def finish(self, returned: tuple[Any, Any, Mapping[int, Any]]) -> Any:
+    def finish(self, returned: tuple[Any, TracedCall, Mapping[int, Any]]) -> Any:
         """Writes the program's results back to the objects; returns the user's results."""
-        result, outcome, stored = returned
-        self._split.write_back(
-            outcome, {i: x.array if isinstance(x, AlreadyPlaced) else x for i, x in stored.items()}
-        )
+        result, traced, stored = returned
+        arrays = {i: x.array if isinstance(x, AlreadyPlaced) else x for i, x in stored.items()}
+        self._split.write_back(traced.outcome, arrays)
+        if not traced.returns_objects:
+            return result
         return _put_objects(result, [*self._objects, *self._split.members])
 
     # -- inside a program ---------------------------------------------------------
@@ -166,7 +120,7 @@ class StatefulArgs:
         keywords: ObjectKeywords,
         state: TraceState,
         options: RunOptions = AS_RUN,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, TracedCall, Any]:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, True)
 
@@ -176,7 +130,7 @@ class StatefulArgs:
             return self._trace(fn, args[:-1], given, frames.current().replica_context)
 
         functools.update_wrapper(on_replica, fn, updated=())
-        result, outcome, finals = run_in_trace(
+        result, traced, finals = run_in_trace(
             strategy,
             on_replica,
             (*args, keywords.captured),
@@ -184,15 +138,15 @@ class StatefulArgs:
             state,
             options.for_first_of(3),
         )
-        return result, outcome, self._split.combine_writes(outcome, finals, strategy)
+        return result, traced, self._split.combine_writes(traced.outcome, finals, strategy)
 
     def emit_call(
         self, fn: Callable[..., Any], args: tuple[PyTree, ...], keywords: ObjectKeywords
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, TracedCall, Any]:
         """Calls ``fn`` in the global view; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, False)
-        result, outcome, finals = self._trace(fn, args, keywords, None)
-        return result, outcome, self._split.combine_writes(outcome, finals, None)
+        result, traced, finals = self._trace(fn, args, keywords, None)
+        return result, traced, self._split.combine_writes(traced.outcome, finals, None)
 
     def _with_inputs(
         self, args: tuple[PyTree, ...], keywords: ObjectKeywords, for_replicas: bool
@@ -216,30 +170,35 @@ class StatefulArgs:
         args: tuple[PyTree, ...],
         keywords: ObjectKeywords,
         context: ReplicaContext | None,
-    ) -> tuple[Any, Any, dict[int, Any]]:
+    ) -> tuple[Any, TracedCall, dict[int, Any]]:
         """Calls ``fn`` while its objects hold the placeholders' leaves."""
         leaves = [leaf for s in _in_order((args, keywords)) for leaf in s.leaves]
         args, kwargs = _put_objects((args, keywords.kwargs), self._objects)
         fn = self._bridge.unwrap(fn)
 
-        def body(traced: TracedObjects) -> tuple[Any, Any, dict[int, Any]]:
-            result = self._take_objects(fn(*args, **kwargs), traced)
-            return result, *traced.collect(keywords.static.kept)
+        def body(traced: TracedObjects) -> tuple[Any, TracedCall, dict[int, Any]]:
+            result, returns_objects = self._replace_objects(fn(*args, **kwargs), traced)
+            outcome, finals = traced.collect(keywords.static.kept)
+            return result, TracedCall(outcome, returns_objects), finals
 
         return self._split.put_together(leaves, context, body)
 
-    def _take_objects(self, result: PyTree, traced: TracedObjects) -> Any:
-        """Returns results with placeholders for any objects and their variables."""
+    def _replace_objects(self, result: PyTree, traced: TracedObjects) -> tuple[Any, bool]:
+        """Returns results with placeholders for objects and variables, and whether it has any."""
         count = len(self._objects)
         indices = {id(v): count + i for i, v in traced.remaining_members().items()}
         indices.update((id(o), i) for i, o in enumerate(self._objects))
 
-        def placeholder(value: PyTree) -> Any:
-            return Placeholder(indices[id(value)], ()) if id(value) in indices else value
+        placeholders: list[Placeholder] = []
 
-        return jax.tree.map(
-            placeholder, result, is_leaf=lambda x: id(x) in indices or is_per_replica(x)
-        )
+        def placeholder(value: PyTree) -> Any:
+            if id(value) not in indices:
+                return value
+            placeholders.append(Placeholder(indices[id(value)], ()))
+            return placeholders[-1]
+
+        is_leaf = lambda x: id(x) in indices or is_per_replica(x)
+        return jax.tree.map(placeholder, result, is_leaf=is_leaf), bool(placeholders)
 
 
 def extract_objects(

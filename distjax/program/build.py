@@ -129,9 +129,17 @@ class Build:
 
     def offer(self, found: Discovered, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Offers a trace of these arguments to the next call of this thread."""
-        self.signatures.add(args, kwargs)
+        self.signatures.add(args, kwargs, self._collect_all())
         self.facts[:] = found.facts
         self.offered[threading.get_ident()] = found
+
+    def switch(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
+        """Turns to the function compiled for arguments on these devices, if it was another."""
+        signature = self.signatures.find(args, kwargs)
+        return signature is not None and signature.switch((args, kwargs, self._collect_all()))
+
+    def _collect_all(self) -> Sequence[Any]:
+        return [*self._collect_written(), *self.collect_read()]
 
     def _collect_written(self) -> Sequence[Any]:
         return [variable.stored.read() for variable in self.writes]

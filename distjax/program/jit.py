@@ -23,8 +23,9 @@ from distjax.context.frames import Frame
 from distjax.errors import message
 from distjax.integers import is_int
 from distjax.objects.claims import HeldClaims
+from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge
-from distjax.objects.stateful_args import ObjectKeywords, StatefulArgs, emit_call, extract_objects
+from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_argument_note, explain_devices

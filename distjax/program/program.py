@@ -222,6 +222,10 @@ class Program:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
     ) -> tuple[Any, OutputSpec]:
         """Compiles the signature without any variable lock, then starts the program."""
+        build = self._build
+        if build is not None and build.switch(args, kwargs):
+            with contextlib.suppress(NotCompiled):
+                return start(build, args, kwargs, finish)
         with phase(f"compiling {self._step.name}"):
             build = self._compile(args, kwargs)
         if not build.writes or build.is_remote:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge, is_placeholder
-from distjax.objects.stateful_args import ObjectKeywords
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer

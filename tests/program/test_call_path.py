@@ -100,3 +100,39 @@ def test_each_signature_takes_the_short_way_through_jax(pair, total, with_variab
     for batch in batches:
         files = passed(lambda x=batch: pair.run(step_again, args=(x,)), JAX)
         assert not [file for file in files if "pjit" in file]
+
+
+CALLS = {
+    "run": lambda strategy, step: lambda state, x: strategy.run(step, args=(state, x)),
+    "dj.jit": lambda strategy, step: dj.jit(lambda *args: strategy.run(step, args=args)),
+    "donated": lambda strategy, step: dj.jit(
+        lambda *args: strategy.run(step, args=args), donate_argnums=0
+    ),
+}
+
+
+@pytest.mark.parametrize("with_variable", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_results_passed_on_take_the_short_way_through_jax(strategy, call, with_variable):
+    """A loop begins with an array that no strategy placed, and goes on with its results."""
+    with strategy.scope():
+        count = dj.Variable(0.0, aggregation=dj.VariableAggregation.MEAN)
+
+    def step(state, x):
+        if with_variable:
+            count.assign_add(1.0)
+        return state + dj.get_replica_context().all_reduce("mean", x)
+
+    advance, x = CALLS[call](strategy, step), jnp.float32(1)
+    state = advance(advance(jnp.zeros(3), x), x)
+    for expected in (3, 4, 1, 2, 3):  # begun again in the middle, with what was made before
+        if expected == 1:
+            state = advance(jnp.zeros(3), x)
+        else:
+            before = [state]
+            files = passed(lambda: before.append(advance(before[0], x)), JAX)
+            state = before[1]
+            assert expected == 2 or not [file for file in files if "pjit" in file]
+        assert state.tolist() == [expected] * 3
+    if with_variable:
+        assert float(strategy.reduce("mean", count.value)) == 7

@@ -18,7 +18,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.flax import rules
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import transfer, without_alias
 from distjax.replica.output_layout import AlreadyPlaced
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
@@ -114,7 +114,7 @@ def place_array(value: PyTree, layout: Layout | None) -> Any:
     """Moves an array to where it lives; returns it unchanged if it is there. Not for traces."""
     if layout is None or layout.sharding is None or _is_there(value, layout):
         return value
-    return transfer(jnp.asarray(value), layout.sharding)
+    return transfer(jnp.asarray(without_alias(value)), layout.sharding)
 
 
 def _is_there(value: PyTree, layout: Layout | None) -> bool:

@@ -32,6 +32,7 @@ from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.placement.transfer import without_alias
 from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
@@ -313,7 +314,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
                 )
             )
         x = x.value if isinstance(x, Variable) else x
-        x = x if isinstance(x, jax_compat.Tracer) else jnp.array(x, copy=True)
+        x = x if isinstance(x, jax_compat.Tracer) else jnp.array(without_alias(x), copy=True)
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):
             if extended.topology.mesh is None:  # else a step without arguments runs elsewhere

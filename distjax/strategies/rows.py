@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
@@ -14,7 +13,7 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.bare_rows import is_split_over_replicas
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import transfer, without_alias
 from distjax.replica.arguments import is_array
 from distjax.replica.output_layout import place_output
 from distjax.typing import PyTree
@@ -58,12 +57,10 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     """Returns [R, ...] as a PerReplica; the single row where the strategy never wraps."""
     topology = extended.topology
     if not extended.wraps:
-        return _place(rows[0], topology)
+        return _place(without_alias(rows[0]), topology)
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)
-    if isinstance(rows, np.ndarray):
-        rows = rows.copy()  # the user may refill this memory, and device arrays may share it
-    return PerReplica(transfer(rows, topology.per_replica), topology)
+    return PerReplica(transfer(without_alias(rows), topology.per_replica), topology)
 
 
 def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:

@@ -17,7 +17,7 @@ from distjax.placement import locality as kinds
 from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import local_rows, transfer_local_rows
+from distjax.placement.transfer import local_rows, transfer_local_rows, without_alias
 from distjax.replica.arguments import require_callable
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
@@ -186,8 +186,7 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
     for replica in topology.local_replicas:
         value = fn(ValueContext(replica, topology.num_replicas))
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_sparse)
-        # Copied now, as the function may refill the same buffer.
-        flat.append(([x.copy() if isinstance(x, np.ndarray) else x for x in leaves], treedef))
+        flat.append(([*map(without_alias, leaves)], treedef))
     first = topology.local_replicas[0]
     for replica, (_, treedef) in zip(topology.local_replicas, flat, strict=True):
         if treedef != flat[0][1]:

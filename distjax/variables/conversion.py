@@ -16,6 +16,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
+from distjax.placement.transfer import without_alias
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.casting import Array, cast
 from distjax.variables.stored_variable import StoredVariable
@@ -62,7 +63,9 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
                 else "reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
             )
         )
-    return array if isinstance(array, jax.Array) else jnp.asarray(array, variable.dtype)
+    return (
+        array if isinstance(array, jax.Array) else jnp.asarray(without_alias(array), variable.dtype)
+    )
 
 
 def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:

@@ -63,6 +63,29 @@ async def coroutine(x):
     return x
 
 
+TAKES_A_BUFFER = {
+    "assign": lambda strategy, v, x: v.assign(x),
+    "assign_add": lambda strategy, v, x: v.assign_add(x),
+    "broadcast_to": lambda strategy, v, x: strategy.extended.broadcast_to(x),
+}
+
+
+@pytest.mark.parametrize("method", TAKES_A_BUFFER)
+def test_law_a_buffer_is_copied_before_the_call_returns(strategy, method):
+    """JAX may share the memory of a large buffer, or copy it after the call."""
+    if method == "broadcast_to" and strategy is dj.get_strategy():
+        pytest.skip("the default strategy has no devices to broadcast to")
+    buffer = np.zeros((8, 50_000), np.float32)
+    with strategy.scope():
+        v = dj.Variable(buffer, aggregation=dj.VariableAggregation.MEAN)
+        for _ in range(10):
+            v.assign(np.zeros_like(buffer))
+            buffer[:] = 1
+            result = TAKES_A_BUFFER[method](strategy, v, buffer)
+            buffer[:] = 2
+            np.testing.assert_array_equal(v.value if method != "broadcast_to" else result, 1)
+
+
 @pytest.mark.parametrize("fn", [generator, coroutine])
 def test_a_function_whose_body_does_not_run_is_refused(pair, how, fn):
     with pytest.raises(TypeError, match=f"^{fn.__name__} needs to return values"):

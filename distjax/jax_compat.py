@@ -337,6 +337,12 @@ def trace_context() -> Hashable:
 
 # JAX has no public API for this; the name is the same in JAX 0.10.2 to 0.12.
 _config_module: Any = sys.modules[type(jax.config).__module__]
+_config: Any = jax.config  # type checkers do not know its options
+
+
+def compiles() -> bool:
+    """Returns whether `jax.jit` compiles, as it does unless `jax.disable_jit` is on."""
+    return not _config.jax_disable_jit
 
 
 # -- processes ----------------------------------------------------------------
@@ -345,7 +351,6 @@ _config_module: Any = sys.modules[type(jax.config).__module__]
 
 _distributed: Any = sys.modules[jax.distributed.initialize.__module__]
 _backends: Any = sys.modules[jeb.register_backend_factory.__module__]
-_config: Any = jax.config  # type checkers do not know its options
 _first_uses: list[str] = []
 _gloo_hosts: list[str] = []
 

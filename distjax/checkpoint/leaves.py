@@ -18,6 +18,7 @@ from distjax.checkpoint import json_values
 from distjax.checkpoint.specs import NUMBER_TYPES, Spec, array_spec, dtype_name
 from distjax.checkpoint.state_objects import keeps_own_state
 from distjax.errors import AggregationError, CheckpointError, describe_value, message
+from distjax.placement.host_values import require_no_mask
 from distjax.placement.locality import is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.transfer import transfer
@@ -336,6 +337,7 @@ def _as_writable(value: PyTree) -> Any:
     views (measured with 0.10.2 and 0.12; pinned by tests).
     """
     if not isinstance(value, jax.Array):
+        require_no_mask(value, "a value that is saved")
         value = np.asarray(value)
     if value.dtype in _WRITTEN_AS_BYTES:
         return value.astype(np.uint8)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from distjax.errors import BatchError, describe_value, message
+from distjax.placement.host_values import require_no_mask
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
 
@@ -92,6 +93,7 @@ def read_element(element: PyTree, name: str) -> HostTree:
 def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: str) -> np.ndarray:
     cause = None
     try:
+        require_no_mask(leaf, name)
         array = np.asarray(leaf)
         if not array.dtype.isnative:  # as in files of another byte order, which JAX refuses
             array = array.astype(array.dtype.newbyteorder("="))

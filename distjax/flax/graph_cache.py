@@ -190,9 +190,11 @@ class _GraphFingerprint:
         """Returns whether `value` holds no parts and cannot gain any in place."""
         if self._is_part(value):
             return False
+        if isinstance(value, tuple):
+            return all(map(self._is_static, value))
         parts, structure = jax.tree.flatten(value, is_leaf=self._is_part)
-        is_one = value is None or jax.tree_util.treedef_is_leaf(structure)
-        return (is_one or isinstance(value, tuple)) and not any(map(self._is_part, parts))
+        is_one = bool(parts) and jax.tree_util.treedef_is_leaf(structure)  # not so an empty list
+        return value is None or is_one
 
 
 #: Types of static values that cannot change in place and so need no hash.

@@ -49,14 +49,6 @@ def copied(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding, may_alias=False)
 
 
-def without_alias(value: PyTree) -> Any:
-    """Returns a host array copied, before the caller can refill it; anything else as it is.
-
-    On CPU an array of JAX may share its memory, or copy it later (`jnp.array` does so too).
-    """
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
 def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
     """Returns whether `value` is an array, or a struct for one, committed to other devices."""
     if isinstance(value, jax.ShapeDtypeStruct):

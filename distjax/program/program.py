@@ -96,7 +96,7 @@ class Program:
             refused = error
         else:
             if spec.recreated:
-                self._note_recreated(spec)
+                self._recreated, self._is_plain = spec.recreated, False
             return result
         try:  # outside the handler, so that the user's errors are not chained to `refused`
             return self._call_with_care(args, kwargs, refused)
@@ -183,15 +183,11 @@ class Program:
             result, spec = started or self._start_anew(error or NotCompiled(), args, kwargs, finish)
         finally:
             del error
-        if spec.recreated:
-            self._note_recreated(spec)
+        self._recreated = spec.recreated
         self._is_plain = self._has_no_objects and not (
             self._marks_objects or self._recreated or self._meets_user_mesh
         )
         return result
-
-    def _note_recreated(self, spec: OutputSpec) -> None:
-        self._recreated, self._is_plain = spec.recreated, False
 
     def _start_anew(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
@@ -318,6 +314,8 @@ class Program:
             build = self._build
             if build is None or not build.variables:
                 build = self._trace(args, kwargs)
+            if not jax_compat.compiles():
+                return build  # the call evaluates the trace
             # Without variables there is no lock, so the call compiles; in a job it is timed.
             while build.variables or (build.spans_processes and not jax_compat.tracing()):
                 require_outside_traces(build)

@@ -30,9 +30,9 @@ from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
 from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
+from distjax.placement.host_values import require_no_mask, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import without_alias
 from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
@@ -314,6 +314,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
                 )
             )
         x = x.value if isinstance(x, Variable) else x
+        require_no_mask(x, "broadcast_to")
         x = x if isinstance(x, jax_compat.Tracer) else jnp.array(without_alias(x), copy=True)
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):

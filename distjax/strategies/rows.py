@@ -11,9 +11,10 @@ from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.bare_rows import is_split_over_replicas
+from distjax.placement.host_values import without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer, without_alias
+from distjax.placement.transfer import transfer
 from distjax.replica.arguments import is_array
 from distjax.replica.output_layout import place_output
 from distjax.typing import PyTree

@@ -14,10 +14,11 @@ from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import locality as kinds
+from distjax.placement.host_values import require_no_mask, without_alias
 from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import local_rows, transfer_local_rows, without_alias
+from distjax.placement.transfer import local_rows, transfer_local_rows
 from distjax.replica.arguments import require_callable
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
@@ -204,6 +205,7 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
         is_dense = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
         if is_sparse(value) or not is_dense:
             raise LocalityError(_values_text(describe_value(value)))
+        require_no_mask(value, "distribute_values_from_function")
         if getattr(value, "dtype", None) == np.dtype(object):
             raise LocalityError(_values_text(describe_value(value)))
     shapes = {np.shape(value) for value in column}

@@ -22,6 +22,7 @@ from distjax.collectives.ops import from_first_replica
 from distjax.collectives.replica_axis import call_on_replica
 from distjax.context import frames
 from distjax.errors import ContextError, LocalityError, TraceLeakError, describe_value, message
+from distjax.placement.host_values import require_no_mask
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
@@ -202,6 +203,7 @@ def _initializer(initial_value: PyTree, dtype: DTypeLike | None, name: str) -> C
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, jax.Array) and (dtype is None or value.dtype == dtype):
             return without_weak_type(value)
+        require_no_mask(value, f"variable {name!r}")
         try:
             array = as_array(value)
             default = jax.dtypes.canonicalize_dtype(array.dtype)

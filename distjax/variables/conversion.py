@@ -16,7 +16,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
-from distjax.placement.transfer import without_alias
+from distjax.placement.host_values import require_no_mask, without_alias
 from distjax.typing import DTypeLike, PyTree
 from distjax.variables.casting import Array, cast
 from distjax.variables.stored_variable import StoredVariable
@@ -114,6 +114,7 @@ def _as_numbers(variable: StoredVariable, value: PyTree, what: str, fix: str) ->
     is_known = hasattr(value, "dtype") or isinstance(value, (numbers.Number, list, tuple))
     if not is_known or jax_compat.is_key_dtype(variable.dtype):
         raise TypeError(_dtype_text(variable.dtype, what, describe_value(value), fix))
+    require_no_mask(value, what)
     try:
         return as_array(value)
     except (TypeError, ValueError) as error:  # ragged lists, or lists of other objects

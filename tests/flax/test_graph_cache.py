@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -139,6 +140,23 @@ def test_a_tree_that_changes_in_place_is_seen():
     model.table["b"] = nnx.Param(jnp.float32(2.0))
     for _ in range(2):
         assert float(STRATEGY.run(total, args=(model,))) == 3.0
+
+
+@pytest.mark.parametrize("empty", [list, dict, lambda: ([], 1.0), lambda: ([1.0],)])
+def test_an_empty_container_may_be_filled_between_calls(pair, empty):
+    """It is not hashed with the static values: it can gain parts in place."""
+    module = nnx.Module()
+    module.parts = nnx.data(empty())
+    step = lambda module, x: sum(jax.tree.leaves(nnx.state(module, nnx.Param)), x)
+    for _ in range(2):
+        assert float(pair.run(step, args=(module, jnp.float32(1)))) == 1
+    if isinstance(module.parts, tuple):
+        module.parts[0].append(nnx.Param(jnp.float32(2)))
+    elif isinstance(module.parts, dict):
+        module.parts["a"] = nnx.Param(jnp.float32(2))
+    else:
+        module.parts.append(nnx.Param(jnp.float32(2)))
+    assert float(pair.run(step, args=(module, jnp.float32(1)))) == 3
 
 
 def test_one_variable_in_two_places_is_seen():

@@ -96,6 +96,25 @@ def test_without_jit(pair, way):
         assert float(ways[way]()) == 7
 
 
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_without_jit_a_function_that_creates_variables_ends(pair, is_guarded):
+    with pair.scope():
+        v = dj.Variable(jnp.ones(3))
+    made = []
+
+    @dj.jit
+    def step():
+        if not (is_guarded and made):
+            made.append(dj.Variable(v.value * 2))
+        made[-1].assign_add(v.value)
+        return made[-1].value
+
+    with jax.disable_jit(), pair.scope():
+        assert step().tolist() == [3, 3, 3]
+        if is_guarded:
+            assert step().tolist() == [4, 4, 4]
+
+
 @pytest.mark.parametrize("kinds", [("device", "pinned_host"), ("pinned_host", "device")])
 def test_a_variable_that_moves_to_another_memory(mirrored, kinds):
     """What was traced for one memory is traced anew for the other."""

@@ -28,6 +28,7 @@ from distjax.servers.plan import Plan
 from distjax.servers.server_contract import ParameterServer
 from distjax.servers.submitting import run_step
 from distjax.servers.threads import ThreadEngine
+from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.strategy_description import StrategyDescription
 from distjax.typing import PyTree
@@ -197,6 +198,8 @@ def _as_workers(
 ) -> tuple[tuple[jax.Device, ...], ...]:
     """Returns the devices of each worker."""
     devices = local_devices()
+    if workers is None or is_int(workers):
+        warn_if_alone("ParameterServerStrategy", "workers=[[device], ...]")
     if workers is None:
         return tuple((device,) for device in devices)
     if is_int(workers) or isinstance(workers, bool):

@@ -46,9 +46,20 @@ def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Seq
     Raises:
       ValueError: not a sequence.
     """
-    if devices is None and job() is not None:
-        warnings.warn(_alone_text(strategy), ClusterWarning, user_lines.user_stacklevel())
+    if devices is None:
+        warn_if_alone(f"{strategy}()", f"dj.{strategy}(jax.local_devices())")
     return devices_or_all(devices)
+
+
+def warn_if_alone(call: str, said: str) -> None:
+    """Warns in a job of several processes that a call takes this process's devices only.
+
+    Args:
+      call: the call, as in "MirroredStrategy()".
+      said: how it says that this is meant.
+    """
+    if job() is not None:
+        warnings.warn(_alone_text(call, said), ClusterWarning, user_lines.user_stacklevel())
 
 
 def prepare(topology: Topology, communication: CommunicationOptions) -> None:
@@ -81,7 +92,7 @@ def _require_own_job(strategy: str) -> None:
     raise ClusterError(
         message(
             f"{strategy} needs a job that dj.initialize has joined",
-            got="a process of several that was initialised by jax.distributed.initialize alone",
+            got="a process of several that was initialized by jax.distributed.initialize alone",
             why="distjax compares what the processes do, which without it would train on wrong "
             "numbers in silence",
             fix="dj.initialize() in place of jax.distributed.initialize(), with the same arguments",
@@ -89,13 +100,13 @@ def _require_own_job(strategy: str) -> None:
     )
 
 
-def _alone_text(strategy: str) -> str:
+def _alone_text(call: str, said: str) -> str:
     return message(
-        f"{strategy}() takes the devices of this process only, and the job has several processes",
-        got=f"a strategy over {len(devices_or_all(None))} of {jax.device_count()} devices",
-        why="each process then trains a model of its own, as tf.distribute has it too",
-        fix="dj.MultiWorkerMirroredStrategy() for one model over all processes; "
-        f"dj.{strategy}(jax.local_devices()) if this is meant",
+        f"{call} takes the devices of this process only, and the job has several processes",
+        got=f"{len(devices_or_all(None))} of {jax.device_count()} devices",
+        why="each process then trains a model of its own, as in tf.distribute",
+        fix="dj.MultiWorkerMirroredStrategy(), or a call under its scope, for one model over all "
+        f"processes; {said} if this is meant",
     )
 
 

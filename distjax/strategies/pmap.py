@@ -33,6 +33,7 @@ from distjax.replica.arguments import (
     require_callable,
 )
 from distjax.replica.mapped_results import AS_VALUES, RunOptions
+from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.pmap_arguments import MappedArguments, as_axes
 from distjax.strategies.pmap_step import PmapStep
@@ -128,6 +129,8 @@ class MappedFunction:
         return strategy
 
     def _make_own(self, count: int) -> Strategy:
+        if self._devices is None:
+            warn_if_alone("pmap without a strategy", "devices=jax.local_devices()")
         devices = local_devices() if self._devices is None else self._devices
         if count > len(devices):
             raise ValueError(_too_few_text(self._arguments.function, count, devices))

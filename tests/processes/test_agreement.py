@@ -249,13 +249,20 @@ def test_strategies_of_one_process_compare_nothing(group):
     assert group.call(on_one_process) == [None, 3.0]
 
 
-def say_what_was_warned():
+def say_what_was_warned(call):
     with pytest.warns(dj.errors.ClusterWarning) as caught:
-        strategy = dj.MirroredStrategy()
-    assert strategy.num_replicas_in_sync == 2
-    return str(caught[0].message).splitlines()[0]
+        CALLS_ALONE[call]()
+    return [str(warning.message).splitlines()[0] for warning in caught]
 
 
-def test_a_strategy_of_local_devices_in_a_job_warns(group):
-    text = "MirroredStrategy() takes the devices of this process only, and the job has several"
-    assert group.call(say_what_was_warned) == [f"{text} processes."] * 2
+CALLS_ALONE = {
+    "MirroredStrategy()": dj.MirroredStrategy,
+    "pmap without a strategy": lambda: dj.pmap(lambda x: x)(np.ones(2)),
+    "ParameterServerStrategy": dj.ParameterServerStrategy,
+}
+
+
+@pytest.mark.parametrize("call", CALLS_ALONE)
+def test_what_takes_local_devices_in_a_job_warns(group, call):
+    text = f"{call} takes the devices of this process only, and the job has several processes."
+    assert group.call(say_what_was_warned, call) == [[text]] * 2

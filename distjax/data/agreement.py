@@ -197,8 +197,8 @@ def _different_text(joined: Job, first: tuple[int, Report], second: tuple[int, R
     is_value = first[1].text == second[1].text
     show = lambda said: f"values of checksum {said.checksum:08x}" if is_value else said.text
     return message(
-        f"{_OCCASION} needs to be equal on all processes, and that of "
-        f"{joined.name_process(second[0])} is another one",
+        f"{_OCCASION} needs to be equal on all processes, but {joined.name_process(second[0])} "
+        "has a different one",
         got=f"{show(second[1])} there; {show(first[1])} on process {first[0]}",
         why="each process takes its rows of one global batch: of different batches some examples "
         "would count twice and others never",
@@ -222,17 +222,17 @@ def _uneven_text(joined: Job, ended: Sequence[int]) -> str:
         f"{_OCCASION} needs to be there on all processes",
         got=f"the end of the data on {', '.join(map(joined.name_process, ended))}",
         why="all replicas run one program, and none may be without input",
-        fix="dj.InputOptions(partial='pad'): who has ended goes on with its last element, which a "
-        "mask leaves out; or partial='drop': all stop there",
+        fix="dj.InputOptions(partial='pad'): a process whose data has ended goes on with its last "
+        "element, which a mask leaves out; or partial='drop': all stop there",
     )
 
 
 def _untold_text(joined: Job, sender: int) -> str:
     return message(
-        f"{_OCCASION} needs to be there on all processes, or of dicts, lists and tuples",
+        f"{_OCCASION} needs to be there on all processes, or to consist of dicts, lists and tuples",
         got=f"no element at all on some, another structure on {joined.name_process(sender)}",
-        why="who never had an element goes on with a copy of another's, which a mask leaves out; "
-        "other classes cannot be told",
+        why="a process that never had an element goes on with a copy of another's, which a mask "
+        "leaves out; other classes cannot be sent",
         fix="give each process an element, or yield {'x': x, 'y': y}",
     )
 
@@ -242,5 +242,5 @@ def _failed_text(joined: Job, process: int, text: str) -> str:
         f"{_OCCASION} needs to be there on all processes",
         got=f"an error of the data source on {joined.name_process(process)}: {as_part(text)}",
         why="all replicas run one program, and none may be without input",
-        fix="mend what that process reads, and start the job again",
+        fix="fix what that process reads, and start the job again",
     )

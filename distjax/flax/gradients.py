@@ -229,7 +229,7 @@ class _Update:
             message(
                 f"apply_gradients needs the update of nnx.Optimizer, not that of {name}",
                 got=f"{name}.update, and parameters or moments that are split over the replicas",
-                why="its code sees one replica's gradients, of which each has other rows",
+                why="its code sees one replica's gradients, and each replica holds different rows",
                 fix="put what it does into the optax chain; or a strategy that splits nothing, "
                 "dj.MirroredStrategy()",
             )

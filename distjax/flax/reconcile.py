@@ -157,7 +157,7 @@ def _require_origin(outcome: Outcome, entry: Entry) -> None:
     raise LocalityError(
         message(
             f"{entry.path} needs a key that is equal on every replica",
-            got="a random stream that the step made, of a different seed on each replica",
+            got="a random stream made in the step, with a different seed on each replica",
             why="a stream has one key between steps; in a step each replica draws from that "
             "key folded with its number",
             fix="model.rngs = nnx.Rngs(seed) with one seed for all replicas",
@@ -189,7 +189,7 @@ def _refuse(entry: Entry) -> NoReturn:
             message(
                 f"{entry.path} needs floating-point numbers, of which there is a mean",
                 got=f"a {entry.kind} of integers or bools that each replica wrote differently",
-                why="its rule is the mean of what the replicas wrote, and that of integers is none",
+                why="its rule is the mean of what the replicas wrote, and integers have none",
                 fix="write what is equal on every replica: dj.get_replica_context().all_reduce("
                 f"'sum', count); or give it a float dtype, or dj.flax.set_rule({entry.kind}, "
                 '"per_replica")',

@@ -76,9 +76,9 @@ def set_rule(target: PyTree, rule: str, only: nnx.filterlib.Filter = ...) -> Non
     if rule not in _CHOICES:
         raise ValueError(
             message(
-                f"set_rule needs a rule of {', '.join(_CHOICES)}",
+                f"set_rule needs one of the rules {', '.join(_CHOICES)}",
                 got=describe_value(rule),
-                why="it says how what the replicas write becomes one value",
+                why="it says how the replicas' writes become one value",
                 fix='dj.flax.set_rule(nnx.BatchStat, "mean")',
             )
         )

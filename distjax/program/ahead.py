@@ -92,8 +92,8 @@ class CompiledProgram:
                 message(
                     "a compiled program that is called needs the default compiler options",
                     got=f"lower(...).compile({dict(self._options)})",
-                    why="a call is one of the function itself, which knows no options: this "
-                    "program is to be looked at",
+                    why="calling it calls the function itself, which takes no options; with "
+                    "options it can only be looked at",
                     fix="lower(...).compile(); options for all programs by XLA_FLAGS",
                 )
             )

@@ -329,6 +329,6 @@ def _leak_text(build: Build) -> str:
         f"{name} reads or writes variable {variable!r} and needs to be called "
         "outside of JAX traces, or inside distjax.jit",
         got="a call inside jax.jit, grad or another JAX trace",
-        why="the trace would bake in the variable's value of today and lose its new one",
+        why="the trace would bake in the variable's current value and lose its new one",
         fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
     )

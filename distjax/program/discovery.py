@@ -279,7 +279,7 @@ def _require_no_baked_state(consts: Sequence[Any]) -> None:
     raise TraceLeakError(
         message(
             f"{found} needs to be an argument, or captured where distjax can see it",
-            got="its value of today as a constant of the compiled program",
+            got="its current value as a constant of the compiled program",
             why="distjax searches arguments, closures, globals that the code names and attributes "
             "of your objects; what it does not find would be read once and never again",
             fix="pass the object: strategy.run(step, args=(model, batch))",

@@ -16,7 +16,8 @@ def explain_devices(error: Exception, name: str) -> Exception:
         return error
     return LocalityError(
         message(
-            f"{name} needs the variables and runs of strategies on one set of devices",
+            f"{name} needs all its variables, and all strategies that it runs, on one set of "
+            "devices",
             got=str(error).splitlines()[0].removesuffix("."),
             why="dj.jit makes one program, which runs on one set of devices; it moves arguments, "
             "but not variables",
@@ -46,7 +47,7 @@ _STATIC_NOTE = (
 
 _STRUCT_NOTE = (
     "A jax.ShapeDtypeStruct stands for an array where a step is lowered, explained or checked; "
-    "a call takes it for a Python object, as for the results of a jax.pure_callback.\n"
+    "a call treats it as a Python object, such as the result shape of a jax.pure_callback.\n"
     "  Fix: step.lower(struct).compile(); an array where the step is called"
 )
 
@@ -71,8 +72,8 @@ def add_cause_note(error: Exception, strategy: StrategyLike, axis_name: str | No
         )
     elif isinstance(error, TypeError) and "is not a valid JAX array type" in text:
         error.add_note(
-            "An array of strings or of Python objects stands where devices compute: they have "
-            "none.\n"
+            "An array of strings or of Python objects is used in a computation: devices have no "
+            "such arrays.\n"
             "  Fix: leave it out of the batch; or numbers in its place: "
             "np.unique(names, return_inverse=True)[1]"
         )

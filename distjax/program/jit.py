@@ -317,7 +317,7 @@ def donated_numbers(fn: Callable[..., Any], given: int | Sequence[int]) -> tuple
     if unknown:
         raise ValueError(
             message(
-                f"jit: donate_argnums needs numbers of parameters of {function_name(fn)}",
+                f"jit: donate_argnums needs positions of parameters of {function_name(fn)}",
                 got=f"{unknown}; its positional parameters are {names}",
                 why="an argument is donated by the position of its parameter; a negative number is "
                 "counted from the last of them",
@@ -362,7 +362,7 @@ def _names_of(fn: Callable[..., Any], numbers: Sequence[int]) -> frozenset[str]:
     if unknown:
         raise ValueError(
             message(
-                f"jit: static_argnums needs numbers of parameters of {function_name(fn)}",
+                f"jit: static_argnums needs positions of parameters of {function_name(fn)}",
                 got=f"{unknown}; its positional parameters are {names}",
                 why="a static argument is found by the name of its parameter",
                 fix="dj.jit(fn, static_argnums=(0,))",

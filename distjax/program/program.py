@@ -391,7 +391,7 @@ def _leave_explicit_meshes(
 def _unguarded_text(name: str, variables: tuple[str, ...]) -> str:
     return message(
         f"{name} needs to create its variables once",
-        got=f"a second call, and not guarded: the constructor of {', '.join(map(repr, variables))}",
+        got=f"in a second call, an unguarded constructor of {', '.join(map(repr, variables))}",
         why="the constructor runs at every trace, but a compiled call runs none",
         fix="create the variables outside, or guard them: "
         "`if self.v is None: self.v = dj.Variable(...)`",

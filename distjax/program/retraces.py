@@ -53,8 +53,8 @@ class RetraceWatch:
         ]
         warnings.warn(
             message(
-                f"{self._name} is compiled for the {ordinal} time and needs arguments of "
-                "steady shape",
+                f"{self._name} is compiled for the {ordinal} time and needs arguments whose "
+                "shapes stay the same",
                 got=f"a change of {'; '.join(changed[:4]) or 'the tree of arguments'}",
                 why="each new shape, dtype or Python value is a program of its own",
                 fix="pad batches to one shape, and pass numbers that change as arrays",

@@ -29,8 +29,8 @@ def add_number_note(
         return
     name = user_path(partitioned.paths[int(found[1])], names)
     error.add_note(
-        f"Argument {name} of {function_name(fn)} is an array inside: a number may be another one "
-        "at each call.\n"
+        f"Inside {function_name(fn)}, argument {name} is an array, since a number may change from "
+        "call to call.\n"
         f"  Fix: step = functools.partial({function_name(fn)}, {name}=3), made once; or "
         "dj.pmap(fn, static_broadcasted_argnums=...)"
     )
@@ -52,8 +52,8 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
                 f"{name} needs to leave devices to its strategy",
                 got=f"a jax.pmap or jax.shard_map over axes {axes}, at "
                 f"{user_lines.source_line(outer)}",
-                why="a replica function runs on each device already, and a device has no others "
-                "of its own",
+                why="a replica function already runs on every device, and has no further devices "
+                "to map over",
                 fix="jax.vmap in its place; model_axes={...} of dj.MirroredStrategy for axes "
                 "inside a replica; or the call outside of run",
             )
@@ -75,7 +75,7 @@ def require_own_axis(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
         message(
             f"pmap of {name} needs an axis_name that no jax.vmap around it has",
             got=f"{axis_name!r}, for both",
-            why="JAX takes the collectives in it for those of the vmap (jax.pmap does so too)",
+            why="JAX would run its collectives over the vmap's axis, as it does under jax.pmap",
             fix="another axis_name for one of the two",
         )
     )

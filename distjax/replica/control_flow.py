@@ -72,8 +72,8 @@ def _outside_text(emitter: Emitter, eqn: jax_compat.JaxprEqn) -> str:
     return message(
         f"merge_call needs to stand outside of {name}",
         got=f"a merge_call inside of it, at {user_lines.source_line(merge)}",
-        why=f"replicas pause in functions, loops and branches, but {name} runs its function by "
-        "rules of its own",
+        why=f"merge_call works in functions, loops and branches, but {name} runs its function by "
+        "its own rules",
         fix="ctx.all_reduce('sum', x) in place of the merge_call, or the merge_call before or "
         f"after {name}",
     )

@@ -160,7 +160,7 @@ def _find_unread_masks(
             continue
         name, source = user_path(path, names), calling_line()
         text = message(
-            f"{name} needs to be read where its examples are",
+            f"{name} needs to be read wherever its examples are used",
             got=f"a step that reads {user_path(batch, names)}.data, but never {name}, at {source}",
             why="a padded batch holds copies of real examples, which would count",
             fix=f"dj.losses.average_loss(losses, {name}); metric.update(losses, mask={name})",
@@ -184,9 +184,10 @@ def find_unequal_start(variable: Variable) -> None:
         return
     text = message(
         f"variable {variable.name!r} needs an initial value that is equal on every replica",
-        got="one that differs: replica 0's counts for all",
+        got="one that differs: replica 0's is used for all",
         why="a variable has one initial value, and what other replicas drew is lost",
-        fix="draw it of an equal key, or make the variable outside of the replica function",
+        fix="draw it with a key that is equal on all replicas, or make the variable outside of the "
+        "replica function",
     )
     finding = Finding("warning", "replica 0's initial value wins", text, calling_line())
     report(finding, ReductionWarning)
@@ -221,7 +222,7 @@ def note_lone_updates(
             continue
         argument, source = user_path(partitioned.paths[index], names), calling_line()
         text = message(
-            f"{name} takes state that is equal on every replica and needs to return it so",
+            f"{name} takes state that is equal on every replica and needs to return it equal",
             got=f"as {'its result' + path} an update of {argument} that differs per replica",
             why=STATE_WHY,
             fix=STATE_FIX,

@@ -183,7 +183,7 @@ class FactWalk:
         self.updates: list[Times] = []
         self.totals: list[Times] = []
         self.counts_replicas = False
-        self.sums: list[tuple[Any, Times, str]] = []
+        self.sums: list[tuple[Any, Times]] = []
         self.counts: list[tuple[Any, float, Where]] = []
         self.combines = False
         self.ratio_counts: set[Any] = set()

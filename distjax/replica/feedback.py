@@ -101,7 +101,7 @@ class Feedback:
         shown = ", ".join(f"{argument} (which is {result})" for argument, result in pairs[:8])
         more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
         return message(
-            f"{self._name} takes state that is equal on every replica and needs to return it so",
+            f"{self._name} takes state that is equal on every replica and needs to return it equal",
             got=f"in its second call values that differ per replica at {shown}{more}",
             why=STATE_WHY,
             fix=expected_state_fix([argument for argument, _ in pairs], others),

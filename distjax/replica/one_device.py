@@ -214,7 +214,7 @@ def _refuse_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     raise NotImplementedError(
         message(
             "a derivative around run, on replicas that share a device, needs functions without a "
-            "rule of their own around collectives over groups or partial permutations",
+            "custom derivative rule around grouped collectives or partial permutations",
             got="one with such a rule",
             why="the rule is for jax.vmap, which knows no groups of replicas",
             fix="jax.grad inside the replica function; or a MirroredStrategy",

@@ -128,7 +128,7 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
             [site, averaged],
             "a mean over the replicas needs no further division",
             got="a division by the number of replicas",
-            why="the mean is divided already: the step learns at a rate R times too small",
+            why="the mean is already divided by R: the step learns R times too slowly",
             fix="updates = -learning_rate * grads, of the mean gradient as it is",
         )
     return rest
@@ -214,16 +214,16 @@ def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None
             (walk.totals if is_total else walk.updates).append(own.find("times_R"))
 
 
-def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
+def find_times_r(walk: FactWalk, times: Times, use: str) -> None:
     """Reports a sum of R means, or of R equal values."""
     kind, inner, site = times
     if kind == "mean":
         find(
             walk,
-            level,
+            "warning",
             "a sum of local means",
             [site, inner],
-            "a mean over each replica's batch needs the mean over the replicas",
+            "a mean over each replica's batch needs to be averaged over the replicas",
             got=f"its sum, {use}",
             why="the sum of R means is R times the mean: the step learns at R times the rate",
             fix="ctx.all_reduce('mean', grads), or sum gradients of dj.losses.average_loss",
@@ -231,7 +231,7 @@ def find_times_r(walk: FactWalk, times: Times, level: str, use: str) -> None:
         return
     find(
         walk,
-        level,
+        "warning",
         "summed twice",
         [site, inner],
         f"{_NAMES[kind]} needs no further sum over the replicas",
@@ -299,8 +299,8 @@ def find_equal_randomness(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> No
                 "the same random numbers on every replica",
                 [walk.site(eqn), made],
                 "random numbers for examples that differ need a key per replica",
-                got="numbers of an equal key",
-                why="every replica drops, or adds, the same: R batches see one mask",
+                got="numbers drawn from a key that is equal on every replica",
+                why="every replica uses the same mask or noise: R batches share one",
                 fix="key = dj.get_replica_context().fold_in(key)",
             )
 
@@ -338,9 +338,9 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
         share = x.find("share")
         return EQUAL.having(whole=share) if share else EQUAL
     if x.differs and x.find("mean"):
-        walk.sums.append((variable, ("mean", x.find("mean"), site), "warning"))
+        walk.sums.append((variable, ("mean", x.find("mean"), site)))
     elif made is not None:
-        walk.sums.append((variable, (*made, site), "warning"))
+        walk.sums.append((variable, (*made, site)))
     elif not x.differs and x.number is not None:
         walk.counts.append((variable, x.number, site))
     return EQUAL
@@ -349,10 +349,10 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
 def find_sums(walk: FactWalk) -> None:
     """Reports sums of R equal parts in state, unless a count beside it may make it a mean."""
     for times in walk.updates + ([] if walk.counts_replicas else walk.totals):
-        find_times_r(walk, times, "warning", "which updates equal state")
-    for variable, times, level in walk.sums:
+        find_times_r(walk, times, "which updates equal state")
+    for variable, times in walk.sums:
         if not any(other is not variable for other, _, _ in walk.counts):
-            find_times_r(walk, times, level, f"written to variable {variable.name!r}")
+            find_times_r(walk, times, f"written to variable {variable.name!r}")
     if len(walk.counts) == 1 and walk.counts[0][1] == 1.0 and len(walk.written) == 1:
         variable, _, site = walk.counts[0]
         find(
@@ -373,10 +373,10 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
     find_unreducible(walk, site, x)
     made = _reduction(x)
     if made is not None and op == "SUM":
-        find_times_r(walk, (*made, site), "warning", "by an optimizer with reduce_op='sum'")
+        find_times_r(walk, (*made, site), "by an optimizer with reduce_op='sum'")
     elif x.find("mean") and x.differs and op == "SUM":
         times = ("mean", x.find("mean"), site)
-        find_times_r(walk, times, "warning", "by an optimizer with reduce_op='sum'")
+        find_times_r(walk, times, "by an optimizer with reduce_op='sum'")
     elif x.find("share") and op == "MEAN":
         _find_averaged_share(walk, site, x.find("share"))
     elif not x.differs and x.find("grad") and made is None:

@@ -239,6 +239,6 @@ def _local_array(value: PyTree, method: str) -> jax.Array:
                 f"{method} needs arrays and numbers",
                 got=describe_value(value),
                 why="Python objects are the same on every replica: one trace stands for all",
-                fix=f"keep it out of the tree: ctx.{method}(...) of the arrays alone",
+                fix=f"call ctx.{method}(...) on the arrays only",
             )
         ) from error

@@ -167,7 +167,8 @@ def _report(
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
     strict = [p for p in paths if is_train_state and (".params" in p or ".opt_state" in p)]
     text = message(
-        f"{function_name(fn)} takes state that is equal on every replica and needs to return it so",
+        f"{function_name(fn)} takes state that is equal on every replica and needs to return it "
+        "equal",
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
         why=STATE_WHY,

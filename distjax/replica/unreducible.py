@@ -14,7 +14,7 @@ UNREDUCIBLE = {
     "scattered": (
         "shards reduced again",
         "the same elements on every replica",
-        "a reduction of shards, of which each replica has another, reduced already,",
+        "a second reduction of shards (each replica holds another, already reduced),",
         "rows of different replicas are mixed",
         "dj.flax.apply_gradients(optimizer, model, grads) of the gradients as they are: it "
         "reduces what is not reduced yet",
@@ -22,7 +22,7 @@ UNREDUCIBLE = {
     "chosen": (
         "one replica's part alone",
         "what every replica found",
-        "a reduction of one replica's value, others left out,",
+        "a reduction that keeps one replica's value and drops the others,",
         "the other replicas' examples do not count",
         "ctx.all_reduce('sum', total) / ctx.all_reduce('sum', count), of every replica's own",
     ),
@@ -60,7 +60,7 @@ UNREDUCIBLE = {
         LOCAL_VARIANCES,
         "moments about zero",
         "a reduction of variances about local means",
-        "what the replicas' means differ by is lost",
+        "the spread between the replicas' means is lost",
         "mean, square = ctx.all_reduce('mean', (jnp.mean(x, 0), jnp.mean(x**2, 0))); "
         "variance = square - mean**2",
     ),

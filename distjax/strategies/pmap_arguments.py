@@ -82,7 +82,7 @@ class MappedArguments:
                 got=f"in_axes={self.in_axes!r} and {len(args) + len(kwargs)} arguments",
                 why="the size of the mapped axes is the number of replicas"
                 + ("; axis_size does not stand for it" if self.axis_size is not None else ""),
-                fix="map an argument, if only jnp.arange(R); or strategy.run(fn, args)",
+                fix="map at least one argument, even just jnp.arange(R); or strategy.run(fn, args)",
             )
         )
 

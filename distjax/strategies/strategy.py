@@ -24,7 +24,7 @@ class Strategy:
     """Where replicas run, where variables live, and how values are combined.
 
     A subclass only builds its StrategyExtended, ``super().__init__(extended)``,
-    from the parts it picks. All logic is in `extended`.
+    from the parts it picks. What depends on these is in `extended`.
 
     Source: tf.distribute.Strategy (TF 1.13).
     """

@@ -256,7 +256,7 @@ def _require_modes(variable: ReferenceVariable) -> None:
             message(
                 f"variable {variable.name!r} needs a floating dtype for aggregation MEAN",
                 got=f"dtype {variable.dtype}",
-                why="a mean of integers is no integer",
+                why="the mean of integers need not be an integer",
                 fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
             )
         )
@@ -306,7 +306,7 @@ def _conversion_text(variable: ReferenceVariable, method: str, value: object) ->
     return message(
         f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
         got=describe_value(value),
-        why="a conversion that loses information is not made in silence",
+        why="distjax makes no conversion that loses information by itself",
         fix=f"v.{method}(x.astype(v.dtype))",
     )
 

@@ -154,7 +154,7 @@ def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> Any:
                 f"the function that makes the initial value of variable {name!r} needs to read "
                 "no variable",
                 got=str(error).partition("\n")[0].rstrip("."),
-                why="it is traced, to make the value where it will lie",
+                why="it is traced, so that the value is computed where it is stored",
                 fix="the value itself: dj.Variable(other.value * 2)",
             )
         ) from error

@@ -146,6 +146,6 @@ def _dtype_text(dtype: DTypeLike, what: str, got: str, fix: str) -> str:
     return message(
         f"{what} needs a value of dtype {dtype}",
         got=got,
-        why="a conversion that loses information is not made in silence",
+        why="distjax makes no conversion that loses information by itself",
         fix=fix,
     )

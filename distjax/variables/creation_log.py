@@ -115,9 +115,9 @@ def _leak_text(name: str) -> str:
         got="a creation from a traced value inside jax.jit, a loop, a branch, grad, vmap or a "
         "merge function, or in a step for parameter servers",
         why="its initial value belongs to the inner trace and would leak out of it",
-        fix="create it before, under `with strategy.scope():`, or, but for parameter servers, at "
-        "the top of the replica function; in a merge function from a concrete value or a function: "
-        "dj.Variable(lambda: jnp.zeros(3))",
+        fix="create it before, under `with strategy.scope():`, or, except with parameter servers, "
+        "at the top of the replica function; in a merge function from a concrete value or a "
+        "function: dj.Variable(lambda: jnp.zeros(3))",
     )
 
 

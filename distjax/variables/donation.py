@@ -166,7 +166,7 @@ def require_undeleted(
 
 def _deleted_text(function: str, argument: str, array: jax.Array) -> str:
     return message(
-        f"{function} needs argument {argument} to hold arrays that are still there",
+        f"{function} needs argument {argument} to hold arrays that were not donated",
         got=f"an array of {array.dtype}{list(array.shape)} that was donated before. Array has been "
         "deleted",
         why=f"{argument} is named in donate_argnums, so each call reuses its memory",

@@ -120,7 +120,7 @@ def policy_for(
             message(
                 f"variable {name!r} needs a floating dtype for aggregation MEAN",
                 got=f"dtype {jnp.dtype(dtype)}",
-                why="a mean of integers is no integer",
+                why="the mean of integers need not be an integer",
                 fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
             )
         )

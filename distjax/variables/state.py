@@ -60,7 +60,7 @@ def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
     raise TraceLeakError(
         message(
             f"a read of variable {variable().name!r} needs to be traced with its step",
-            got="JAX evaluates at once, though the step is being traced",
+            got="eager evaluation, though the step is being traced",
             why="jax.ensure_compile_time_eval() is active, or an interrupt (Ctrl-C) in a trace has "
             "left JAX's state of this thread behind",
             fix="leave `with jax.ensure_compile_time_eval():`; after an interrupt go on in a new "

@@ -32,7 +32,7 @@ def require_present(name: str, array: jax.Array | jax.ShapeDtypeStruct | None) -
     if isinstance(array, jax.ShapeDtypeStruct):
         raise UnsupportedError(
             message(
-                f"variable {name!r} needs devices that are there to have a value",
+                f"variable {name!r} needs real devices to have a value",
                 got="a strategy on devices of jax.experimental.topologies",
                 why="programs can be compiled for such devices, but nothing runs on them",
                 fix="dj.jit(step).lower(*args).compile(), or a strategy on jax.devices()",
@@ -52,7 +52,7 @@ def _unmade_text(name: str) -> str:
 def _lost_text(name: str) -> str:
     return message(
         f"variable {name!r} needs a value",
-        got="none since a program that writes it was interrupted, or failed, while it was started",
+        got="none: a program that writes it failed, or was interrupted, as it started",
         why="such a program reuses the memory of the former value, and returned no new one",
         fix="checkpointer.restore(tree), or v.assign(...), for each variable that the step writes",
     )

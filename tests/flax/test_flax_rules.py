@@ -135,7 +135,7 @@ def test_a_rule_for_a_type():
 
 
 def test_bad_rules():
-    with pytest.raises(ValueError, match="set_rule needs a rule of mirrored, mean"):
+    with pytest.raises(ValueError, match="set_rule needs one of the rules mirrored, mean"):
         dj.flax.set_rule(nnx.BatchStat, "average")
     with pytest.raises(ValueError, match=r"set_rule needs a type of nnx\.Variable or an NNX"):
         dj.flax.set_rule(3, "mean")

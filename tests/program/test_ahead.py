@@ -72,8 +72,8 @@ def test_options_are_for_looking_at():
     assert str(caught.value) == (
         "a compiled program that is called needs the default compiler options.\n"
         "  Got: lower(...).compile({'xla_cpu_enable_fast_math': False}).\n"
-        "  Why: a call is one of the function itself, which knows no options: this program is to "
-        "be looked at.\n"
+        "  Why: calling it calls the function itself, which takes no options; with options it can "
+        "only be looked at.\n"
         "  Fix: lower(...).compile(); options for all programs by XLA_FLAGS"
     )
 
@@ -189,7 +189,7 @@ def test_where_a_function_is_called_a_struct_is_a_python_object(pair):
         [note] = [note for note in caught.value.__notes__ if "jax.ShapeDtypeStruct" in note]
         assert note == (
             "A jax.ShapeDtypeStruct stands for an array where a step is lowered, explained or "
-            "checked; a call takes it for a Python object, as for the results of a "
+            "checked; a call treats it as a Python object, such as the result shape of a "
             "jax.pure_callback.\n"
             "  Fix: step.lower(struct).compile(); an array where the step is called"
         )

@@ -199,7 +199,7 @@ def test_unguarded_creation_runs_once(pair, how):
         with pytest.raises(ContextError) as caught:
             step(x)
         assert first_line(caught).endswith("needs to create its variables once.")
-        assert "not guarded: the constructor of 'u'." in str(caught.value)
+        assert "an unguarded constructor of 'u'." in str(caught.value)
         assert "if self.v is None" in str(caught.value)
 
 

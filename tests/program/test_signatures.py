@@ -176,7 +176,7 @@ def test_a_static_number_that_is_no_parameter():
     with pytest.raises(ValueError) as caught:
         dj.jit(doubled, static_argnums=(0, 2))
     assert str(caught.value).splitlines() == [
-        "jit: static_argnums needs numbers of parameters of doubled.",
+        "jit: static_argnums needs positions of parameters of doubled.",
         "  Got: [2]; its positional parameters are ['x'].",
         "  Why: a static argument is found by the name of its parameter.",
         "  Fix: dj.jit(fn, static_argnums=(0,))",
@@ -205,7 +205,7 @@ def test_a_warning_names_function_and_argument(pair):
     assert warning.category is RecompilationWarning and warning.filename == __file__
     text = str(warning.message).splitlines()
     assert text[0].endswith(
-        "train_step is compiled for the 8th time and needs arguments of steady shape."
+        "train_step is compiled for the 8th time and needs arguments whose shapes stay the same."
     )
     assert text[1].strip() == "Got: a change of argument images['x']: float32[7] -> float32[8]."
 

@@ -235,5 +235,5 @@ def test_a_scope_of_that_name_is_no_backward_pass():
             loss = ctx().all_reduce("sum", jnp.mean((x @ w) ** 2))
         return w - loss
 
-    with pytest.warns(ReductionWarning, match="needs the mean over the replicas"):
+    with pytest.warns(ReductionWarning, match="needs to be averaged over the replicas"):
         strategy.run(step, args=(weights(), inputs(strategy)))

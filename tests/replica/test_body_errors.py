@@ -31,7 +31,7 @@ def test_a_number_as_a_shape_or_length(pair, step):
     with pytest.raises(Exception) as found:
         pair.run(step, args=(1.0, 3))
     note = "\n".join(found.value.__notes__)
-    assert f"Argument count of {step.__name__} is an array inside" in note
+    assert f"Inside {step.__name__}, argument count is an array" in note
     assert f"functools.partial({step.__name__}, count=3)" in note
     cured = functools.partial(step, count=3)
     assert float(jnp.sum(pair.run(cured, args=(1.0,)))) == 3

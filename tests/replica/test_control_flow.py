@@ -154,8 +154,8 @@ def test_a_merge_where_code_is_run_by_other_rules(pair, x, construct):
     assert got.startswith("  Got: a merge_call inside of it, at ")
     assert "test_control_flow.py" in got
     assert why == (
-        f"  Why: replicas pause in functions, loops and branches, but {construct} runs its "
-        "function by rules of its own."
+        f"  Why: merge_call works in functions, loops and branches, but {construct} runs its "
+        "function by its own rules."
     )
     assert fix == (
         "  Fix: ctx.all_reduce('sum', x) in place of the merge_call, or the merge_call before or "

@@ -360,7 +360,7 @@ def test_why_a_callback_is_taken_to_be_equal(two):
 def test_the_warning_is_given_by_a_plain_run(two, wrap):
     step = lambda w, x: w - 0.1 * total(gradient(w, x))
     run = wrap(lambda w, x: two.run(step, args=(w, x)))
-    with pytest.warns(ReductionWarning, match="a mean over each replica's batch needs the mean"):
+    with pytest.warns(ReductionWarning, match="replica's batch needs to be averaged"):
         run(weights(), inputs(two))
 
 

@@ -267,7 +267,7 @@ def test_a_negative_number_counts_from_the_last(pair, jit):
     assert step(x, y=v.value).tolist() == [2] * 4
     assert step(x, v.value).tolist() == [2] * 4
     assert v.value.tolist() == [1] * 4
-    with pytest.raises(ValueError, match="donate_argnums needs numbers of parameters of") as error:
+    with pytest.raises(ValueError, match="donate_argnums needs positions of") as error:
         (dj.jit if jit == "dj.jit" else pair.jit)(lambda x, y: x, donate_argnums=(0, -3))
     assert "[-3]; its positional parameters are ['x', 'y']" in str(error.value)
 
@@ -295,7 +295,7 @@ def test_an_argument_that_was_donated_before_is_refused(pair):
     with pytest.raises(RuntimeError) as error:
         step(1.0, {"x": x})
     assert str(error.value) == (
-        f"{step.__qualname__} needs argument state to hold arrays that are still there.\n"
+        f"{step.__qualname__} needs argument state to hold arrays that were not donated.\n"
         "  Got: an array of float32[2, 2] that was donated before. Array has been deleted.\n"
         "  Why: state is named in donate_argnums, so each call reuses its memory.\n"
         f"  Fix: go on with what the call returns: state = {step.__qualname__}(state, ...)"

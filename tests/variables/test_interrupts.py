@@ -15,7 +15,7 @@ from tests.replicas import ids
 MEAN = dj.VariableAggregation.MEAN
 LOST = (
     "variable 'w' needs a value.\n"
-    "  Got: none since a program that writes it was interrupted, or failed, while it was started.\n"
+    "  Got: none: a program that writes it failed, or was interrupted, as it started.\n"
     "  Why: such a program reuses the memory of the former value, and returned no new one.\n"
     "  Fix: checkpointer.restore(tree), or v.assign(...), for each variable that the step writes"
 )

@@ -95,8 +95,8 @@ class ParameterServer(Protocol):
         """Returns the version, and copies of the values at that version."""
         ...
 
-    def write(self, key: str, value: ArrayLike) -> int:
-        """Replaces a value, outside closures; returns the resulting version."""
+    def write(self, values: Mapping[str, ArrayLike]) -> int:
+        """Replaces values together, outside closures; returns the resulting version."""
         ...
 
     def mark_done(self, closure: int) -> None:

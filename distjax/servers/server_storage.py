@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ class ServerStorage(StoredArray):
 
     is_remote = True
 
-    __slots__ = ("_device", "_is_made", "_servers", "parts")
+    __slots__ = ("_device", "_is_made", "_read_at", "_servers", "_written_at", "parts")
 
     def __init__(
         self,
@@ -101,6 +101,8 @@ class ServerStorage(StoredArray):
         placement.add((n, num_bytes(part)) for n, part in homes)
         weakref.finalize(self, _remove, servers, placement, homes).atexit = False
         self._servers, self._device = servers, device
+        self._read_at = _by_server((part.server or 0, part) for part in parts)
+        self._written_at = _by_server(homes)
         self._is_made = False
 
     def read(self) -> Stored | None:
@@ -108,12 +110,17 @@ class ServerStorage(StoredArray):
         if not self._is_made:
             return None
         with jax_compat.outside_traces():
-            values = [self._read(part) for part in self.parts]
+            values = self._read_parts()
             return values[0] if len(values) == 1 else jnp.concatenate(values)
 
-    def _read(self, part: Part) -> jax.Array:
-        _, (value,) = self._servers[part.server or 0].read([part.key])
-        return transfer(value, SingleDeviceSharding(self._device))
+    def _read_parts(self) -> list[jax.Array]:
+        """Returns the values of the parts; those at one server are of one version of it."""
+        values: dict[str, jax.Array] = {}
+        for number, parts in self._read_at.items():
+            keys = [part.key for part in parts]
+            values.update(zip(keys, self._servers[number].read(keys)[1], strict=True))
+        here = SingleDeviceSharding(self._device)
+        return [transfer(values[part.key], here) for part in self.parts]
 
     def require_made(self) -> None:
         """Raises a ContextError if there is no value, without fetching it."""
@@ -127,16 +134,31 @@ class ServerStorage(StoredArray):
         self._swaps += 1
         if isinstance(array, jax.Array):
             with jax_compat.outside_traces():
-                for part in self.parts:
-                    self._send(part, array)
+                self._send(array)
         self._is_made = isinstance(array, jax.Array)
 
-    def _send(self, part: Part, array: jax.Array) -> None:
-        if part.shape != array.shape:
-            array = array[part.start : part.start + part.shape[0]]
-        for number in _servers_of(part, len(self._servers)):
-            server = self._servers[number]
-            (server.write if self._is_made else server.create)(part.key, array)
+    def _send(self, array: jax.Array) -> None:
+        for number, parts in self._written_at.items():
+            values = {part.key: _slice(array, part) for part in parts}
+            if self._is_made:
+                self._servers[number].write(values)
+                continue
+            for key, value in values.items():
+                self._servers[number].create(key, value)
+
+
+def _slice(array: jax.Array, part: Part) -> jax.Array:
+    """Returns a part of the array of a variable."""
+    whole = part.shape == array.shape
+    return array if whole else array[part.start : part.start + part.shape[0]]
+
+
+def _by_server(homes: Iterable[tuple[int, Part]]) -> Mapping[int, Sequence[Part]]:
+    """Returns the parts at each server: what one operation there reads or writes."""
+    found: dict[int, list[Part]] = {}
+    for number, part in homes:
+        found.setdefault(number, []).append(part)
+    return found
 
 
 def _servers_of(part: Part, num_servers: int) -> Sequence[int]:

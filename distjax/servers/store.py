@@ -18,7 +18,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -158,12 +158,12 @@ class Server:
             jax.block_until_ready(values)
             return self.version, [self._look_at(value) for value in values]
 
-    def write(self, key: str, value: ArrayLike) -> int:
-        """Replaces a value, outside closures; returns the resulting version."""
-        value = self._own(value)
+    def write(self, values: Mapping[str, ArrayLike]) -> int:
+        """Replaces values together, outside closures; returns the resulting version."""
+        own = {key: self._own(value) for key, value in values.items()}
         with self._lock:
-            self._require([key])
-            self._values[key] = value
+            self._require(own)
+            self._values.update(own)
             self.version += 1
             return self.version
 

@@ -15,10 +15,10 @@ class SerialServer:
 
     def create(self, key, value):
         assert key not in self.values
-        self.write(key, value)
+        self.write({key: value})
 
-    def write(self, key, value):
-        self.values[key] = jax.device_put(value, self.device)
+    def write(self, values):
+        self.values.update(jax.device_put(dict(values), self.device))
         self.version += 1
 
     def remove(self, keys):

@@ -118,7 +118,7 @@ def test_what_a_user_gives_or_gets_is_a_copy():
     given_value, server = jnp.arange(3.0), Server(0, jax.devices()[0])
     server.create("total", given_value)
     _, (read,) = server.read(["total"])
-    assert server.write("total", read) == 1
+    assert server.write({"total": read}) == 1
     add = Program("add", lambda total, x: (total + x,), ())
     server.push(0, 0, 1, add, ("total",), ("total",), [jnp.float32(1)])
     np.testing.assert_array_equal(given_value, read)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from distjax.servers.on_ray.startup import wait_for_start
-from distjax.servers.on_ray.wire import from_wire, to_wire
+from distjax.servers.on_ray.wire import OnWire, from_wire, to_wire
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
 from distjax.typing import ArrayLike
 
@@ -102,9 +102,9 @@ class RayServer:
         version, sent = self.call("read", keys, is_pull=False)
         return version, from_wire(sent)
 
-    def write(self, key: str, value: ArrayLike) -> int:
-        """Replaces a value, outside closures; returns the resulting version."""
-        return self.call("write", key, *to_wire([jnp.asarray(value)]))
+    def write(self, values: Mapping[str, ArrayLike]) -> int:
+        """Replaces values together, outside closures; returns the resulting version."""
+        return self.call("write", _to_wire(values))
 
     def mark_done(self, closure: int) -> None:
         """Drops a closure that is over, later: several are reported at once."""
@@ -174,6 +174,10 @@ class RayServer:
     def _is_gone(self) -> bool:
         self._look()
         return self.is_lost
+
+
+def _to_wire(values: Mapping[str, ArrayLike]) -> dict[str, OnWire]:
+    return dict(zip(values, to_wire(map(jnp.asarray, values.values())), strict=True))
 
 
 def drain(items: collections.deque[_T]) -> list[_T]:

@@ -68,15 +68,18 @@ class ServerActor:
     def remove(self, keys: Iterable[str]) -> None:
         self._server.remove(keys)
 
-    def write(self, key: str, value: OnWire) -> int:
+    def write(self, values: Mapping[str, OnWire]) -> int:
         with jax.enable_x64(True):
-            return self._server.write(key, *from_wire([value], self._device))
+            return self._server.write(self._received(values))
 
     def read(self, keys: Sequence[str], *, is_pull: bool) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values at that version."""
         with jax.enable_x64(True):
             version, values = self._server.view(keys, is_pull=is_pull)
             return version, to_wire(values)
+
+    def _received(self, values: Mapping[str, OnWire]) -> dict[str, jax.Array]:
+        return dict(zip(values, from_wire(list(values.values()), self._device), strict=True))
 
     @ray.method(concurrency_group="compiling")
     def compile(
@@ -121,7 +124,6 @@ class ServerActor:
         return snapshot.version, dict(zip(snapshot.values, sent, strict=True))
 
     def restore(self, version: int, values: Mapping[str, OnWire], num_closures: int) -> None:
-        arrays = from_wire(list(values.values()), self._device)
+        arrays = self._received(values)
         with jax.enable_x64(True):
-            snapshot = ServerSnapshot(version, dict(zip(values, arrays, strict=True)))
-            self._server.restore(snapshot, num_closures)
+            self._server.restore(ServerSnapshot(version, arrays), num_closures)

@@ -267,6 +267,19 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     assert [server.num_kept for server in served.servers] == [0, 0]
 
 
+def test_values_are_written_together(served):
+    server, values = served.servers[0], {"x": jnp.arange(3.0), "y": jnp.arange(3)}
+    for key, value in values.items():
+        server.create(key, 0 * value)
+    version = server.version
+    assert server.write(values) == version + 1
+    read_at, read = server.read(["x", "y"])
+    server.remove(values)
+    assert read_at == version + 1
+    for value, found in zip(values.values(), read, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
 def test_servers_forget_variables_that_are_gone(served, coordinator):
     server = served.servers[0]
     server.create("gone", np.ones(256, np.float32))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from distjax import jax_compat
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.servers.plan import Plan, Stage
@@ -31,6 +34,19 @@ def _place(array: Argument, where: jax.Device | Sharding) -> jax.Array | np.ndar
         return np.asarray(array)
     is_here = isinstance(array, np.ndarray) or (array.committed and array.device == where)
     return array if is_here else transfer(array, _as_sharding(where))
+
+
+def as_view(value: jax.Array) -> jax.Array | np.ndarray:
+    """Returns a value's own memory, if numpy can view it; else a copy.
+
+    `np.asarray` would be cached in the value, which could then never be donated again.
+    """
+    is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
+    (device,) = value.devices()
+    if not is_plain or device.platform != "cpu":
+        return jnp.array(value, copy=True)
+    memory: Any = value  # its type is unknown to numpy
+    return np.from_dlpack(memory)
 
 
 def _as_sharding(where: jax.Device | Sharding) -> Sharding:

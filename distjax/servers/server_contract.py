@@ -99,6 +99,10 @@ class ParameterServer(Protocol):
         """Replaces values together, outside closures; returns the resulting version."""
         ...
 
+    def add(self, amounts: Mapping[str, ArrayLike]) -> int:
+        """Adds to values together, outside closures; returns the resulting version."""
+        ...
+
     def mark_done(self, closure: int) -> None:
         """Drops a closure that is over, and rejects its further pushes."""
         ...

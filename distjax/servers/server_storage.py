@@ -17,7 +17,7 @@ from distjax.placement.transfer import transfer
 from distjax.servers.cutting.sizes import num_bytes
 from distjax.servers.placement import ServerLayout, ServerPlacement
 from distjax.servers.server_contract import ParameterServer
-from distjax.variables.storage import Stored, StoredArray
+from distjax.variables.storage import RemoteStorage, Stored
 from distjax.variables.stored_variable import StoredVariable
 
 
@@ -68,7 +68,7 @@ def make_parts(variable: StoredVariable, number: int) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-class ServerStorage(StoredArray):
+class ServerStorage(RemoteStorage):
     """The array of a variable at servers, each part under a key.
 
     Plans hold it, so that the values exist as long as a plan may run.
@@ -81,8 +81,6 @@ class ServerStorage(StoredArray):
       placement: counts their bytes.
       device: where fetched values are placed.
     """
-
-    is_remote = True
 
     __slots__ = ("_device", "_is_made", "_read_at", "_servers", "_written_at", "parts")
 
@@ -121,6 +119,14 @@ class ServerStorage(StoredArray):
             values.update(zip(keys, self._servers[number].read(keys)[1], strict=True))
         here = SingleDeviceSharding(self._device)
         return [transfer(values[part.key], here) for part in self.parts]
+
+    def add(self, amount: jax.Array) -> None:
+        """Adds to the value, at each server in one operation."""
+        self.require_made()
+        self._swaps += 1
+        with jax_compat.outside_traces():
+            for number, parts in self._written_at.items():
+                self._servers[number].add({part.key: _slice(amount, part) for part in parts})
 
     def require_made(self) -> None:
         """Raises a ContextError if there is no value, without fetching it."""

@@ -19,7 +19,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from distjax import jax_compat
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
-from distjax.servers.placing import place
+from distjax.servers.placing import as_view, place
 from distjax.servers.plan import Program
 from distjax.servers.programs import Given, Programs
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
@@ -156,7 +156,7 @@ class Server:
             if is_pull:
                 self.totals.bytes_pulled += sum(self._sizes[key] for key in keys)
             jax.block_until_ready(values)
-            return self.version, [self._look_at(value) for value in values]
+            return self.version, [as_view(value) for value in values]
 
     def write(self, values: Mapping[str, ArrayLike]) -> int:
         """Replaces values together, outside closures; returns the resulting version."""
@@ -164,6 +164,15 @@ class Server:
         with self._lock:
             self._require(own)
             self._values.update(own)
+            self.version += 1
+            return self.version
+
+    def add(self, amounts: Mapping[str, ArrayLike]) -> int:
+        """Adds to values together, outside closures; returns the resulting version."""
+        own = {key: self._own(amount) for key, amount in amounts.items()}
+        with self._lock:
+            sums = [old + x for old, x in zip(self._require(own), own.values(), strict=True)]
+            self._values.update(zip(own, sums, strict=True))
             self.version += 1
             return self.version
 
@@ -374,17 +383,6 @@ class Server:
     def _own(self, value: ArrayLike) -> jax.Array:
         """Returns a copy with no other owner: pushes reuse its memory."""
         return transfer(jnp.array(value, copy=True), SingleDeviceSharding(self.device))
-
-    def _look_at(self, value: jax.Array) -> jax.Array | np.ndarray:
-        """Returns a value's own memory, if numpy can view it.
-
-        `np.asarray` would be cached in the value, which could then never be donated again.
-        """
-        is_plain = not jax_compat.is_key_dtype(value.dtype) and value.dtype.kind in "fiuc"
-        if not is_plain or self.device.platform != "cpu":
-            return jnp.array(value, copy=True)
-        memory: Any = value  # its type is unknown to numpy
-        return np.from_dlpack(memory)
 
 
 def _copies(values: Iterable[jax.Array]) -> list[jax.Array]:

@@ -38,6 +38,7 @@ from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import reuse_components
 from distjax.variables.policy import PLAIN, Combine
 from distjax.variables.state import State
+from distjax.variables.storage import RemoteStorage
 from distjax.variables.stored_variable import StoredVariable
 
 
@@ -196,10 +197,11 @@ def _write_component(variable: StoredVariable, state: State, array: jax.Array, m
         if not is_gone:  # an assignment needs no previous value, so it can replace a deleted one
             variable.require_initialized()
         if method == "assign":  # copied, since the user keeps the array
-            new = _copied(jnp.broadcast_to(array, variable.global_shape))
+            state.write(variable, _copied(jnp.broadcast_to(array, variable.global_shape)))
+        elif isinstance(variable.stored, RemoteStorage):
+            variable.stored.add(array if method == "assign_add" else -array)
         else:
-            new = _apply(variable.stored_value, array, method)
-        state.write(variable, new)
+            state.write(variable, _apply(variable.stored_value, array, method))
 
 
 def _combine_in_replica(

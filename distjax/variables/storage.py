@@ -11,6 +11,7 @@ only while the program that writes the variable is starting (see `donation.hand_
 
 from __future__ import annotations
 
+import abc
 import threading
 import weakref
 from collections import deque
@@ -211,3 +212,18 @@ class StoredArray:
         if place is not None:
             place[0].is_whole = False
             place[0].arrays[place[1]] = None
+
+
+class RemoteStorage(StoredArray, abc.ABC):
+    """The array of a variable that others change too, where it is kept."""
+
+    is_remote = True
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def add(self, amount: jax.Array) -> None:
+        """Adds `amount` [...] to the value where it is kept, so that no change of others is lost.
+
+        A sum that is read here and then sent would undo what they have written in between.
+        """

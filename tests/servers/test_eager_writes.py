@@ -1,5 +1,6 @@
 """Cross-replica code reads and writes variables at servers while closures push."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,3 +33,42 @@ def test_shards_at_a_server_are_read_and_written_together(method, servers):
     value = v.value if method == "read" else v.assign(np.zeros((8, 3)))
     for i in range(servers):  # shards are at the servers in turn
         assert len(set(np.ravel(value[i::servers]).tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    "add", [lambda v: v.assign_add(10), lambda v: v.assign_sub(-10)], ids=["add", "sub"]
+)
+def test_an_addition_keeps_what_is_pushed_meanwhile(add):
+    strategy = dj.ParameterServerStrategy(workers=2)
+    with strategy.scope():
+        v = dj.Variable(0, name="v")
+    (server,) = strategy.extended.servers
+    for method in ("read", "write", "add"):
+        push_before(server, method, lambda: strategy.run(lambda: v.assign_add(1)))
+    version = server.version
+    add(v)
+    num_pushed = server.version - version - 1
+    (value,) = server.snapshot().values.values()
+    assert num_pushed >= 1 and value == 10 + num_pushed
+
+
+def test_an_addition_reaches_each_shard_and_each_copy():
+    strategy = dj.ParameterServerStrategy(2, 2, partitioner=dj.parts.FixedShards(3))
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros((5, 2)), name="v")
+        with strategy.extended.colocate_vars_with(strategy.extended.non_slot_devices([])):
+            count = dj.Variable(np.uint8(250), name="count")  # at every server
+    rows = np.arange(10.0).reshape(5, 2)
+    np.testing.assert_array_equal(v.assign_sub(rows), -rows)
+    assert count.assign_add(np.uint8(3)) == 253 and count.assign_sub(np.uint8(4)) == 249
+    for server in strategy.extended.servers:
+        assert [x for key, x in server.snapshot().values.items() if "count" in key] == [249]
+
+
+def test_an_addition_checks_what_jax_checks():
+    strategy = dj.ParameterServerStrategy(workers=1)
+    with strategy.scope():
+        v = dj.Variable(jnp.inf, name="v")
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        v.assign_sub(jnp.inf)
+    assert v.value == jnp.inf

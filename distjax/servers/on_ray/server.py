@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from distjax.context.thread_settings import ProgramModes
 from distjax.servers.on_ray.startup import wait_for_start
 from distjax.servers.on_ray.wire import OnWire, from_wire, to_wire
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
@@ -105,6 +106,10 @@ class RayServer:
     def write(self, values: Mapping[str, ArrayLike]) -> int:
         """Replaces values together, outside closures; returns the resulting version."""
         return self.call("write", _to_wire(values))
+
+    def add(self, amounts: Mapping[str, ArrayLike]) -> int:
+        """Adds to values together, outside closures; returns the resulting version."""
+        return self.call("add", _to_wire(amounts), ProgramModes.of_this_thread())
 
     def mark_done(self, closure: int) -> None:
         """Drops a closure that is over, later: several are reported at once."""

@@ -72,6 +72,10 @@ class ServerActor:
         with jax.enable_x64(True):
             return self._server.write(self._received(values))
 
+    def add(self, amounts: Mapping[str, OnWire], modes: ProgramModes) -> int:
+        with modes(), jax.enable_x64(True):
+            return self._server.add(self._received(amounts))
+
     def read(self, keys: Sequence[str], *, is_pull: bool) -> tuple[int, list[OnWire]]:
         """Returns the version, and the values at that version."""
         with jax.enable_x64(True):

@@ -267,17 +267,20 @@ def test_nothing_is_kept_of_what_is_over(served, coordinator, collect_garbage):
     assert [server.num_kept for server in served.servers] == [0, 0]
 
 
-def test_values_are_written_together(served):
+def test_values_are_written_and_added_together(served):
     server, values = served.servers[0], {"x": jnp.arange(3.0), "y": jnp.arange(3)}
     for key, value in values.items():
         server.create(key, 0 * value)
     version = server.version
     assert server.write(values) == version + 1
+    assert server.add(values) == version + 2
     read_at, read = server.read(["x", "y"])
-    server.remove(values)
-    assert read_at == version + 1
+    assert read_at == version + 2
     for value, found in zip(values.values(), read, strict=True):
-        np.testing.assert_array_equal(found, value)
+        np.testing.assert_array_equal(found, 2 * value)
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        server.add({"x": jnp.full(3, jnp.inf)})
+    server.remove(values)
 
 
 def test_servers_forget_variables_that_are_gone(served, coordinator):

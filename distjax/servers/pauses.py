@@ -35,8 +35,8 @@ class Pauses:
         raise ContextError(
             message(
                 f"{method} needs closures to run",
-                got="a call in `with coordinator.paused():`",
-                why="it waits for a closure, and none runs until the block ends",
-                fix="call it after the block; in it read variables: v.value",
+                got="a call in `with coordinator.paused():`, or in a function of `extended.update`",
+                why="it waits for a closure, and none runs until that ends",
+                fix="call it afterwards; until then read variables: v.value",
             )
         )

@@ -7,7 +7,8 @@ replicas, in a program of its own unless a trace is active.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.values import is_mirrored, split
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.state import TraceState
+from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable import Variable
 
@@ -83,15 +85,25 @@ def _on_the_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # Outside a trace, writes take effect at once; undo them so an update is all or nothing.
-    kept = variable.stored.keep() if frames.current().state is None else None
-    try:
-        with frames.with_frame(extended.update_frame()):
+    with frames.with_frame(extended.update_frame()):
+        if frames.current().state is not None:
             return fn(variable, *args, **kwargs)
-    except BaseException:
-        if kept is not None:
-            variable.stored.restore(kept)
-        raise
+        with _undone_if_it_raises(extended, variable.stored):
+            return fn(variable, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _undone_if_it_raises(extended: ExtendedContract, stored: StoredArray) -> Generator[None]:
+    """A context in which writes take effect at once: all of them or, if it raises, none."""
+    # What others push to a remote variable in between would be undone too.
+    with extended.pause_writers() if stored.is_remote else contextlib.nullcontext():
+        kept, version = stored.keep(), stored.version
+        try:
+            yield
+        except BaseException:
+            if stored.version != version:
+                stored.restore(kept)
+            raise
 
 
 def _require_own(extended: ExtendedContract, variable: Variable) -> None:

@@ -21,6 +21,9 @@ class SerialServer:
         self.values.update(jax.device_put(dict(values), self.device))
         self.version += 1
 
+    def add(self, amounts):
+        self.write({key: self.values[key] + x for key, x in amounts.items()})
+
     def remove(self, keys):
         for key in keys:
             del self.values[key]

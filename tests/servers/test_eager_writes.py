@@ -1,5 +1,8 @@
 """Cross-replica code reads and writes variables at servers while closures push."""
 
+import contextlib
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,3 +75,37 @@ def test_an_addition_checks_what_jax_checks():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         v.assign_sub(jnp.inf)
     assert v.value == jnp.inf
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("writes", [True, False])
+def test_an_update_keeps_what_is_pushed_meanwhile(fails, writes):
+    arrived, let_go = threading.Event(), threading.Event()
+
+    def hold(point, worker, closure):
+        if point == "before_push":
+            arrived.set()
+            let_go.wait()
+
+    strategy = dj.ParameterServerStrategy(2, engine=dj.servers.ThreadEngine(fault=hold))
+    pause = strategy.extended.pause_writers
+    strategy.extended.pause_writers = lambda: (let_go.set(), pause())[1]
+    with strategy.scope():
+        v = dj.Variable(0, name="v")
+
+    def change(v):
+        before = v.value
+        let_go.set()
+        pushed.fetch()
+        if writes:
+            v.assign(before + 10)
+        if fails:
+            raise ZeroDivisionError
+
+    fail = pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext()
+    with dj.Coordinator(strategy) as coordinator, strategy.scope():
+        pushed = coordinator.schedule(lambda: v.assign_add(1))
+        arrived.wait()
+        with fail:
+            strategy.extended.update(v, change)
+        assert v.value == (11 if writes and not fails else 1)

@@ -109,3 +109,28 @@ def test_an_update_keeps_what_is_pushed_meanwhile(fails, writes):
         with fail:
             strategy.extended.update(v, change)
         assert v.value == (11 if writes and not fails else 1)
+
+
+@pytest.mark.parametrize("method", ["result", "reset"])
+def test_a_metric_is_read_and_reset_between_closures(method):
+    strategy = dj.ParameterServerStrategy(workers=2, servers=2)
+    with strategy.scope():
+        mean = dj.metrics.Mean()
+    arrived, let_go = threading.Event(), threading.Event()
+    last = strategy.extended.servers[1]
+    push, pause = last.push, strategy.extended.pause_writers
+
+    def held_push(*args, **how):  # the first server has the batch by now
+        arrived.set()
+        let_go.wait()
+        return push(*args, **how)
+
+    last.push = held_push
+    strategy.extended.pause_writers = lambda: (let_go.set(), pause())[1]
+    with dj.Coordinator(strategy) as coordinator:
+        coordinator.schedule(mean.update, args=(np.float32(5),))
+        arrived.wait()
+        found = getattr(mean, method)()
+        let_go.set()
+    totals = [float(v.value) for v in mean.variables.values()]
+    assert (found, totals) == ((5, [5, 1]) if method == "result" else (None, [0, 0]))

@@ -76,11 +76,12 @@ class Applied:
         """Returns how many versions after `version` an open closure has itself created."""
         return sum(own.version > version for own in self._open[closure].answers.values())
 
-    def mark_done(self, closure: int) -> None:
-        """Drops the answers; from here on, pushes of the closure are rejected."""
-        self._open.pop(closure, None)
+    def mark_done(self, closure: int) -> bool:
+        """Drops the answers, and returns whether there were any; later pushes are rejected."""
+        record = self._open.pop(closure, None)
         if closure >= self.watermark:
             self._done.add(closure)
         while self.watermark in self._done:
             self._done.remove(self.watermark)
             self.watermark += 1
+        return record is not None and bool(record.answers)

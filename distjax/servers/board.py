@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError
 
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran, WorkerDied
-from distjax.servers.outcomes import cancelled, end_of_data, given_up
+from distjax.servers.outcomes import cancelled, cut_short, end_of_data, given_up
 from distjax.servers.pauses import Pauses
 from distjax.servers.streams import PerWorkerSource
 from distjax.servers.waiting import Waiters
@@ -56,6 +56,7 @@ class Board:
       queue_size: how many closures may be queued.
       max_failures: how many workers may be lost in one closure before it fails.
       forget: called with the number of each closure that is over.
+      withdraw: has servers reject a closure; returns whether it has changed a value of theirs.
       numbers: yields the closures' numbers; shared with the other boards of the strategy.
     """
 
@@ -64,6 +65,7 @@ class Board:
         queue_size: int,
         max_failures: int,
         forget: Callable[[int], None],
+        withdraw: Callable[[int], bool],
         numbers: Iterator[int],
     ):
         self.waiters = Waiters()
@@ -77,7 +79,7 @@ class Board:
         self.started = time.monotonic()
         self._queue_size = queue_size
         self._max_failures = max_failures
-        self._forget = forget
+        self._forget, self._withdraw = forget, withdraw
         self._retried: dict[Closure, None] = {}  # queued closures whose workers were lost
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
@@ -277,8 +279,10 @@ class Board:
     def end(self, closure: Closure, error: BaseException) -> None:
         """Records that a closure failed or was stopped; a reported one cancels the rest."""
         over: list[Closure] = []
+        is_cancelled = isinstance(error, CancelledError)
+        if isinstance(error, CancelledError):
+            error = self._take_back(closure, error)
         with self._lock:
-            is_cancelled = isinstance(error, CancelledError)
             state = State.CANCELLED if is_cancelled else State.FAILED
             if self._end(closure, state, error=error):
                 over.append(closure)
@@ -317,9 +321,12 @@ class Board:
             self.queue.appendleft(closure)
 
     def _drop_queue(self, reason: str) -> list[Closure]:
-        queued, stop = list(self.queue), cancelled(reason)
-        self.queue.clear()
-        for closure in self.running:
+        # A worker ends those that have drawn, and gives their elements back.
+        is_kept = lambda closure: closure.drawn and not self.is_closed and self.active_workers()
+        kept = list(filter(is_kept, self.queue))
+        queued, stop = [c for c in self.queue if c not in kept], cancelled(reason)
+        self.queue = collections.deque(kept)
+        for closure in (*self.running, *kept):
             closure.stop = closure.stop or stop
         return [c for c in queued if self._end(c, State.CANCELLED, error=stop)]
 
@@ -339,6 +346,28 @@ class Board:
         return True
 
     # -- inside, without the lock ---------------------------------------------
+
+    def _take_back(self, closure: Closure, error: CancelledError) -> CancelledError:
+        """Gives back what a stopped closure has drawn, if no server has a push of it.
+
+        Returns the closure's error.
+        """
+        with self._lock:
+            worker = self.running.get(closure)
+            if worker is None:  # a restore has ended it, and puts its data back
+                return error
+            worker.is_drawing = True  # a restore waits
+        try:
+            if self._withdraw(closure.number):
+                return cut_short(closure, error)
+            sources = set(closure.drawn)
+            closure.give_back()
+            with self._lock:
+                for each in self.workers.values():
+                    each.ended.difference_update(sources)
+            return error
+        finally:
+            self.end_drawing(worker)
 
     def _announce(self, over: Iterable[Closure]) -> None:
         for closure in over:

@@ -40,6 +40,7 @@ class Closure:
       number: counts the calls of `schedule`; assigned by a board.
       state: its state.
       attempts: the outcomes of failed attempts, in order.
+      drawn: its elements, until it is over.
       stop: the error to raise instead of the next push; None: it continues.
       error: the error that `fetch` raises.
       versions: of the servers; None until it is done.
@@ -69,6 +70,8 @@ class Closure:
         self.is_reported = is_reported
         self.modes = modes_of_this_thread()
         self.attempts: list[str] = []
+        self.drawn: dict[PerWorkerSource, Any] = {}
+        self._drawn_by = -1
         self.stop: BaseException | None = None
         self.error: BaseException | None = None
         self.versions: tuple[int, ...] | None = None
@@ -92,22 +95,28 @@ class Closure:
         """
         if isinstance(self._call, Call) or self._call is None:
             return None
-        drawn: dict[PerWorkerSource, Any] = {}
+        self._drawn_by = worker
         for source in self.sources:
             try:
-                drawn[source] = source.draw(worker)
+                self.drawn[source] = source.draw(worker)
             except BaseException as error:
-                for earlier, value in drawn.items():
-                    earlier.give_back(worker, value)
+                self.give_back()
                 if isinstance(error, DataEnded):
                     return source
                 raise
         self.sources = ()
-        self._call = self._call(drawn)
+        self._call = self._call(self.drawn)
         return None
 
+    def give_back(self) -> None:
+        """Makes what it has drawn the next elements of their sources again."""
+        for source, value in self.drawn.items():
+            source.give_back(self._drawn_by, value)
+        self.drawn = {}
+
     def as_task(self) -> Task:
-        """Returns the next attempt."""
+        """Returns the next attempt; raises if the closure should not begin it."""
+        self._require_wanted()
         call = self._call
         if not isinstance(call, Call):  # cancelled, or lost in a restore, in the meantime
             raise concurrent.futures.CancelledError
@@ -123,6 +132,7 @@ class Closure:
         """Records the outcome, and releases the arguments."""
         call, self._call = self._call, None
         self.sources = ()
+        self.drawn = {}
         if ran is not None and isinstance(call, Call):
             self.versions = ran.versions
             self._outcome = (call.plan, ran.results)

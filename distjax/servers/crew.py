@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from distjax.context.thread_settings import settings_of_this_thread
-from distjax.errors import message
+from distjax.errors import ServerLostError, message
 from distjax.servers.board import Board, Worker
 from distjax.servers.engine import Engine
 from distjax.servers.strategy_contract import ServerStrategy
@@ -66,7 +67,14 @@ def _make_board(engine: Engine, queue_size: int, numbers: Iterator[int]) -> Boar
         for server in engine.servers:
             server.mark_done(closure)
 
-    return Board(queue_size, engine.max_failures, forget, numbers)
+    def withdraw(closure: int) -> bool:
+        has_changed = False
+        for server in engine.servers:
+            with contextlib.suppress(ServerLostError):  # what it had applied is lost too
+                has_changed |= server.withdraw(closure)
+        return has_changed
+
+    return Board(queue_size, engine.max_failures, forget, withdraw, numbers)
 
 
 class Crew:

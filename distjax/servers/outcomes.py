@@ -20,6 +20,20 @@ def cancelled(reason: str) -> CancelledError:
     )
 
 
+def cut_short(closure: Closure, error: CancelledError) -> CancelledError:
+    """Returns the error of a closure that was stopped, by `error`, between two of its pushes."""
+    cut = CancelledError(
+        message(
+            f"fetch needs {closure!r} to be run to its end",
+            got="one that was stopped when a server had applied a push of it",
+            why="its other pushes were not made, and the elements that it drew are used up",
+            fix="coordinator.restore() goes back to a snapshot, which has whole closures only",
+        )
+    )
+    cut.__cause__ = error
+    return cut
+
+
 def given_up(closure: Closure) -> ClosureError:
     """Returns the error of a closure that lost too many workers."""
     attempts = "; ".join(closure.attempts)

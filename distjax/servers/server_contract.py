@@ -107,6 +107,10 @@ class ParameterServer(Protocol):
         """Drops a closure that is over, and rejects its further pushes."""
         ...
 
+    def withdraw(self, closure: int) -> bool:
+        """Rejects further pushes of a closure, at once; returns whether it has changed a value."""
+        ...
+
     def snapshot(self) -> ServerSnapshot:
         """Returns a copy of all values."""
         ...

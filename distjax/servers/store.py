@@ -282,8 +282,12 @@ class Server:
 
     def mark_done(self, closure: int) -> None:
         """Drops a closure that is done, and rejects its further pushes."""
+        self.withdraw(closure)
+
+    def withdraw(self, closure: int) -> bool:
+        """Does what `mark_done` does; returns whether the closure has changed a value."""
         with self._lock:
-            self._applied.mark_done(closure)
+            return self._applied.mark_done(closure)
 
     # -- snapshots and loss ---------------------------------------------------
 

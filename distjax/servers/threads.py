@@ -146,10 +146,10 @@ class _NearServers:
         return {k: self._servers[k].read(keys, *how) for k, keys in wanted.items()}
 
     def push(self, task: Task, stage: int, parcels: Sequence[Parcel]) -> Iterable[Answer]:
+        task.require_wanted()
         return [self._push(task, stage, parcel) for parcel in parcels]
 
     def _push(self, task: Task, stage: int, parcel: Parcel) -> Answer:
-        task.require_wanted()
         push = parcel.push
         return self._servers[push.server].push(
             task.closure,

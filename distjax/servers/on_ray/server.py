@@ -117,6 +117,10 @@ class RayServer:
         if len(self._over) >= _TOLD_AT_ONCE:
             self._tell()
 
+    def withdraw(self, closure: int) -> bool:
+        """Rejects further pushes of a closure; returns whether it has changed a value."""
+        return self.call("withdraw", closure)
+
     def snapshot(self) -> ServerSnapshot:
         """Returns a copy of all values."""
         version, values = self.call("snapshot")

@@ -121,6 +121,9 @@ class ServerActor:
         for closure in closures:
             self._server.mark_done(closure)
 
+    def withdraw(self, closure: int) -> bool:
+        return self._server.withdraw(closure)
+
     def snapshot(self) -> tuple[int, dict[str, OnWire]]:
         with jax.enable_x64(True):
             snapshot = self._server.snapshot()

@@ -143,16 +143,17 @@ def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinato
 
 
 def test_a_closure_that_is_cancelled_ends_before_its_next_push(served, coordinator):
-    """Its server holds the pull until the worker knows."""
+    """Its server holds the pull until the worker knows; another closure then has its element."""
     import ray  # not before the engine does: other tests have no use for it
 
     counters = Counters(served)
+    element = iter(coordinator.create_per_worker_dataset([np.int32(1)]))
     coordinator.schedule(counters.both, (jnp.int32(1),)).get()
     pids = [server.pid for server in served.servers]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        value = coordinator.schedule(counters.both, (jnp.int32(1),))
+        value = coordinator.schedule(counters.both, (element,))
         board = coordinator._board
         board.waiters.wait_until(lambda: board.running)
         coordinator.cancel()
@@ -165,6 +166,8 @@ def test_a_closure_that_is_cancelled_ends_before_its_next_push(served, coordinat
     with pytest.raises(CancelledError, match="cancel"):
         value.fetch()
     assert counters.values() == [1, 2, 0]
+    coordinator.schedule(counters.both, (element,)).get()
+    assert counters.values() == [2, 4, 0]
 
 
 def test_checkpoints_go_to_a_mirrored_strategy_and_back(served, coordinator, checkpointer):

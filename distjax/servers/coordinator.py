@@ -88,7 +88,7 @@ class Coordinator:
           args: its positional arguments. An iterator over a per-worker dataset stands for the
             worker's next element, `PerWorkerValues` for the worker's value.
           kwargs: its keyword arguments.
-        Context: not in a replica function. Numpy arrays are copied, so they may change at once.
+        Context: not in a replica function. Numpy arrays, dicts and lists are copied here.
 
         Raises:
           ContextError: in a replica function; in ``with coordinator.paused()``, a full queue.

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from distjax.data.input_context import InputContext
 from distjax.errors import describe_value, message
 from distjax.servers.in_process import refuse_pickle
-from distjax.servers.streams import DataEnded, Position, Stream
+from distjax.servers.streams import DataEnded, Position, Stream, copy_arrays
 from distjax.typing import PyTree
 
 
@@ -47,6 +47,10 @@ class PerWorkerValues:
         values = cls(tuple(by_worker.values()))
         values._by_worker = dict(by_worker)
         return values
+
+    def copy(self) -> PerWorkerValues:
+        """Returns the same values, in containers and numpy arrays of their own."""
+        return self.of_workers({k: copy_arrays(value) for k, value in self._by_worker.items()})
 
 
 class PerWorkerIterator:

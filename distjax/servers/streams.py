@@ -125,8 +125,12 @@ class Stream:
         except StopIteration:
             raise DataEnded from None
         self._num_read += 1
-        # The source may refill its memory while a program still reads this.
-        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, element)
+        return copy_arrays(element)  # the source may refill its memory while a program reads this
+
+
+def copy_arrays(tree: PyTree) -> Any:
+    """Returns a tree with containers of its own, and copies of its numpy arrays."""
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def _once_only(count: int) -> str:

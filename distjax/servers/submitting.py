@@ -21,7 +21,7 @@ from distjax.servers.per_worker import PerWorkerIterator, PerWorkerValues
 from distjax.servers.remote_array import RemoteArray
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.streams import DataEnded, PerWorkerSource
+from distjax.servers.streams import DataEnded, PerWorkerSource, copy_arrays
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree
 from distjax.uninterrupted import UninterruptedCalls
@@ -31,7 +31,10 @@ _calls = UninterruptedCalls()  # for the main thread
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Cuts a step for its arguments, with a worker's drawn values filled in."""
+    """Cuts a step for its arguments, with a worker's drawn values filled in.
+
+    The arguments are the closure's own: `_take_over` has made them.
+    """
 
     strategy: ServerStrategy
     fn: Callable[..., Any]
@@ -56,15 +59,10 @@ class _Cut:
         args, kwargs = jax.tree.map(stand_in, (args, kwargs))
         plan, arrays = self.strategy.cut_step(self.fn, args, kwargs)
         self.strategy.engine.admit(plan)
-        given = [remote.get(id(x)) or _own(x) for x in arrays]
+        given = [remote.get(id(x), x) for x in arrays]
         num_found = sum(isinstance(x, RemoteArray) for x in given)
         assert num_found == len(remote), "a step would run on the zeros of a stand-in"
         return Call(plan, given)
-
-
-def _own(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Returns an array that the caller cannot overwrite before a worker has read it."""
-    return np.array(array) if isinstance(array, np.ndarray) else array
 
 
 def cut_call(
@@ -90,15 +88,25 @@ def cut_call(
       ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
     """
     args, kwargs = require_call(fn, args, _as_dict(kwargs), "schedule")
-    leaves = jax.tree.leaves((args, kwargs))
-    _require_no_remote_value(leaves)
-    sources = tuple(dict.fromkeys(filter(_is_source, leaves)))
+    _require_no_remote_value(jax.tree.leaves((args, kwargs)))
+    args, kwargs, sources = _take_over(args, kwargs)
     cut = _Cut(strategy, fn, args, kwargs)
     if sources:
         _cut_early(cut, sources, [worker.number for worker in board.active_workers()])
     call = cut if sources else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
     return Closure(name, call, sources, is_reported=is_reported)
+
+
+def _take_over(
+    args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[PerWorkerSource, ...]]:
+    """Returns arguments that the caller cannot change before a worker reads them; their sources."""
+    found = dict.fromkeys(filter(_is_source, jax.tree.leaves((args, kwargs))))
+    own = {x: x.copy() if isinstance(x, PerWorkerValues) else x for x in found}
+    with_own = lambda leaf: own[leaf] if _is_source(leaf) else leaf
+    args, kwargs = jax.tree.map(with_own, copy_arrays((args, kwargs)), is_leaf=_is_source)
+    return args, kwargs, tuple(own.values())
 
 
 def _as_dict(kwargs: object) -> object:

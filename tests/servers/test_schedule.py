@@ -94,6 +94,23 @@ def test_arguments_that_are_no_tuple_or_mapping():
             coordinator.schedule(lambda x: x, kwargs=[1])
 
 
+def test_arguments_are_those_of_the_time_of_schedule():
+    strategy, total = make()
+    buffer, options = np.zeros(3, np.float32), {"rate": 0.0}
+
+    def step(x, y, options):
+        total.assign_add((x + y).sum() * options["rate"])
+
+    with dj.Coordinator(strategy) as coordinator:
+        data = iter(coordinator.create_per_worker_dataset([np.zeros(3, np.float32)]))
+        with coordinator.paused():  # they run when all has been changed
+            for y in (buffer, data, dj.PerWorkerValues([buffer, buffer])):
+                buffer[:], options["rate"] = 1, 1.0
+                coordinator.schedule(step, args=(buffer, y, options))
+                buffer[:], options["rate"] = 7, 7.0
+    assert float(total.value) == 6 + 3 + 6
+
+
 def test_next_of_an_iterator_has_the_values_of_the_workers_that_are_left():
     strategy, total = make(3)
     seen = []

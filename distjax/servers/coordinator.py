@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import jax
 
 from distjax.data.input_context import InputContext
-from distjax.errors import ServerLostError, describe_value, message
-from distjax.integers import is_int
+from distjax.errors import ServerLostError, message
 from distjax.servers.crew import Crew
 from distjax.servers.in_process import refuse_pickle
+from distjax.servers.options import require_positive, require_servers
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
 from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
 from distjax.servers.server_contract import add_totals
@@ -57,10 +57,11 @@ class Coordinator:
     """
 
     def __init__(self, strategy: ServerStrategy, *, queue_size: int | None = None):
-        _require_servers(strategy)
+        require_outside_of_steps("Coordinator")
+        require_servers(strategy)
         if queue_size is None:
             queue_size = _QUEUED_PER_WORKER * strategy.num_workers
-        _require_positive(queue_size, "Coordinator", "queue_size", "dj.Coordinator(strategy)")
+        require_positive(queue_size, "Coordinator", "queue_size", "dj.Coordinator(strategy)")
         self._strategy = strategy
         self._crew = Crew(strategy, queue_size)
         self._board = self._crew.board
@@ -96,15 +97,14 @@ class Coordinator:
           ValueError: a `RemoteValue` among the arguments.
           Exception: the error of an earlier closure; this one is then not queued.
         """
-        self._require_open("schedule")
-        require_outside_of_steps("schedule")
+        self._require_ready("schedule")
         self._board.raise_error()
         try:
             closure = cut_call(self._board, self._strategy, fn, args, kwargs)
         except Exception as error:
             keep_user_lines(error)
             raise
-        self._board.put(closure, lambda: self._require_open("schedule"))
+        self._board.put(closure, lambda: self._require_ready("schedule"))
         return RemoteValue(closure, self._board.waiters, self._board.pauses)
 
     def join(self, timeout: float | None = None) -> None:
@@ -118,8 +118,7 @@ class Coordinator:
           ContextError: in ``with coordinator.paused()``, or in a replica function.
           Exception: the error of a closure.
         """
-        self._require_open("join")
-        require_outside_of_steps("join")
+        self._require_ready("join")
         self._board.pauses.require_going("join")
         if not self._board.waiters.wait_until(self._board.is_empty, timeout):
             raise TimeoutError(
@@ -135,7 +134,7 @@ class Coordinator:
 
     def done(self) -> bool:
         """Returns whether all closures are over; raises as `join` does."""
-        self._require_open("done")
+        self._require_ready("done")
         self._board.raise_error()
         return self._board.is_empty()
 
@@ -150,11 +149,12 @@ class Coordinator:
 
     def cancel(self) -> None:
         """Drops the queue; running closures end before their next push."""
-        self._require_open("cancel")
+        self._require_ready("cancel")
         self._board.cancel("coordinator.cancel() was called before it had run")
 
     def close(self) -> None:
         """Drops the queue, waits for the closures in hand and ends the threads."""
+        require_outside_of_steps("close")
         if self._closing.alive:
             self._board.cancel("the coordinator was closed before it had run")
         self._closing.detach()
@@ -196,7 +196,7 @@ class Coordinator:
         Raises:
           TypeError, ValueError: invalid arguments.
         """
-        self._require_open("create_per_worker_dataset")
+        self._require_ready("create_per_worker_dataset")
         require_source(fn_or_dataset, at)
         strategy = self._strategy
         open_data = strategy.engine.open_data if at == "worker" else None
@@ -209,8 +209,8 @@ class Coordinator:
 
     def add_workers(self, n: int = 1) -> list[int]:
         """Starts more workers; returns their ids."""
-        self._require_open("add_workers")
-        _require_positive(n, "add_workers", "n", "coordinator.add_workers(2)")
+        self._require_ready("add_workers")
+        require_positive(n, "add_workers", "n", "coordinator.add_workers(2)")
         return self._crew.add(n)
 
     def remove_workers(self, ids_or_n: int | Iterable[int]) -> None:
@@ -225,12 +225,12 @@ class Coordinator:
         Raises:
           ValueError: an unknown id, or no worker would be left.
         """
-        self._require_open("remove_workers")
+        self._require_ready("remove_workers")
         known = self._crew.ids()
         if isinstance(ids_or_n, Iterable):
             ids = list(dict.fromkeys(ids_or_n))
         else:
-            _require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
+            require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
             ids = known[-ids_or_n:]
         if not set(ids) <= set(known) or set(ids) == set(known):
             raise ValueError(
@@ -259,7 +259,7 @@ class Coordinator:
           >>> with dj.Coordinator(strategy) as coordinator, coordinator.paused():
           ...     values = w.value, count.value
         """
-        self._require_open("paused")
+        self._require_ready("paused")
         with self._board.paused():
             yield
 
@@ -271,7 +271,8 @@ class Coordinator:
         Raises:
           ServerLostError: a server is lost.
         """
-        with self.paused():
+        self._require_ready("snapshot")
+        with self._board.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
             positions = weakref.WeakKeyDictionary((it, it.positions()) for it in self._iterators)
             self._snapshot = Snapshot(self._board.num_held, servers, positions)
@@ -289,7 +290,7 @@ class Coordinator:
         Raises:
           RuntimeError: there is no snapshot.
         """
-        self._require_open("restore")
+        self._require_ready("restore")
         snapshot = snapshot or self._snapshot
         if snapshot is None:
             raise RuntimeError(
@@ -347,7 +348,9 @@ class Coordinator:
             self, "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
         )
 
-    def _require_open(self, method: str) -> None:
+    def _require_ready(self, method: str) -> None:
+        """Raises unless a method may be called here, and now."""
+        require_outside_of_steps(method)
         if self._closing.alive:
             return
         raise RuntimeError(
@@ -367,33 +370,5 @@ def _undone(closures: int) -> ServerLostError:
             got="one that they do not, since they were restored",
             why=f"they went back to a snapshot of the first {closures} closures",
             fix="schedule it again, from what coordinator.restore() returned on",
-        )
-    )
-
-
-def _require_servers(strategy: object) -> None:
-    # A `dj.compat` adapter has all names of the strategy it wraps, and would get another board.
-    if isinstance(strategy, ServerStrategy) and hasattr(type(strategy), "cut_step"):
-        return
-    raise TypeError(
-        message(
-            "Coordinator needs a ParameterServerStrategy",
-            got=describe_value(strategy),
-            why="it schedules steps on workers that have parameter servers",
-            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); of one with the names of "
-            "dj.compat: dj.Coordinator(strategy.wrapped)",
-        )
-    )
-
-
-def _require_positive(value: object, method: str, name: str, fix: str) -> None:
-    if is_int(value) and value >= 1:
-        return
-    raise ValueError(
-        message(
-            f"{method}: {name} needs an int of 1 or more",
-            got=describe_value(value),
-            why="it is a number of workers or closures",
-            fix=fix,
         )
     )

@@ -106,9 +106,9 @@ def require_outside_of_steps(method: str) -> None:
         message(
             f"{method} needs to be called outside of a replica function",
             got=f"a call in {frames.current().name}",
-            why="a step runs at a worker, which schedules nothing and waits for no closure",
-            fix="schedule, and fetch, in the code that calls strategy.run; give the step values "
-            "as arguments: args=(value.get(),)",
+            why="a step is traced, and then runs at workers, which have no coordinator",
+            fix="call it in the code that schedules the step; give the step values as arguments: "
+            "args=(value.get(),)",
         )
     )
 

@@ -629,7 +629,7 @@ def test_one_coordinator_a_strategy_and_none_after_close():
         "create_per_worker_dataset": lambda: coordinator.create_per_worker_dataset([]),
         "add_workers": coordinator.add_workers,
         "remove_workers": lambda: coordinator.remove_workers(1),
-        "paused": coordinator.snapshot,
+        "snapshot": coordinator.snapshot,
         "restore": coordinator.restore,
     }
     for name, call in calls.items():

@@ -154,21 +154,50 @@ def test_what_jax_checks_is_that_of_the_call_of_schedule_and_a_failed_push_chang
     assert np.isnan(v.value).all()
 
 
-@pytest.mark.parametrize("method", ["fetch", "get", "version", "join"])
-def test_nobody_waits_for_closures_in_a_step(method):
+def enter(context):
+    with context:
+        pass
+
+
+#: What may not be called in a step: by name, on a coordinator and a RemoteValue.
+OUTSIDE_OF_STEPS = {
+    "fetch": lambda coordinator, value: value.fetch(),
+    "get": lambda coordinator, value: value.get(),
+    "version": lambda coordinator, value: value.version,
+    "schedule": lambda coordinator, value: coordinator.schedule(lambda: None),
+    "join": lambda coordinator, value: coordinator.join(),
+    "done": lambda coordinator, value: coordinator.done(),
+    "cancel": lambda coordinator, value: coordinator.cancel(),
+    "close": lambda coordinator, value: coordinator.close(),
+    "create_per_worker_dataset": lambda c, value: c.create_per_worker_dataset([1.0]),
+    "add_workers": lambda coordinator, value: coordinator.add_workers(),
+    "remove_workers": lambda coordinator, value: coordinator.remove_workers(1),
+    "paused": lambda coordinator, value: enter(coordinator.paused()),
+    "snapshot": lambda coordinator, value: coordinator.snapshot(),
+    "restore": lambda coordinator, value: coordinator.restore(),
+    "Coordinator": lambda coordinator, value: dj.Coordinator(dj.get_strategy()),
+}
+
+
+@pytest.mark.parametrize("method", OUTSIDE_OF_STEPS)
+def test_a_step_calls_no_coordinator(method):
     strategy, total = make()
     with dj.Coordinator(strategy) as coordinator:
         value = coordinator.schedule(lambda: total.value)
-        owner = coordinator if method == "join" else value
+        coordinator.join()
 
         def step():
-            found = getattr(owner, method)
-            return found() if callable(found) else found
+            total.assign_add(1.0)
+            OUTSIDE_OF_STEPS[method](coordinator, value)
 
         text = f"^{method} needs to be called outside of a replica function"
         with pytest.raises(dj.errors.ContextError, match=text) as raised:
             coordinator.schedule(step)
         assert is_explained(raised.value)
+        assert len(coordinator.stats()["workers"]) == 2
+        with pytest.raises(RuntimeError, match="^restore needs a snapshot"):
+            coordinator.restore()
+        assert value.fetch() == 0 and float(total.value) == 0
 
 
 def test_what_belongs_to_a_process_is_not_pickled():

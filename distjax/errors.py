@@ -104,7 +104,7 @@ class ServerLostError(RuntimeError):
 
 
 class ClosureError(RuntimeError):
-    """A closure was abandoned because every worker that ran it was lost.
+    """A closure failed: every worker that ran it was lost, or its error cannot be pickled.
 
     Attributes:
       attempts: what happened at each attempt, in order.

@@ -20,6 +20,7 @@ from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
 from distjax.servers.on_ray import cluster
 from distjax.servers.on_ray.exported import ShippedPlan, export_plan
+from distjax.servers.on_ray.failures import Failed
 from distjax.servers.on_ray.options import actor_options, require_options, with_devices
 from distjax.servers.on_ray.sent import Sent
 from distjax.servers.on_ray.server import RayServer, drain
@@ -174,7 +175,9 @@ class RayEngine(Engine):
             servers = [server.actor for server in self._servers]
             add_plan = process.actor.add_plan
             told.append(add_plan.remote(number, shipped.for_workers, epoch, servers))
-        ray.get(told)
+        for answer in ray.get(told):
+            if isinstance(answer, Failed):
+                raise answer.error
 
     # -- inside ---------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from distjax.context.thread_settings import ProgramModes
+from distjax.servers.on_ray.failures import Failed
 from distjax.servers.on_ray.wire import OnWire
 from distjax.servers.remote_array import Place
 
@@ -37,13 +38,6 @@ class Done:
 
     results: Sequence[OnWire]
     versions: Mapping[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """An attempt raised an exception."""
-
-    error: BaseException
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,8 @@ from typing import Any, Protocol
 
 from distjax.context.thread_settings import ProgramModes
 from distjax.servers.engine import Ran, Task
-from distjax.servers.on_ray.orders import (
-    Done,
-    Failed,
-    Order,
-    Outcome,
-    ServerGone,
-    Stopped,
-    Unknown,
-)
+from distjax.servers.on_ray.failures import Failed
+from distjax.servers.on_ray.orders import Done, Order, Outcome, ServerGone, Stopped, Unknown
 from distjax.servers.on_ray.server import RayServer
 from distjax.servers.on_ray.wire import OnWire, from_wire, to_wire
 from distjax.servers.on_ray.workers import RayProcess, RayWorkers
@@ -111,9 +104,10 @@ class Sent:
                 servers[outcome.server].is_lost = True
             raise lost_error(outcome.server)
         if isinstance(outcome, Failed):
-            if isinstance(outcome.error, Stopped):
+            error = outcome.error
+            if isinstance(error, Stopped):
                 self._task.require_wanted()
-            raise outcome.error
+            raise error
         assert isinstance(outcome, Done), "all stages have been asked for"
         versions = outcome.versions
         return Ran(

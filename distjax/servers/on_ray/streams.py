@@ -13,7 +13,8 @@ import numpy as np
 
 from distjax.errors import message
 from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.elements import UnknownStream
+from distjax.servers.on_ray.failures import Failed
+from distjax.servers.on_ray.orders import Unknown
 from distjax.servers.on_ray.server import drain
 from distjax.servers.on_ray.wire import Disguised, from_wire
 from distjax.servers.on_ray.workers import RayWorkers
@@ -73,26 +74,37 @@ class RayStreams:
           Exception: what the user's code raises, or `DataEnded`.
         """
         import ray
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import (
+            RayError,
+            RaySystemError,
+            RayTaskError,
+            UnserializableException,
+        )
 
         failures = 0
         while True:
             process = self._workers.find(worker)
             self._send_dropped()
             try:
-                try:
-                    return ray.get(getattr(process.actor, method).remote(*args))
-                except RayTaskError as error:
-                    if not isinstance(error.cause, UnknownStream):
-                        raise
-                    ray.get(process.actor.add_streams.remote({stream: self._pickled[stream]}))
+                answer: Any = ray.get(getattr(process.actor, method).remote(*args))
+                if isinstance(answer, Unknown):
+                    known = {stream: self._pickled[stream]}
+                    answer: Any = ray.get(process.actor.add_streams.remote(known))
+                    if answer is None:
+                        continue
             except RayTaskError as error:
                 raise error.cause from None
+            except (RaySystemError, UnserializableException):  # the element cannot be read here
+                raise
             except RayError as error:
                 death = self._workers.replace_dead(worker, process, None, error)
                 failures += 1
                 if failures == self._max_failures:
                     raise WorkerDied(death) from error  # it has begun: it is the data that kills
+                continue
+            if isinstance(answer, Failed):
+                raise answer.error
+            return answer
 
     def _drop(self, number: int) -> None:
         self._pickled.pop(number, None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,8 +18,9 @@ from distjax.servers.applied import Answer
 from distjax.servers.attempt import Attempt, Parcel
 from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Task
-from distjax.servers.on_ray.elements import Elements
-from distjax.servers.on_ray.orders import Done, Failed, Order, Outcome, ServerGone, Stopped, Unknown
+from distjax.servers.on_ray.elements import Elements, UnknownStream
+from distjax.servers.on_ray.failures import Failed
+from distjax.servers.on_ray.orders import Done, Order, Outcome, ServerGone, Stopped, Unknown
 from distjax.servers.on_ray.startup import ProcessInfo, describe_this_process
 from distjax.servers.on_ray.wire import OnWire, arrives_as, for_programs, to_wire
 from distjax.servers.plan import Plan, Push
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from distjax.servers.on_ray.server_actor import ServerActor
+
+_T = TypeVar("_T")
 
 
 class WorkerActor:
@@ -73,9 +75,9 @@ class WorkerActor:
             self._plans.pop(plan, None)
 
     @ray.method(concurrency_group="data")
-    def add_streams(self, streams: dict[int, bytes]) -> None:
+    def add_streams(self, streams: dict[int, bytes]) -> Unknown | Failed | None:
         """Adds streams of per-worker data: see `Elements.add`."""
-        self._elements.add(streams)
+        return _outcome_of(lambda: self._elements.add(streams))
 
     @ray.method(concurrency_group="data")
     def drop_streams(self, streams: Iterable[int]) -> None:
@@ -85,12 +87,12 @@ class WorkerActor:
     @ray.method(concurrency_group="data")
     def draw(self, stream: int, index: int) -> PyTree:
         """Returns an element of per-worker data, with a struct in place of each array."""
-        return self._elements.describe(stream, index)
+        return _outcome_of(lambda: self._elements.describe(stream, index))
 
     @ray.method(concurrency_group="data")
-    def fetch(self, place: Place) -> np.ndarray:
+    def fetch(self, place: Place) -> np.ndarray | Unknown | Failed:
         """Returns an array of an element."""
-        return self._elements.array(place)
+        return _outcome_of(lambda: self._elements.array(place))
 
     @ray.method(concurrency_group="control")
     def stop(self, closure: int) -> None:
@@ -120,7 +122,7 @@ class WorkerActor:
             self._end_attempt(order)
             if isinstance(error, _Gone):
                 return ServerGone(error.server)
-            return Failed(_portable(error))
+            return Failed.of(error)
 
     def _run(self, order: Order) -> Outcome:
         outcome = self._begin(order)
@@ -166,6 +168,16 @@ class WorkerActor:
                 raise Stopped(order.closure)
 
         return require_wanted
+
+
+def _outcome_of(call: Callable[[], _T]) -> _T | Unknown | Failed:
+    """Returns the result of the user's code, or what it raises."""
+    try:
+        return call()
+    except UnknownStream:
+        return Unknown()
+    except BaseException as error:  # Ray takes SystemExit as an order to end the process
+        return Failed.of(error)
 
 
 class _Gone(Exception):
@@ -254,12 +266,3 @@ def _unwrapped() -> Generator[None]:
         yield
     except RayTaskError as error:
         raise error.cause from None
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Returns an error that can be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

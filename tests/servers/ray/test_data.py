@@ -4,6 +4,7 @@ import contextlib
 import functools
 import pickle
 import random
+import threading
 import types
 
 import jax
@@ -11,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import RayTaskError
 
 import distjax as dj
 from distjax.errors import EndOfDataError
 from distjax.servers.engine import WorkerDied
-from distjax.servers.on_ray.elements import Elements
 from distjax.servers.on_ray.streams import RayStreams
+from distjax.servers.on_ray.worker_actor import WorkerActor
+from tests.faults.four_parts import is_explained
 from tests.servers.ray.kills import kill_a_worker
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -103,6 +104,48 @@ def test_errors_of_the_function_come_out(coordinator):
         coordinator.join()
 
 
+class ShardError(Exception):
+    """An ordinary exception, which Python cannot unpickle."""
+
+    def __init__(self, path, line):
+        super().__init__(f"{path}:{line} is corrupt")
+
+
+class LockedError(Exception):
+    """One that cannot be pickled."""
+
+    def __init__(self, path, line):
+        super().__init__(f"{path}:{line} is locked")
+        self.lock = threading.Lock()
+
+
+RAISED = {
+    "unreadable": (ShardError, dj.errors.ClosureError, "ShardError: a:17 is corrupt"),
+    "unpicklable": (LockedError, dj.errors.ClosureError, "LockedError: a:17 is locked"),
+    "an exit": (lambda path, line: SystemExit(line), SystemExit, "^17"),
+}
+
+
+@pytest.mark.parametrize("kind", RAISED)
+def test_no_exception_of_the_function_ends_its_process(coordinator, kind):
+    make, expected, text = RAISED[kind]
+    before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
+
+    def fails(context):
+        raise make("a", 17)
+        yield
+
+    iterator = iter(coordinator.create_per_worker_dataset(fails))
+    with pytest.raises(expected, match=text) as raised:
+        coordinator.schedule(lambda x: x, (iterator,))
+    assert "in fails" in "".join(raised.value.__notes__)
+    if expected is dj.errors.ClosureError:
+        assert is_explained(raised.value)
+        assert str(raised.value).startswith("an exception needs to be pickled to be raised here")
+    assert [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]] == before
+    coordinator.schedule(lambda: 1).get()
+
+
 def test_a_function_that_cannot_be_pickled_is_refused(coordinator, tmp_path):
     with open(tmp_path / "log", "w") as file:
         iterator = iter(coordinator.create_per_worker_dataset(lambda context: [file]))
@@ -129,13 +172,13 @@ def test_a_function_that_gives_fewer_elements_the_second_time_is_refused(
 
 
 class FakeActor:
-    """A worker's actor that is an object of this process: what is remote raises on `ray.get`."""
+    """A worker's actor that is an object of this process: what is remote is done by `ray.get`."""
 
     def __init__(self):
-        self.elements, self.num_calls = Elements(), 0
+        self.worker, self.num_calls = WorkerActor(1, "replica"), 0
 
     def __getattr__(self, method):
-        act = {"draw": self.elements.describe, "add_streams": self.elements.add}[method]
+        act = getattr(self.worker, method)
 
         def remote(*args):
             self.num_calls += 1
@@ -144,19 +187,8 @@ class FakeActor:
         return types.SimpleNamespace(remote=remote)
 
 
-class FakeTaskError(RayTaskError):
-    def __init__(self, cause):
-        self.cause = cause
-
-
 def test_a_source_that_a_process_cannot_make_raises_there(monkeypatch):
-    def get(call):
-        try:
-            return call()
-        except Exception as error:
-            raise FakeTaskError(error) from None
-
-    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get", lambda call: call())
     actor = FakeActor()
     process = types.SimpleNamespace(actor=actor)
     workers = types.SimpleNamespace(find=lambda worker: process, actors=lambda: [actor])

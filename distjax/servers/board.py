@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 
+from distjax.program.function_cache import FunctionCache
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.outcomes import cancelled, cut_short, end_of_data, given_up
@@ -87,6 +88,8 @@ class Board:
             weakref.WeakSet()
         )  # whose results may still be requested
         self.pauses = Pauses()
+        # The iterators whose elements each step was traced for.
+        self.iterators_of = FunctionCache(lambda resolve: weakref.WeakSet[object]())
 
     # -- the user's side ------------------------------------------------------
 
@@ -172,6 +175,8 @@ class Board:
     @contextlib.contextmanager
     def paused(self, *, wait: bool = True) -> Generator[None]:
         """A context in which no closure begins and, after the wait, none runs; the queue stays."""
+        if wait:
+            self.pauses.require_not_drawing("a pause of the workers")
         pause = object()
         try:
             with self._lock:

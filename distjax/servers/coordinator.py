@@ -92,7 +92,8 @@ class Coordinator:
         Context: not in a replica function. Numpy arrays, dicts and lists are copied here.
 
         Raises:
-          ContextError: in a replica function; in ``with coordinator.paused()``, a full queue.
+          ContextError: in a replica function, or a dataset function of a worker; in ``with
+            coordinator.paused()``, a full queue.
           RuntimeError: the coordinator is closed.
           ValueError: a `RemoteValue` among the arguments.
           Exception: the error of an earlier closure; this one is then not queued.
@@ -149,12 +150,13 @@ class Coordinator:
 
     def cancel(self) -> None:
         """Drops the queue; running closures end before their next push."""
-        self._require_ready("cancel")
+        self._require_ready("cancel", waits=False)
         self._board.cancel("coordinator.cancel() was called before it had run")
 
     def close(self) -> None:
         """Drops the queue, waits for the closures in hand and ends the threads."""
         require_outside_of_steps("close")
+        self._board.pauses.require_not_drawing("close")
         if self._closing.alive:
             self._board.cancel("the coordinator was closed before it had run")
         self._closing.detach()
@@ -196,7 +198,7 @@ class Coordinator:
         Raises:
           TypeError, ValueError: invalid arguments.
         """
-        self._require_ready("create_per_worker_dataset")
+        self._require_ready("create_per_worker_dataset", waits=False)
         require_source(fn_or_dataset, at)
         strategy = self._strategy
         open_data = strategy.engine.open_data if at == "worker" else None
@@ -209,7 +211,7 @@ class Coordinator:
 
     def add_workers(self, n: int = 1) -> list[int]:
         """Starts more workers; returns their ids."""
-        self._require_ready("add_workers")
+        self._require_ready("add_workers", waits=False)
         require_positive(n, "add_workers", "n", "coordinator.add_workers(2)")
         return self._crew.add(n)
 
@@ -348,9 +350,11 @@ class Coordinator:
             self, "coordinator = dj.Coordinator(strategy) there, of a strategy of its own"
         )
 
-    def _require_ready(self, method: str) -> None:
-        """Raises unless a method may be called here, and now."""
+    def _require_ready(self, method: str, *, waits: bool = True) -> None:
+        """Raises unless a method, which may wait for workers, can be called here and now."""
         require_outside_of_steps(method)
+        if waits:
+            self._board.pauses.require_not_drawing(method)
         if self._closing.alive:
             return
         raise RuntimeError(

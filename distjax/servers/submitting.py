@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ def cut_call(
     args, kwargs, sources = _take_over(args, kwargs)
     cut = _Cut(strategy, fn, args, kwargs)
     if sources:
-        _cut_early(cut, sources, [worker.number for worker in board.active_workers()])
+        _cut_first(board, cut, sources)
     call = cut if sources else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
     return Closure(name, call, sources, is_reported=is_reported)
@@ -117,14 +118,23 @@ def _is_source(leaf: object) -> bool:
     return isinstance(leaf, (PerWorkerIterator, PerWorkerValues))
 
 
-def _cut_early(cut: _Cut, sources: Sequence[PerWorkerSource], workers: Sequence[int]) -> None:
-    """Traces for the first available values, so that errors are raised now."""
-    for worker in workers:
+def _cut_first(board: Board, cut: _Cut, sources: Sequence[PerWorkerSource]) -> None:
+    """Traces for the first available values, so that errors are raised now.
+
+    Once for a function and its iterators: the next element may take a while.
+    """
+    iterators = [source for source in sources if isinstance(source, PerWorkerIterator)]
+    seen: weakref.WeakSet[PerWorkerIterator] = board.iterators_of.get(cut.fn)
+    if iterators and seen.issuperset(iterators):
+        return
+    for worker in board.active_workers():
         try:
-            values = {source: source.peek(worker) for source in sources}
+            with board.pauses.drawing():
+                values = {source: source.peek(worker.number) for source in sources}
         except DataEnded:
             continue
         cut(values)
+        seen.update(iterators)
         return
 
 

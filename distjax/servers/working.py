@@ -56,7 +56,8 @@ def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Run
     try:
         with closure.modes():
             try:
-                ended = closure.prepare(worker.number)
+                with board.pauses.drawing():
+                    ended = closure.prepare(worker.number)
             finally:
                 board.end_drawing(worker)
             if ended is None:

@@ -1,6 +1,8 @@
 """What a step sees of where it was scheduled: modes of JAX, warnings, workers that are gone."""
 
 import pickle
+import queue
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +200,70 @@ def test_a_step_calls_no_coordinator(method):
         with pytest.raises(RuntimeError, match="^restore needs a snapshot"):
             coordinator.restore()
         assert value.fetch() == 0 and float(total.value) == 0
+
+
+def test_nobody_waits_for_closures_while_an_element_is_drawn():
+    strategy, total = make(1)
+    coordinator = dj.Coordinator(strategy)
+    done = coordinator.schedule(lambda: total.value)
+    done.get()
+    calls = {
+        "run": lambda: strategy.run(lambda: total.value),
+        "fetch": lambda: values[-1].fetch(),
+        "schedule": lambda: coordinator.schedule(lambda: total.value),
+        "join": coordinator.join,
+        "done": coordinator.done,
+        "close": coordinator.close,
+        "snapshot": coordinator.snapshot,
+        "restore": coordinator.restore,
+        "remove_workers": lambda: coordinator.remove_workers(1),
+        "paused": lambda: enter(coordinator.paused()),
+        "a pause of the workers": dj.jit(lambda: total.assign_add(0.0)),
+    }
+    threads = []
+
+    def elements(context):
+        for _ in range(2):
+            for name, call in calls.items():
+                text = f"^{name} needs to be called outside of per-worker data"
+                with pytest.raises(dj.errors.ContextError, match=text) as raised:
+                    call()
+                assert is_explained(raised.value)
+            assert done.fetch() == float(total.value) == 0  # these wait for no closure
+            assert len(coordinator.stats()["workers"]) == 1
+            threads.append(threading.current_thread())
+            yield np.float32(1)
+
+    with coordinator:
+        iterator = iter(coordinator.create_per_worker_dataset(elements))
+        with coordinator.paused():
+            values = [coordinator.schedule(lambda: total.value)]
+            for _ in range(2):
+                values.append(coordinator.schedule(lambda x: x, args=(iterator,)))
+        assert coordinator.fetch(values) == [0, 1, 1]
+    # The first was an example, for the trace of the step.
+    assert threads[0] is threading.current_thread() is not threads[1]
+
+
+def test_schedule_waits_for_no_element_but_the_first():
+    strategy, total = make(1)
+    given = queue.SimpleQueue()
+
+    def step(x, y=0.0):
+        total.assign_add(x + y)
+
+    with dj.Coordinator(strategy) as coordinator:
+        iterator = iter(
+            coordinator.create_per_worker_dataset(lambda context: iter(given.get, None))
+        )
+        given.put(np.float32(1))
+        coordinator.schedule(step, args=(iterator,))
+        for args in ((iterator,), (iterator, dj.PerWorkerValues([1.0]))):
+            coordinator.schedule(step, args=args)  # there is no element yet
+            coordinator.schedule(step, args=args)
+        for _ in range(4):
+            given.put(np.float32(1))
+    assert float(total.value) == 7
 
 
 def test_what_belongs_to_a_process_is_not_pickled():

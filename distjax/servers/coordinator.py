@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from typing import Any, NoReturn
 import jax
 
 from distjax.data.input_context import InputContext
-from distjax.errors import ServerLostError, message
+from distjax.errors import message
 from distjax.servers.crew import Crew
 from distjax.servers.in_process import refuse_pickle
 from distjax.servers.options import require_positive, require_servers
+from distjax.servers.outcomes import undone
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
 from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
 from distjax.servers.server_contract import add_totals
@@ -23,8 +25,10 @@ from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.submitting import cut_call
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
+from distjax.user_lines import user_stacklevel
 
 _QUEUED_PER_WORKER = 4
+_SECONDS_IF_RAISED = 5.0  # for closures in hand: a worker without data must not hide the error
 
 
 class Coordinator:
@@ -157,21 +161,29 @@ class Coordinator:
         """Drops the queue, waits for the closures in hand and ends the threads."""
         require_outside_of_steps("close")
         self._board.pauses.require_not_drawing("close")
+        self._end(None)
+
+    def _end(self, timeout: float | None) -> None:
+        """Closes, and warns of workers that have not ended within `timeout` seconds."""
         if self._closing.alive:
             self._board.cancel("the coordinator was closed before it had run")
         self._closing.detach()
         self._board.close()  # again, if a signal ended the first call before it
-        self._crew.wait()
+        left = self._crew.wait(timeout)
+        if left:
+            warnings.warn(_not_ended(left, timeout), RuntimeWarning, user_stacklevel())
 
     def __enter__(self) -> Coordinator:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        timeout = _SECONDS_IF_RAISED
         try:
             if kind is None and self._closing.alive:
                 self.join()
+            timeout = None if kind is None else timeout
         finally:
-            self.close()
+            self._end(timeout)
 
     # -- data -----------------------------------------------------------------
 
@@ -304,7 +316,7 @@ class Coordinator:
                 )
             )
         with self._board.paused(wait=False):
-            num_over = self._board.undo(snapshot.closures, _undone(snapshot.closures))
+            num_over = self._board.undo(snapshot.closures, undone(snapshot.closures))
             # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):
                 server.restore(saved, num_over)
@@ -367,12 +379,11 @@ class Coordinator:
         )
 
 
-def _undone(closures: int) -> ServerLostError:
-    return ServerLostError(
-        message(
-            "fetch needs a closure that the servers have",
-            got="one that they do not, since they were restored",
-            why=f"they went back to a snapshot of the first {closures} closures",
-            fix="schedule it again, from what coordinator.restore() returned on",
-        )
+def _not_ended(left: Sequence[str], timeout: float | None) -> str:
+    return message(
+        f"a coordinator whose block raises needs its workers to end within {timeout:g} s",
+        got="; ".join(left),
+        why="the error of the block is raised now, and their threads end when they come so far",
+        fix="let the data end when the block does, or wait for it no longer than some time: "
+        "queue.get(timeout=60)",
     )

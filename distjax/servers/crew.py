@@ -142,10 +142,22 @@ class Crew:
             del self.board.workers[worker.number]
             self._threads.pop(worker.number).join()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until the threads have ended, after the board was closed."""
+    def wait(self, timeout: float | None = None) -> list[str]:
+        """Waits until the threads have ended, after the board was closed.
+
+        Returns what those do that have not ended by then; of them, those that draw an element are
+        not waited for again.
+        """
         workers = list(self.board.workers.values())
         self.board.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
+        running = {worker: closure for closure, worker in tuple(self.board.running.items())}
+        found: list[str] = []
+        for worker in (w for w in workers if not w.has_ended):
+            does = "draws an element for" if worker.is_drawing else "has in hand"
+            found.append(f"worker {worker.number}, which {does} {running.get(worker, 'nothing')!s}")
+            if worker.is_drawing:
+                self.board.workers.pop(worker.number, None)
+        return found
 
 
 def end_all(pid: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError
 
-from distjax.errors import ClosureError, EndOfDataError, message
+from distjax.errors import ClosureError, EndOfDataError, ServerLostError, message
 from distjax.servers.closure import Closure
 
 
@@ -56,5 +56,17 @@ def end_of_data(closure: Closure) -> EndOfDataError:
             got="data that has ended on every worker",
             why="each element is used once in an iteration",
             fix="iterator = iter(dataset) begins the next one",
+        )
+    )
+
+
+def undone(closures: int) -> ServerLostError:
+    """Returns the error of a closure that a restore has undone."""
+    return ServerLostError(
+        message(
+            "fetch needs a closure that the servers have",
+            got="one that they do not, since they were restored",
+            why=f"they went back to a snapshot of the first {closures} closures",
+            fix="schedule it again, from what coordinator.restore() returned on",
         )
     )

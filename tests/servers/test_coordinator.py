@@ -12,6 +12,7 @@ import pytest
 
 import distjax as dj
 from distjax.errors import ClosureError, EndOfDataError, ServerLostError
+from distjax.servers import coordinator as coordinator_module
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerValues
@@ -547,6 +548,35 @@ def test_a_worker_that_cannot_be_prepared_fails_the_closures_that_it_takes(monke
                 value.fetch(timeout=60)
             with pytest.raises(OSError, match="no process"):
                 coordinator.join(timeout=60)
+
+
+def test_a_worker_without_data_hides_no_error(monkeypatch):
+    monkeypatch.setattr(coordinator_module, "_SECONDS_IF_RAISED", 0.01)
+    is_drawing, has_raised = threading.Event(), threading.Event()
+
+    def elements(context):
+        yield 1.0
+        is_drawing.set()
+        has_raised.wait()
+        yield 1.0
+
+    text = r"^a coordinator whose block raises needs its workers to end within 0.01 s"
+    warned = pytest.warns(RuntimeWarning, match=text)
+    with pytest.raises(KeyError, match="mine"), warned as found:
+        with Coordinator(make(workers=1)) as coordinator:
+            iterator = iter(coordinator.create_per_worker_dataset(elements))
+            values = [coordinator.schedule(counter(), (iterator,)) for _ in range(2)]
+            is_drawing.wait()
+            (worker,) = [t for t in threading.enumerate() if t.name == "distjax-worker-0"]
+            raise KeyError("mine")
+    assert "worker 0, which draws an element for closure 1 (add)" in str(found[0].message)
+    assert found[0].filename == __file__
+    assert is_explained(found[0].message)
+    has_raised.set()
+    worker.join()
+    assert values[0].fetch() == 1
+    with pytest.raises(CancelledError):
+        values[1].fetch()
 
 
 def test_a_dropped_coordinator_ends_its_threads():

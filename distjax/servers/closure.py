@@ -128,6 +128,17 @@ class Closure:
         if reason is not None:
             raise reason
 
+    def deleted_argument(self) -> tuple[str, jax.Array] | None:
+        """Returns the name and the array of an argument that was deleted since `schedule`."""
+        call = self._call
+        if not isinstance(call, Call):
+            return None
+        for number, array in enumerate(call.arrays):
+            if isinstance(array, jax.Array) and array.is_deleted():
+                names = call.plan.argument_names
+                return names[number] if names else str(number), array
+        return None
+
     def end(self, state: State, ran: Ran | None, error: BaseException | None) -> None:
         """Records the outcome, and releases the arguments."""
         call, self._call = self._call, None

@@ -70,3 +70,23 @@ def undone(closures: int) -> ServerLostError:
             fix="schedule it again, from what coordinator.restore() returned on",
         )
     )
+
+
+def explain(closure: Closure, error: BaseException) -> BaseException:
+    """Returns the error of a closure, which names an argument that was deleted too early."""
+    found = closure.deleted_argument() if "deleted" in str(error) else None
+    if found is None:
+        return error
+    name, array = found
+    explained = RuntimeError(
+        message(
+            f"{closure.name} needs argument {name} to hold an array that is there when it runs",
+            got=f"an array of {array.dtype}{list(array.shape)} that was donated or deleted. "
+            "Array has been deleted",
+            why="a worker reads it after schedule has returned, and JAX arrays are not copied",
+            fix="donate it when the closure is over: value.fetch(); or schedule a copy: "
+            "args=(jnp.copy(x),)",
+        )
+    )
+    explained.__cause__ = error
+    return explained

@@ -80,6 +80,7 @@ class Plan:
       owners: key of every variable used -> the number of its server.
       kept: storage of variables, which keeps their values on the servers while the plan lives.
       varying: slots with a row for each replica of a worker; the others hold one value for all.
+      argument_names: of the flat arguments, in the user's words.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Plan:
     owners: Mapping[str, int]
     kept: tuple[StoredArray, ...] = ()
     varying: frozenset[int] = frozenset()
+    argument_names: tuple[str, ...] = ()
 
     @functools.cached_property
     def pulled_once(self) -> frozenset[str]:

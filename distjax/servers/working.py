@@ -8,6 +8,7 @@ from collections.abc import Callable
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Closure
 from distjax.servers.engine import Engine, Running, WorkerDied
+from distjax.servers.outcomes import explain
 
 
 def work(
@@ -66,7 +67,7 @@ def start(board: Board, engine: Engine, worker: Worker, closure: Closure) -> Run
     except WorkerDied as death:
         board.retry(closure, worker, death)
     except BaseException as error:  # e.g. SystemExit: no one must wait forever
-        board.end(closure, error)
+        board.end(closure, explain(closure, error))
     return None
 
 
@@ -77,6 +78,6 @@ def finish(board: Board, worker: Worker, closure: Closure, running: Running) -> 
     except WorkerDied as death:
         board.retry(closure, worker, death)
     except BaseException as error:
-        board.end(closure, error)
+        board.end(closure, explain(closure, error))
     else:
         board.finish(closure, worker, ran)

@@ -113,6 +113,28 @@ def test_arguments_are_those_of_the_time_of_schedule():
     assert float(total.value) == 6 + 3 + 6
 
 
+@pytest.mark.parametrize("device", [0, 1], ids=["on the worker's device", "elsewhere"])
+def test_an_array_that_is_donated_before_its_closure_runs_is_named(device):
+    strategy, total = make(1)
+    x = jax.device_put(np.ones(3, np.float32), jax.devices()[device])
+
+    def step(number, batch, scale):
+        total.assign_add(number * batch["x"].sum() * scale)
+
+    with dj.Coordinator(strategy) as coordinator:
+        with coordinator.paused():
+            value = coordinator.schedule(step, (1.0, {"x": x}), {"scale": jnp.ones(())})
+            jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+        text = r"^step needs argument batch\['x'\] to hold an array that is there when it"
+        with pytest.raises(RuntimeError, match=text) as raised:
+            value.fetch()
+        assert is_explained(raised.value)
+        assert "float32[3]" in str(raised.value) and "deleted" in str(raised.value.__cause__)
+        with pytest.raises(RuntimeError, match=text):
+            coordinator.join()
+    assert float(total.value) == 0
+
+
 def test_next_of_an_iterator_has_the_values_of_the_workers_that_are_left():
     strategy, total = make(3)
     seen = []

@@ -81,6 +81,7 @@ def assemble_plan(
     name: str,
     traced: ReplicaTrace,
     args_varying: Sequence[bool],
+    arg_names: tuple[str, ...],
     extended: ParameterServerExtended,
 ) -> Plan:
     """Returns the plan of a traced replica function.
@@ -89,6 +90,7 @@ def assemble_plan(
       name: its name, for the user.
       traced: its trace.
       args_varying: for each flat argument, whether it has a row for each replica.
+      arg_names: for each flat argument, its name for the user.
       extended: the strategy's.
 
     Raises:
@@ -126,6 +128,7 @@ def assemble_plan(
         owners={part.key: part.server or 0 for v in variables for part in parts_of(v)},
         kept=tuple(v.stored for v in variables),
         varying=frozenset(slots[v] for v in localities.varying if v in slots),
+        argument_names=arg_names,
     )
 
 

@@ -132,7 +132,8 @@ def _cut(
         count = len(traced.result.leaves)
         examine(traced.jaxpr, traced.written, given, topology, own=count, results=count)
     varying = [value.varying for value in values]
-    return assemble_plan(function_name(fn), traced, varying, strategy.extended)
+    paths = tuple(user_path(path, names) for path in partitioned.paths)
+    return assemble_plan(function_name(fn), traced, varying, paths, strategy.extended)
 
 
 def _values_of(

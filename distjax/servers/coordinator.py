@@ -96,8 +96,8 @@ class Coordinator:
         Context: not in a replica function. Numpy arrays, dicts and lists are copied here.
 
         Raises:
-          ContextError: in a replica function, or a dataset function of a worker; in ``with
-            coordinator.paused()``, a full queue.
+          ContextError: in a replica function or per-worker data; in ``with coordinator.paused()``,
+            a full queue.
           RuntimeError: the coordinator is closed.
           ValueError: a `RemoteValue` among the arguments.
           Exception: the error of an earlier closure; this one is then not queued.
@@ -120,7 +120,7 @@ class Coordinator:
 
         Raises:
           TimeoutError: some are not over by then.
-          ContextError: in ``with coordinator.paused()``, or in a replica function.
+          ContextError: in ``with coordinator.paused()``, a replica function or per-worker data.
           Exception: the error of a closure.
         """
         self._require_ready("join")

@@ -63,7 +63,8 @@ class RemoteValue:
         Context: not in a replica function.
 
         Raises:
-          ContextError: in a replica function; in ``with coordinator.paused()``, if it is not done.
+          ContextError: in a replica function; if it is not done, in ``with coordinator.paused()``
+            or per-worker data.
           TimeoutError: it is not available by then.
           CancelledError: of `concurrent.futures`: the closure was cancelled.
           EndOfDataError: no worker has an element for it.

@@ -146,6 +146,51 @@ def test_no_exception_of_the_function_ends_its_process(coordinator, kind):
     coordinator.schedule(lambda: 1).get()
 
 
+class MadeTwice:
+    """A source that can be unpickled in two processes only."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, context):
+        return [np.float32(context.input_pipeline_id)]
+
+    def __reduce__(self):
+        return unpickle_twice, (self.log,)
+
+
+def unpickle_twice(log):
+    with log.open("a") as file:
+        file.write("x")
+    if len(log.read_text()) > 2:
+        raise ShardError(log.name, 3)
+    return MadeTwice(log)
+
+
+def test_a_source_that_the_process_of_another_worker_cannot_make(coordinator, tmp_path):
+    before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
+    values = next(iter(coordinator.create_per_worker_dataset(MadeTwice(tmp_path / "log"))))
+    coordinator.schedule(lambda x, y: x + y, values.values)  # whose it is has one of the two
+    with pytest.raises(dj.errors.ClosureError, match="ShardError: log:3 is corrupt"):
+        coordinator.join()
+    assert [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]] == before
+
+
+class Unreadable:
+    """An object that cannot be unpickled."""
+
+    def __reduce__(self):
+        return ShardError, ("a",)
+
+
+def test_an_element_that_cannot_be_read_here_ends_no_process(coordinator):
+    before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
+    iterator = iter(coordinator.create_per_worker_dataset(lambda context: [Unreadable()]))
+    with pytest.raises(ray.exceptions.RayError, match="line"):
+        coordinator.schedule(lambda x: x, (iterator,))
+    assert [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]] == before
+
+
 def test_a_function_that_cannot_be_pickled_is_refused(coordinator, tmp_path):
     with open(tmp_path / "log", "w") as file:
         iterator = iter(coordinator.create_per_worker_dataset(lambda context: [file]))

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import jax
+
 from distjax.data.input_context import InputContext
 from distjax.errors import describe_value, message
 from distjax.servers.in_process import refuse_pickle
-from distjax.servers.streams import DataEnded, Position, Stream, copy_arrays
+from distjax.servers.streams import DataEnded, Position, Stream, copy_if_numpy
 from distjax.typing import PyTree
 
 
@@ -50,7 +52,9 @@ class PerWorkerValues:
 
     def copy(self) -> PerWorkerValues:
         """Returns the same values, in containers and numpy arrays of their own."""
-        return self.of_workers({k: copy_arrays(value) for k, value in self._by_worker.items()})
+        return self.of_workers(
+            {k: jax.tree.map(copy_if_numpy, value) for k, value in self._by_worker.items()}
+        )
 
 
 class PerWorkerIterator:

@@ -125,12 +125,13 @@ class Stream:
         except StopIteration:
             raise DataEnded from None
         self._num_read += 1
-        return copy_arrays(element)  # the source may refill its memory while a program reads this
+        # The source may refill its memory while a program still reads this.
+        return jax.tree.map(copy_if_numpy, element)
 
 
-def copy_arrays(tree: PyTree) -> Any:
-    """Returns a tree with containers of its own, and copies of its numpy arrays."""
-    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+def copy_if_numpy(leaf: PyTree) -> Any:
+    """Returns a copy of a numpy array, and any other leaf as it is."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _once_only(count: int) -> str:

@@ -22,7 +22,7 @@ from distjax.servers.per_worker import PerWorkerIterator, PerWorkerValues
 from distjax.servers.remote_array import RemoteArray
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.streams import DataEnded, PerWorkerSource, copy_arrays
+from distjax.servers.streams import DataEnded, PerWorkerSource, copy_if_numpy
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree
 from distjax.uninterrupted import UninterruptedCalls
@@ -89,7 +89,6 @@ def cut_call(
       ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
     """
     args, kwargs = require_call(fn, args, _as_dict(kwargs), "schedule")
-    _require_no_remote_value(jax.tree.leaves((args, kwargs)))
     args, kwargs, sources = _take_over(args, kwargs)
     cut = _Cut(strategy, fn, args, kwargs)
     if sources:
@@ -103,10 +102,12 @@ def _take_over(
     args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[PerWorkerSource, ...]]:
     """Returns arguments that the caller cannot change before a worker reads them; their sources."""
-    found = dict.fromkeys(filter(_is_source, jax.tree.leaves((args, kwargs))))
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    _require_no_remote_value(leaves)
+    found = dict.fromkeys(filter(_is_source, leaves))
     own = {x: x.copy() if isinstance(x, PerWorkerValues) else x for x in found}
-    with_own = lambda leaf: own[leaf] if _is_source(leaf) else leaf
-    args, kwargs = jax.tree.map(with_own, copy_arrays((args, kwargs)), is_leaf=_is_source)
+    taken = [own[x] if _is_source(x) else copy_if_numpy(x) for x in leaves]
+    args, kwargs = jax.tree.unflatten(treedef, taken)
     return args, kwargs, tuple(own.values())
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.replica import lax
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import reduction_layout
-from distjax.typing import ArrayLike
+from distjax.typing import ArrayLike, DTypeLike, PyTree
 from distjax.variables.variable import Variable
 
 
@@ -25,12 +26,16 @@ class Accumulation:
     sum is kept split, beside its variable. A parameter server, which keeps one sum for
     all, also reduces at each step.
 
+    Sums of float16 would overflow, and sums of bfloat16 stagnate: floats are summed in
+    float32 or wider. The mean has the dtype of the gradient.
+
     Args:
       extended: the strategy.
       variables: the variables to optimize.
       num_steps: k, the number of gradients per update.
       op: how the replicas' gradients are reduced. A checkpoint holds the reduced sum, so it can be
-        restored with another number of replicas, or where each step reduces.
+        restored with another number of replicas, or where each step reduces, but not with another
+        `op`. With a smaller k it may hold k gradients or more: the next step completes them.
 
     Context: a distjax trace.
     """
@@ -61,7 +66,7 @@ class Accumulation:
         sync = VariableSynchronization
         with self._extended.colocate_vars_with(variable):
             return Variable(
-                jnp.zeros(variable.shape, variable.dtype),
+                jnp.zeros(variable.shape, _sum_dtype(variable.dtype)),
                 name=f"{variable.name}/accumulator",
                 trainable=False,
                 synchronization=sync.ON_WRITE if split else sync.ON_READ,
@@ -89,11 +94,12 @@ class Accumulation:
         ):
             self._extended.update(accumulator, _add, args=(gradient,))
         count = self.counter.value + 1
-        is_last = count == self._num_steps
+        is_last = count >= self._num_steps
 
         def flush() -> None:
             sums = self._reduce_some(self.accumulators, reduce, first=False)
-            apply([(g / self._num_steps).astype(g.dtype) for g in sums])
+            means = (total / count.astype(total.dtype) for total in sums)
+            apply([x.astype(_mean_dtype(g, s)) for x, g, s in zip(means, grads, sums, strict=True)])
             for accumulator in self.accumulators:
                 accumulator.assign(jnp.zeros(accumulator.shape, accumulator.dtype))
 
@@ -111,6 +117,17 @@ class Accumulation:
         for i, value in zip(chosen, reduce(pairs), strict=True):
             out[i] = value
         return out
+
+
+def _sum_dtype(dtype: DTypeLike) -> DTypeLike:
+    is_narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if is_narrow else dtype
+
+
+def _mean_dtype(gradient: PyTree, total: jax.Array) -> DTypeLike:
+    """Returns the dtype of the gradient, or of the sum for a gradient without fractions."""
+    dtype = getattr(gradient, "dtype", total.dtype)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else total.dtype
 
 
 def _add(accumulator: Variable, gradient: ArrayLike) -> None:

@@ -38,8 +38,9 @@ class Optimizer:
       reduce_op: how the replicas' gradients are combined: "sum" as in tf.distribute,
         or "mean".
       accumulate_steps: k; only every k-th call communicates and updates, with
-        the mean gradient of k calls. If the strategy splits gradients (ZeRO 2
-        and 3), every call reduce-scatters and the sum is kept split.
+        the mean gradient of k calls, summed in float32 or wider. If the strategy
+        splits gradients (ZeRO 2 and 3), every call reduce-scatters and the sum is
+        kept split.
 
     Example:
       >>> import optax

@@ -7,6 +7,7 @@ import pytest
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
+from tests.checkpoint.storages import STORAGES
 from tests.optim.regression import assert_close, make_data, plain, train
 from tests.replicas import ids, local
 
@@ -93,6 +94,47 @@ def test_data_of_each_step_counts(strategy):
     variables, _ = train(strategy, optax.sgd(0.1), 3, dj.jit, accumulate_steps=3)
     whole = [np.concatenate(parts) for parts in zip(*(make_data(i) for i in range(3)), strict=True)]
     assert_close(variables, plain(optax.sgd(0.1), 1, data=lambda i: whole))
+
+
+@pytest.mark.parametrize("name", ["mirrored2", "virtual4", "zero1", "zero3", "central"])
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "mean"),
+    [
+        (jnp.float16, [4e4, 4e4], 4e4),  # their sum is beyond float16
+        (jnp.bfloat16, [256, 1, 1, 2], 65),  # 256 + 1 is 256 in bfloat16
+        (jnp.complex64, [1 + 2j, 3], 2 + 1j),
+    ],
+    ids=["float16", "bfloat16", "complex64"],
+)
+def test_narrow_floats_are_summed_in_float32(name, dtype, gradients, mean):
+    strategy = STORAGES[name]()
+    with strategy.scope():
+        w = dj.Variable(jnp.zeros(8, dtype), name="w")
+    optimizer = dj.optim.Optimizer(optax.sgd(1.0), "mean", accumulate_steps=len(gradients))
+    optimizer.init([w])
+    assert optimizer.accumulators[0].dtype == jnp.promote_types(dtype, jnp.float32)
+    step = dj.jit(lambda g: strategy.run(lambda g: optimizer.apply_gradients([(g, w)]), args=(g,)))
+    for gradient in gradients:
+        step(jnp.full(8, gradient, dtype))
+    np.testing.assert_array_equal(w.value, jnp.full(8, -mean, dtype))
+
+
+@pytest.mark.parametrize("gradient", [jnp.float16(2), jnp.bfloat16(2), jnp.float32(2), 2])
+def test_the_transformation_sees_the_dtype_of_the_gradient(pair, gradient):
+    """As without accumulation; the mean of integers is a float."""
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(updates[0].dtype)
+        return updates, state
+
+    with pair.scope():
+        w = dj.Variable(jnp.zeros((), jnp.bfloat16), name="w")
+    tx = optax.GradientTransformation(optax.init_empty_state, update)
+    optimizer = dj.optim.Optimizer(tx, accumulate_steps=2)
+    optimizer.init([w])
+    pair.run(lambda: optimizer.apply_gradients([(gradient, w)]))
+    assert set(seen) == {jnp.dtype("float32") if isinstance(gradient, int) else gradient.dtype}
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, None])

@@ -48,9 +48,14 @@ def describe(
         "strategies": [
             {"strategy": repr(s), "num_replicas": s.num_replicas_in_sync} for s in strategies
         ],
-        "keys": {leaf.key: {**leaf.spec.to_json(), "lives": leaf.lives} for leaf in leaves},
+        "keys": {leaf.key: _describe_leaf(leaf) for leaf in leaves},
         "values": values | gather_states(joined, states),
     }
+
+
+def _describe_leaf(leaf: Leaf) -> dict[str, Any]:
+    setting = {"setting": leaf.setting} if leaf.setting else {}
+    return {**leaf.spec.to_json(), "lives": leaf.lives, **setting}
 
 
 def require_readable(description: Mapping[str, Any], where: str) -> None:
@@ -66,6 +71,12 @@ def require_readable(description: Mapping[str, Any], where: str) -> None:
             fix=f"restore it with distjax {description['distjax']} or later",
         )
     )
+
+
+def saved_settings(description: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the setting that each key's value depends on, of those that have one."""
+    keys = description["keys"].items()
+    return {key: entry["setting"] for key, entry in keys if "setting" in entry}
 
 
 def saved_specs(description: Mapping[str, Any]) -> dict[str, Spec]:

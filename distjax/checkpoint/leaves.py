@@ -43,11 +43,14 @@ class Leaf(abc.ABC):
       key: the path to it, joined by "/".
       value: the leaf's value.
       lives: its description in the checkpoint's JSON.
+      setting: the setting, as code, of the object that keeps it, which its value depends on; "" for
+        none.
     """
 
     key: str
     value: Any
     lives: str
+    setting: str = ""
 
     @property
     @abc.abstractmethod
@@ -79,14 +82,19 @@ class Leaf(abc.ABC):
         """
 
 
-def make_leaf(key: str, value: PyTree) -> Leaf:
+def make_leaf(key: str, value: PyTree, setting: str = "") -> Leaf:
     """Returns the leaf for `value`.
+
+    Args:
+      key: the path to it.
+      value: a value of any kind.
+      setting: of the object that keeps it: see `Leaf`.
 
     Raises:
       CheckpointError: a value of no known kind.
     """
     if isinstance(value, Variable):
-        return VariableLeaf(key, value)
+        return VariableLeaf(key, value, setting)
     if is_per_replica(value):
         return PerReplicaLeaf(key, value)
     if type(value) in NUMBER_TYPES.values():
@@ -121,6 +129,7 @@ class VariableLeaf(Leaf):
 
     key: str
     value: Variable
+    setting: str = ""
 
     @property
     def spec(self) -> Spec:

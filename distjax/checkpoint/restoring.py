@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distjax.checkpoint.agreement import agree_on_step
-from distjax.checkpoint.description import require_readable, saved_specs
+from distjax.checkpoint.description import require_readable, saved_settings, saved_specs
 from distjax.checkpoint.leaves import Leaf, StateLeaf, pause_writers
 from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.positions import first_failure, own_state
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
+from distjax.checkpoint.value_checks import require_settings
 from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
@@ -49,8 +50,8 @@ class Saved:
         If a signal raises meanwhile, either everything is restored or nothing has changed.
 
         Raises:
-          CheckpointError: the keys differ, a value is out of the range of its place, or
-            files are damaged.
+          CheckpointError: the keys differ, a value is out of the range of its place or of an
+            object of another setting, or files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
         names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
@@ -58,6 +59,9 @@ class Saved:
             key: self._convert(wanted.leaves[key], saved)
             for key, saved in self._values(wanted, names).items()
         }
+        settings = saved_settings(self._description)
+        settings = {key: settings[old] for key, old in names.items() if old in settings}
+        require_settings(wanted.leaves, values, settings, self._where)
         return self._storage.complete(lambda: self._put(wanted, values))
 
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:

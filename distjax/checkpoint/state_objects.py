@@ -70,6 +70,16 @@ def inside_of(value: PyTree) -> list[tuple[str, Any]] | None:
     return list(_find_objects("", value, set())) or None
 
 
+def setting_of(value: object, name: str) -> str:
+    """Returns the setting, as code, that the values at `name` inside of `value` depend on.
+
+    An object with `kept_variables()` may have a method `kept_settings()` too: texts by the first
+    part of the path. "" stands for none.
+    """
+    method = getattr(type(value), "kept_settings", None)
+    return "" if method is None else method(value).get(name.partition("/")[0], "")
+
+
 def _find_objects(name: str, value: PyTree, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(value) in seen:
         return

@@ -12,7 +12,7 @@ import jax
 
 from distjax import jax_compat
 from distjax.checkpoint.leaves import Leaf, VariableLeaf, make_leaf
-from distjax.checkpoint.state_objects import inside_of, is_nnx, is_node
+from distjax.checkpoint.state_objects import inside_of, is_nnx, is_node, setting_of
 from distjax.context import frames
 from distjax.errors import CheckpointError, ContextError, message
 from distjax.typing import PyTree
@@ -73,25 +73,37 @@ def as_tree(value: PyTree, method: str) -> Tree:
     return Tree({leaf.key: leaf for leaf in leaves}, rebuilt)
 
 
-def _visit(prefix: str, value: PyTree, leaves: list[Leaf]) -> Callable[[Mapping[str, Any]], Any]:
-    """Appends the leaves of `value`; returns a function that rebuilds it by key."""
+def _visit(prefix: str, value: PyTree, leaves: list[Leaf], setting: str = "") -> _Rebuild:
+    """Appends the leaves of `value`; returns a function that rebuilds it by key.
+
+    Args:
+      prefix: the key of `value`.
+      value: a part of the tree.
+      leaves: the leaves before it; appended to.
+      setting: the setting that its values depend on: see `setting_of`.
+    """
     paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)
-    parts = [_visit_node(_join_path(prefix, path), node, leaves) for path, node in paths]
+    parts = [_visit_node(_join_path(prefix, path), node, leaves, setting) for path, node in paths]
     return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
 
 
-def _visit_node(key: str, node: PyTree, leaves: list[Leaf]) -> _Rebuild:
+def _visit_node(key: str, node: PyTree, leaves: list[Leaf], setting: str) -> _Rebuild:
     if is_nnx(node):
         return _visit_nnx(key, node, leaves)
     inside = inside_of(node)
     if inside is not None:
         parts = [
-            _visit("/".join(part for part in (key, name) if part), child, leaves)
+            _visit(
+                "/".join(part for part in (key, name) if part),
+                child,
+                leaves,
+                setting_of(node, name) or setting,
+            )
             for name, child in inside
         ]
         # Its contents are restored in place.
         return lambda values: ([part(values) for part in parts], node)[1]
-    leaf = make_leaf(key or _ROOT_KEY, node)
+    leaf = make_leaf(key or _ROOT_KEY, node, setting)
     leaves.append(leaf)
     return lambda values: values[leaf.key]
 

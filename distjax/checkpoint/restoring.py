@@ -12,7 +12,7 @@ from distjax.checkpoint.matching import match_keys, rename_keys
 from distjax.checkpoint.positions import first_failure, own_state
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import Tree
-from distjax.checkpoint.value_checks import require_settings
+from distjax.checkpoint.value_checks import require_one_value_each, require_settings
 from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
@@ -51,7 +51,7 @@ class Saved:
 
         Raises:
           CheckpointError: the keys differ, a value is out of the range of its place or of an
-            object of another setting, or files are damaged.
+            object of another setting, one variable has two values, or files are damaged.
         """
         specs = {key: leaf.spec for key, leaf in wanted.leaves.items()}
         names = match_keys(specs, self._specs, names, partial=partial, where=self._where)
@@ -62,6 +62,7 @@ class Saved:
         settings = saved_settings(self._description)
         settings = {key: settings[old] for key, old in names.items() if old in settings}
         require_settings(wanted.leaves, values, settings, self._where)
+        require_one_value_each(wanted.leaves, values, self._where)
         return self._storage.complete(lambda: self._put(wanted, values))
 
     def _put(self, wanted: Tree, values: Mapping[str, Any]) -> Any:

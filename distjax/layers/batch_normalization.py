@@ -11,11 +11,15 @@ import numpy as np
 
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
+from distjax.integers import is_int
 from distjax.layers.statistics import Statistics, batch_statistics
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.variable import Variable
+
+#: Numbers of the host.
+_NUMBERS = (int, float, np.integer, np.floating)
 
 
 class BatchNormalization:
@@ -30,10 +34,13 @@ class BatchNormalization:
 
     Args:
       num_features: C, the size of the last axis.
-      momentum: the fraction of the moving statistics kept in each step.
+      momentum: the fraction of the moving statistics kept in each step, in [0, 1].
       epsilon: added to the variance.
       synchronized: if False, each replica normalizes by its own batch.
       name: prefix of the variables' names.
+
+    Raises:
+      ValueError: `num_features` is not a positive int, or `momentum` not in [0, 1].
 
     Locality: gamma, beta mirrored; moving statistics one component per replica.
     Context: any; in cross-replica context a PerReplica is passed through `run`.
@@ -70,6 +77,7 @@ class BatchNormalization:
         synchronized: bool = True,
         name: str = "batch_norm",
     ):
+        _require_arguments(num_features, momentum)
         self.num_features = num_features
         self.momentum, self.epsilon, self.synchronized = momentum, epsilon, synchronized
         self.gamma = Variable(np.ones(num_features, np.float32), name=f"{name}/gamma")
@@ -130,7 +138,7 @@ class BatchNormalization:
         return self._through_run(self._normalize_here, x, mask, dict(parameters))
 
     def update(self, statistics: Statistics) -> None:
-        """Moves the moving statistics towards those of a batch.
+        """Moves the moving statistics towards those of a batch, unless it has no examples.
 
         Locality: T or M in a replica, M or PerReplica outside. Cost: no collective.
         """
@@ -150,13 +158,12 @@ class BatchNormalization:
     ) -> Any:
         x = self._check_input(x)
         statistics = batch_statistics(x, mask, synchronized=self.synchronized)
-        if mask is not None and not self.synchronized:
-            kept = jnp.any(mask)  # padding alone must not move the moving statistics
+        if mask is not None and not self.synchronized:  # a batch may well be padding alone
             moving = self.moving_mean.value, self.moving_variance.value
-            pairs = zip(statistics, moving, strict=True)
-            statistics = Statistics(
-                *(jnp.where(kept, new, old.astype(new.dtype)) for new, old in pairs)
-            )
+            pairs = zip(statistics[:2], moving, strict=True)
+            has_any = statistics.count > 0
+            mean, variance = (jnp.where(has_any, new, old.astype(new.dtype)) for new, old in pairs)
+            statistics = Statistics(mean, variance, statistics.count)
         return self._transform(x, statistics, parameters), statistics
 
     def _infer(self, x: ArrayLike) -> Any:
@@ -164,15 +171,21 @@ class BatchNormalization:
         parameters = {key: v.value for key, v in self.parameters.items()}
         return self._transform(self._check_input(x), statistics, parameters)
 
-    def _update_here(self, mean: jax.Array, variance: jax.Array) -> None:
+    def _update_here(self, mean: jax.Array, variance: jax.Array, count: jax.Array) -> None:
+        has_any = jnp.asarray(count) > 0  # padding alone must not move them
         for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
-            moving.assign(self.momentum * moving.value + (1 - self.momentum) * new)
+            old = moving.value
+            moved = self.momentum * old + (1 - self.momentum) * new
+            moving.assign(jnp.where(has_any, moved, old))
 
     def _transform(
         self, x: jax.Array, statistics: Statistics, parameters: Mapping[str, Any]
     ) -> jax.Array:
         scale = parameters["gamma"] * jax.lax.rsqrt(statistics.variance + self.epsilon)
-        return ((x - statistics.mean) * scale + parameters["beta"]).astype(x.dtype)
+        features = (statistics.mean, scale, parameters["beta"])
+        axes = tuple(range(x.ndim - 1))  # explicitly, for jax_numpy_rank_promotion
+        mean, scale, beta = (jnp.expand_dims(values, axes) for values in features)
+        return ((x - mean) * scale + beta).astype(x.dtype)
 
     def _check_input(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
@@ -185,6 +198,28 @@ class BatchNormalization:
                 why="the last axis holds the features, the first the examples",
                 fix=f"dj.layers.BatchNormalization({x.shape[-1] if x.ndim else 1}), or move the "
                 "features to the last axis",
+            )
+        )
+
+
+def _require_arguments(num_features: object, momentum: object) -> None:
+    if not (is_int(num_features) and num_features >= 1):
+        raise ValueError(
+            message(
+                "BatchNormalization: num_features needs a positive int",
+                got=describe_value(num_features),
+                why="it is the size of the last axis, of which each index has its own statistics",
+                fix="dj.layers.BatchNormalization(x.shape[-1])",
+            )
+        )
+    is_checked = not isinstance(momentum, jax.Array)  # reading one would wait for its device
+    if is_checked and not (isinstance(momentum, _NUMBERS) and 0 <= momentum <= 1):
+        raise ValueError(
+            message(
+                "BatchNormalization: momentum needs a number from 0 to 1",
+                got=describe_value(momentum),
+                why="it is the fraction of the moving statistics that a step keeps",
+                fix="dj.layers.BatchNormalization(num_features, momentum=0.99)",
             )
         )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distjax.context import frames
 from distjax.context.expectation import expect
-from distjax.errors import ContextError, message
+from distjax.errors import ContextError, describe_value, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import ArrayLike
 
@@ -22,8 +24,8 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
 
     Args:
       key: a PRNG key, equal on every replica.
-      rate: the fraction to drop, in [0, 1).
-      x: [B, ...]; in cross-replica context also a PerReplica of such.
+      rate: the fraction to drop, in [0, 1); the values of a JAX array are not checked.
+      x: [B, ...], of floats; in cross-replica context also a PerReplica of such.
       synchronized: whether all replicas draw the same mask. If not, the replica's number
         is folded into the key, and each draws its own.
 
@@ -34,6 +36,7 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
 
     Raises:
       ValueError: a rate outside [0, 1).
+      TypeError: `x` of integers or bools.
       ContextError: a PerReplica with no active strategy.
 
     Example:
@@ -47,15 +50,7 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
     Source: Srivastava et al., 2014; tf.distribute.StrategyExtended,
       "Distribute-aware layers" (TF 1.15).
     """
-    if isinstance(rate, (int, float)) and not 0 <= rate < 1:
-        raise ValueError(
-            message(
-                "dropout: rate needs to be at least 0 and less than 1",
-                got=str(rate),
-                why="the elements that stay are scaled by 1 / (1 - rate)",
-                fix="dj.layers.dropout(key, 0.1, x)",
-            )
-        )
+    _require_rate(rate)
     frame = frames.current()
     apply = _with_one_mask if synchronized else _with_own_mask
     if frame.replica_context is None:
@@ -72,6 +67,22 @@ def dropout(key: jax.Array, rate: ArrayLike, x: ArrayLike, *, synchronized: bool
     return apply(key, rate, x)
 
 
+def _require_rate(rate: ArrayLike) -> None:
+    if not isinstance(rate, (numbers.Real, np.generic, np.ndarray)):
+        return  # reading an array of JAX's would wait for its device
+    rates = np.asarray(rate)
+    outside = rates[~((rates >= 0) & (rates < 1))]  # NaN too
+    if outside.size:
+        raise ValueError(
+            message(
+                "dropout: rate needs to be at least 0 and less than 1",
+                got=str(outside[0]),
+                why="the elements that stay are scaled by 1 / (1 - rate)",
+                fix="dj.layers.dropout(key, 0.1, x)",
+            )
+        )
+
+
 def _with_own_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     return _drop(frames.current().replica_context.fold_in(key), rate, x)
 
@@ -83,5 +94,16 @@ def _with_one_mask(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
 
 def _drop(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x)).astype(x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            message(
+                "dropout: x needs floating-point values",
+                got=describe_value(x),
+                why="the elements that stay are scaled by 1 / (1 - rate), and rounded to integers "
+                "their expectation would not be x",
+                fix="dj.layers.dropout(key, rate, x.astype(jnp.float32))",
+            )
+        )
+    fraction = 1.0 - rate  # a float, though the rate be 0
+    kept = jax.random.bernoulli(key, fraction, x.shape)
+    return jnp.where(kept, x / fraction, jnp.zeros_like(x)).astype(x.dtype)

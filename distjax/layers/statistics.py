@@ -13,10 +13,17 @@ from distjax.typing import ArrayLike
 
 
 class Statistics(NamedTuple):
-    """Per-feature mean and (biased) variance [C] of a batch."""
+    """Per-feature mean and (biased) variance [C] of a batch.
+
+    Attributes:
+      mean: the mean; 0 of no values.
+      variance: the variance; 0 of no values.
+      count: the number of values of each feature that they are over, [].
+    """
 
     mean: Any
     variance: Any
+    count: Any = 1
 
 
 def batch_statistics(
@@ -67,6 +74,7 @@ def batch_statistics(
         count = over_all(count)
     elif synchronized and context is not None:
         count = count * context.num_replicas_in_sync
-    count = jnp.maximum(count, 1)
-    mean = sum_kept(x) / count
-    return Statistics(mean, sum_kept(jnp.square(x - mean)) / count)
+    divisor = jnp.maximum(count, 1)
+    mean = sum_kept(x) / divisor
+    centered = x - jnp.expand_dims(mean, axes)  # explicitly, for jax_numpy_rank_promotion
+    return Statistics(mean, sum_kept(jnp.square(centered)) / divisor, count)

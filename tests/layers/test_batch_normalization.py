@@ -91,6 +91,54 @@ def test_a_mask_that_keeps_nothing_gives_finite_numbers(pair):
     np.testing.assert_array_equal(norm.moving_mean.value, np.zeros(C))
 
 
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_a_batch_of_padding_alone_keeps_the_moving_statistics(strategy, how, synchronized):
+    """As after a filter of the data: of the batch, and of each replica's part of it."""
+    norm = make(strategy, momentum=0.5, synchronized=synchronized)
+    call = lambda x, mask: norm(x, training=True, mask=mask)
+    step = how(lambda *args: strategy.run(call, args=args))
+    x = split(strategy, images())
+    step(x, split(strategy, np.ones(G, bool)))
+    before = [np.asarray(m.value) for m in (norm.moving_mean, norm.moving_variance)]
+    assert (before[1] > 1).any()
+    y = step(x, split(strategy, np.zeros(G, bool)))
+    assert np.isfinite(whole(strategy, y)).all()
+    after = [np.asarray(m.value) for m in (norm.moving_mean, norm.moving_variance)]
+    np.testing.assert_array_equal(after, before)
+
+
+def test_a_batch_without_examples_keeps_the_moving_statistics():
+    norm = dj.layers.BatchNormalization(C)
+    assert norm(np.ones((0, C), np.float32), training=True).shape == (0, C)
+    np.testing.assert_array_equal(norm.moving_variance.value, np.ones(C))
+
+
+def test_statistics_say_over_how_many_values_they_are(strategy):
+    mask = np.arange(G) % 3 != 1
+    x = split(strategy, images())
+    step = lambda x, mask: dj.layers.batch_statistics(x, mask)
+    assert float(strategy.run(step, args=(x, split(strategy, mask))).count) == 2 * mask.sum()
+    assert float(strategy.run(dj.layers.batch_statistics, args=(x,)).count) == 2 * G
+
+
+def test_statistics_of_your_own_move_the_moving_ones():
+    norm = dj.layers.BatchNormalization(C, momentum=0.5)
+    norm.update(dj.layers.Statistics(jnp.full(C, 4.0), jnp.full(C, 3.0)))
+    np.testing.assert_array_equal(norm.moving_mean.value, np.full(C, 2.0))
+    np.testing.assert_array_equal(norm.moving_variance.value, np.full(C, 2.0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_implicit_promotion_of_ranks(pair, training):
+    norm, x = make(pair), images()
+    mask = split(pair, np.ones(G, bool))
+    with jax.numpy_rank_promotion("raise"):
+        call = lambda x, mask: norm(x, training=training, mask=mask)
+        y = pair.run(call, args=(split(pair, x), mask))
+    if training:
+        np.testing.assert_allclose(whole(pair, y), expected(x)[0], atol=1e-4)
+
+
 def test_not_synchronized_each_replica_has_its_own_statistics(strategy, how):
     norm, x = make(strategy, synchronized=False, momentum=0.0), images()
     step = how(lambda x: strategy.run(lambda x: norm(x, training=True), args=(x,)))
@@ -250,6 +298,24 @@ def test_another_number_of_features(pair, shape):
     norm = make(pair)
     with pytest.raises(BatchError, match=r"^BatchNormalization needs \[B, ..., 3\] per replica"):
         pair.run(lambda: norm(np.ones(shape, np.float32), training=True))
+
+
+@pytest.mark.parametrize("count", [0, -3, 2.0, True, None, (3,)])
+def test_what_is_no_number_of_features(count):
+    with pytest.raises(ValueError, match="^BatchNormalization: num_features needs a positive int"):
+        dj.layers.BatchNormalization(count)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.01, np.float32("nan"), np.float32(2), None, "0.9"])
+def test_what_is_no_momentum(momentum):
+    with pytest.raises(ValueError, match="^BatchNormalization: momentum needs a number from 0 to"):
+        dj.layers.BatchNormalization(C, momentum=momentum)
+
+
+@pytest.mark.parametrize("momentum", [0, 1, np.float32(0.9), jnp.float32(0.9)])
+def test_numbers_of_any_kind_may_be_a_momentum(momentum):
+    norm = dj.layers.BatchNormalization(np.int64(C), momentum=momentum)
+    assert norm(images(), training=True).shape == images().shape
 
 
 @pytest.mark.parametrize("mask", [np.ones(4), np.ones(3, bool), np.ones((4, C), bool)])

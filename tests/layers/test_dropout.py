@@ -107,10 +107,42 @@ def test_derivative(pair):
         assert set(np.asarray(values).tolist()) <= {0.0, 2.0}
 
 
-@pytest.mark.parametrize("rate", [-0.1, 1, 1.5])
-def test_a_rate_outside_of_its_range(rate):
-    with pytest.raises(ValueError, match="^dropout: rate needs to be at least 0 and less than 1"):
+@pytest.mark.parametrize(
+    ("rate", "got"),
+    [
+        (-0.1, "-0.1"),
+        (1, "1"),
+        (1.5, "1.5"),
+        (float("nan"), "nan"),
+        (np.float32(1.5), "1.5"),
+        (np.float32("nan"), "nan"),
+        (jnp.bfloat16(2).item(), "2.0"),
+        (np.array([0.5, -1, 2]), "-1.0"),
+    ],
+)
+def test_a_rate_outside_of_its_range(rate, got):
+    with pytest.raises(ValueError) as error:
         dj.layers.dropout(KEY, rate, np.ones(3))
+    assert str(error.value).startswith(
+        f"dropout: rate needs to be at least 0 and less than 1.\n  Got: {got}.\n  Why: the elements"
+    )
+
+
+@pytest.mark.parametrize("rate", [0, np.int32(0), np.float32(0), jnp.int32(0), np.zeros(3)])
+def test_rates_of_any_kind(pair, rate):
+    x = np.full(3, 2, np.float32)
+    np.testing.assert_array_equal(dj.layers.dropout(KEY, rate, x), x)
+    with pair.scope():
+        out = dj.layers.dropout(KEY, rate, x)
+    np.testing.assert_array_equal(pair.local_results(out), [x, x])
+
+
+@pytest.mark.parametrize("x", [np.ones(4, np.int32), np.ones(4, bool), 3, [1, 2]])
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_integers_are_refused(pair, x, synchronized):
+    """Scaled and cut to integers, their expectation was another; TensorFlow refuses them too."""
+    with pytest.raises(TypeError, match="^dropout: x needs floating-point values"):
+        pair.run(lambda x: dj.layers.dropout(KEY, 0.3, x, synchronized=synchronized), args=(x,))
 
 
 def test_a_per_replica_with_no_active_strategy(pair):

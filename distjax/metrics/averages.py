@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax.metrics.masking import divide_or_zero, masked_sum
+from distjax.metrics.masking import divide_or_zero, masked_sum, require_numbers
 from distjax.metrics.metric import Metric
 from distjax.typing import ArrayLike, DTypeLike
 
@@ -39,6 +39,7 @@ class Mean(Metric):
 
     def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
         """Returns the sum and count of `values` [B, ...] where `mask` [B] is True."""
+        require_numbers(values, self.name)
         total, count = masked_sum(values, mask, self._dtype)
         return {"total": total, "count": count}
 
@@ -63,6 +64,7 @@ class Sum(Metric):
 
     def measure(self, values: ArrayLike, mask: ArrayLike | None = None) -> dict[str, Any]:
         """Returns the sum of `values` [B, ...] where `mask` [B] is True."""
+        require_numbers(values, self.name)
         return {"total": masked_sum(values, mask, self._dtype)[0]}
 
     def compute(self, total: jax.Array) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from distjax.data.masks import broadcast_mask
+from distjax.errors import describe_value, message
 from distjax.typing import ArrayLike, DTypeLike
+
+
+def require_numbers(values: object, name: str) -> None:
+    """Raises a TypeError if `values`, for the metric of this name, cannot be an array."""
+    if not (values is None or isinstance(values, (str, bytes, Mapping))):
+        return
+    raise TypeError(
+        message(
+            f"update of metric {name!r} needs an array of numbers",
+            got=describe_value(values),
+            why="the metric is made of the sum of its values",
+            fix="metric.update(loss); of a dict of losses: a metric for each, or metric.update(sum("
+            "losses.values()))",
+        )
+    )
 
 
 # Compiled, since eager constants would be transfers, which a transfer guard may disallow.

@@ -263,6 +263,16 @@ def test_a_mask_that_does_not_fit(pair, mask):
         pair.run(lambda: mean.update(np.ones(3), mask=mask))
 
 
+@pytest.mark.parametrize("metric", [dj.metrics.Mean, dj.metrics.Sum])
+@pytest.mark.parametrize("values", [None, "a", b"a", {"x": 1.0}])
+def test_what_is_no_array_of_numbers(pair, metric, values):
+    with pair.scope():
+        made = metric("loss")
+    for update in (lambda: made.update(values), lambda: pair.run(lambda: made.update(values))):
+        with pytest.raises(TypeError, match="^update of metric 'loss' needs an array of numbers"):
+            update()
+
+
 @pytest.mark.parametrize(
     ("logits", "labels"),
     [((4, 2), np.zeros(3, int)), ((4, 2), np.zeros(4)), ((), np.zeros(1, int))],

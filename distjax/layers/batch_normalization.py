@@ -142,7 +142,7 @@ class BatchNormalization:
 
         Locality: T or M in a replica, M or PerReplica outside. Cost: no collective.
         """
-        self._through_run(self._update_here, *statistics)
+        self._through_run(self._update_here, *statistics, statistics.count)
 
     # -- in one context -------------------------------------------------------
 
@@ -160,7 +160,7 @@ class BatchNormalization:
         statistics = batch_statistics(x, mask, synchronized=self.synchronized)
         if mask is not None and not self.synchronized:  # a batch may well be padding alone
             moving = self.moving_mean.value, self.moving_variance.value
-            pairs = zip(statistics[:2], moving, strict=True)
+            pairs = zip(statistics, moving, strict=True)
             has_any = statistics.count > 0
             mean, variance = (jnp.where(has_any, new, old.astype(new.dtype)) for new, old in pairs)
             statistics = Statistics(mean, variance, statistics.count)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,10 @@ from distjax.data.masks import broadcast_mask
 from distjax.typing import ArrayLike
 
 
-class Statistics(NamedTuple):
-    """Per-feature mean and (biased) variance [C] of a batch.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Statistics:
+    """Per-feature mean and (biased) variance [C] of a batch; unpacks to these two.
 
     Attributes:
       mean: the mean; 0 of no values.
@@ -24,6 +28,12 @@ class Statistics(NamedTuple):
     mean: Any
     variance: Any
     count: Any = 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.mean, self.variance))
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.mean, self.variance)[index]
 
 
 def batch_statistics(

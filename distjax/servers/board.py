@@ -84,11 +84,9 @@ class Board:
         self._retried: dict[Closure, None] = {}  # queued closures whose workers were lost
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
-        self._done: weakref.WeakSet[Closure] = (
-            weakref.WeakSet()
-        )  # whose results may still be requested
+        self._done: weakref.WeakSet[Closure] = weakref.WeakSet()  # results may be requested
         self.pauses = Pauses()
-        # The iterators whose elements each step was traced for.
+        # The iterators for whose elements each step has been traced.
         self.iterators_of = FunctionCache(lambda resolve: weakref.WeakSet[object]())
 
     # -- the user's side ------------------------------------------------------
@@ -202,7 +200,6 @@ class Board:
         for worker in workers:
             worker.is_removed = True
         self.end_starved()
-        self.waiters.ring()
 
     # -- the workers' side ----------------------------------------------------
 
@@ -250,7 +247,6 @@ class Board:
                 worker.ended.add(ended)
             self._put_first(closure)
         self.end_starved()
-        self.waiters.ring()
 
     def retry(self, closure: Closure, worker: Worker, death: WorkerDied) -> None:
         """Requeues a closure whose worker was lost; after too many losses, fails it."""
@@ -284,14 +280,13 @@ class Board:
     def end(self, closure: Closure, error: BaseException) -> None:
         """Records that a closure failed or was stopped; a reported one cancels the rest."""
         over: list[Closure] = []
-        is_cancelled = isinstance(error, CancelledError)
+        state = State.FAILED
         if isinstance(error, CancelledError):
-            error = self._take_back(closure, error)
+            state, error = State.CANCELLED, self._take_back(closure, error)
         with self._lock:
-            state = State.CANCELLED if is_cancelled else State.FAILED
             if self._end(closure, state, error=error):
                 over.append(closure)
-                if not is_cancelled and closure.is_reported:
+                if state is State.FAILED and closure.is_reported:
                     error.add_note(f"It was raised in {closure!r}.")
                     self._errors.append(error)
                     over += self._drop_queue(f"{closure!r} failed")
@@ -380,7 +375,7 @@ class Board:
         self.waiters.ring()
 
     def end_starved(self) -> None:
-        """Ends closures that wait for data no worker has any more."""
+        """Ends closures that wait for data no worker has any more; rings."""
         with self._lock:
             workers = self.active_workers()
             is_starved = lambda c: all(not w.ended.isdisjoint(c.sources) for w in workers)

@@ -11,8 +11,9 @@ import jax
 
 from distjax.data.input_context import InputContext
 from distjax.errors import describe_value, message
+from distjax.placement.host_values import without_alias
 from distjax.servers.in_process import refuse_pickle
-from distjax.servers.streams import DataEnded, Position, Stream, copy_if_numpy
+from distjax.servers.streams import DataEnded, Position, Stream
 from distjax.typing import PyTree
 
 
@@ -53,7 +54,7 @@ class PerWorkerValues:
     def copy(self) -> PerWorkerValues:
         """Returns the same values, in containers and numpy arrays of their own."""
         return self.of_workers(
-            {k: jax.tree.map(copy_if_numpy, value) for k, value in self._by_worker.items()}
+            {k: jax.tree.map(without_alias, value) for k, value in self._by_worker.items()}
         )
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import numpy as np
 
 from distjax.data.source import keeps_position, skip
 from distjax.errors import message
+from distjax.placement.host_values import without_alias
 from distjax.typing import PyTree
 
 
@@ -126,12 +126,7 @@ class Stream:
             raise DataEnded from None
         self._num_read += 1
         # The source may refill its memory while a program still reads this.
-        return jax.tree.map(copy_if_numpy, element)
-
-
-def copy_if_numpy(leaf: PyTree) -> Any:
-    """Returns a copy of a numpy array, and any other leaf as it is."""
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+        return jax.tree.map(without_alias, element)
 
 
 def _once_only(count: int) -> str:

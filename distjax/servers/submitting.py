@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import message
+from distjax.placement.host_values import without_alias
 from distjax.replica.arguments import require_call
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Call, Closure
@@ -22,7 +22,7 @@ from distjax.servers.per_worker import PerWorkerIterator, PerWorkerValues
 from distjax.servers.remote_array import RemoteArray
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy_contract import ServerStrategy
-from distjax.servers.streams import DataEnded, PerWorkerSource, copy_if_numpy
+from distjax.servers.streams import DataEnded, PerWorkerSource
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree
 from distjax.uninterrupted import UninterruptedCalls
@@ -106,7 +106,7 @@ def _take_over(
     _require_no_remote_value(leaves)
     found = dict.fromkeys(filter(_is_source, leaves))
     own = {x: x.copy() if isinstance(x, PerWorkerValues) else x for x in found}
-    taken = [own[x] if _is_source(x) else copy_if_numpy(x) for x in leaves]
+    taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
     args, kwargs = jax.tree.unflatten(treedef, taken)
     return args, kwargs, tuple(own.values())
 
@@ -125,7 +125,7 @@ def _cut_first(board: Board, cut: _Cut, sources: Sequence[PerWorkerSource]) -> N
     Once for a function and its iterators: the next element may take a while.
     """
     iterators = [source for source in sources if isinstance(source, PerWorkerIterator)]
-    seen: weakref.WeakSet[PerWorkerIterator] = board.iterators_of.get(cut.fn)
+    seen = board.iterators_of.get(cut.fn)
     if iterators and seen.issuperset(iterators):
         return
     for worker in board.active_workers():

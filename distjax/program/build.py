@@ -105,8 +105,12 @@ class Build:
             self.offered.pop(threading.get_ident(), None)
 
     def require_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """Returns the signature of these arguments; raises NotCompiled if they are new."""
-        signature = self.signatures.find(args, kwargs)
+        """Returns the signature of these arguments; raises NotCompiled if they seem to be new.
+
+        New ones may be taken for known ones, whose function refuses them.
+        """
+        known = self.signatures
+        signature = (known.find if self.is_in_job else known.guess)(args, kwargs)
         if signature is None:
             raise NotCompiled
         return signature
@@ -135,8 +139,12 @@ class Build:
 
     def switch(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
         """Turns to the function compiled for arguments on these devices, if it was another."""
+        expected = self.signatures.expect_any()
         signature = self.signatures.find(args, kwargs)
-        return signature is not None and signature.switch((args, kwargs, self._collect_all()))
+        if signature is None:
+            return False
+        is_another = signature.switch((args, kwargs, self._collect_all()))
+        return is_another or expected not in (None, signature)
 
     def _collect_all(self) -> Sequence[Any]:
         return [*self._collect_written(), *self.collect_read()]

@@ -56,7 +56,7 @@ def start(
     Raises:
       NotCompiled: the signature is new; nothing has happened.
     """
-    signature = build.signatures.only or build.require_signature(args, kwargs)
+    signature = build.signatures.expected or build.require_signature(args, kwargs)
     if not build.writes:
         return _start_reader(build, signature, args, kwargs, finish)
     if build.is_remote:

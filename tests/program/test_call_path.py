@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
-from distjax.program import calls, program
+from distjax.program import calls, program, signatures
 
 PACKAGE = str(Path(dj.__file__).parent)
 JAX = str(Path(jax.__file__).parent)
@@ -137,3 +137,24 @@ def test_results_passed_on_take_the_short_way_through_jax(strategy, call, with_v
         assert states[-1].tolist() == [expected] * 3
     if with_variable:
         assert float(count.value) == 7
+
+
+def test_a_signature_that_comes_many_times_is_expected(pair, monkeypatch):
+    """Its arguments are not looked at; those of another one are refused, and found."""
+    monkeypatch.setattr(signatures, "_STEADY", 2)
+    num_traces = []
+
+    @dj.jit
+    def step(x, state):
+        num_traces.append(x.shape)
+        return pair.run(lambda x, w: w + dj.get_replica_context().all_reduce("sum", x), (x, state))
+
+    long, short, state = jnp.ones(3), jnp.ones(1), jnp.float32(0)
+    step(long, state), step(short, state)
+    for expected, other in [(long, short), (short, long), (long, short)]:
+        for _ in range(4):
+            assert step(expected, state).shape == expected.shape
+        files = passed(lambda x=expected: step(x, state))
+        assert not [file for file in files if file.endswith("signatures.py")]
+        assert step(other, state).shape == other.shape
+    assert len(num_traces) == 2

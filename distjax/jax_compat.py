@@ -1,7 +1,7 @@
 """The only module that deals with JAX version differences and JAX internals.
 
 It supports JAX 0.10.2 to 0.12 and imports only `jax`, `jax.core`, `jax.extend` and
-`jax.interpreters`. Four internal modules are reached through public names; see "traces",
+`jax.interpreters`. Five internal modules are reached through public names; see "traces",
 "settings" and "processes".
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.backend as jeb
@@ -24,6 +24,8 @@ from distjax.typing import ArrayLike, DTypeLike
 from distjax.user_lines import user_stacklevel
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:2])
+
+T = TypeVar("T")
 
 #: Before JAX 0.12, a CPU process with several devices hangs: see `collectives/throttle.py`.
 CPU_COLLECTIVES_NEED_THROTTLE: bool = JAX_VERSION < (0, 12)
@@ -185,10 +187,7 @@ def as_inlined(call: jec.JaxprEqn) -> jec.JaxprEqn:
 
 
 def equation_of(value: ArrayLike) -> Any:
-    """Returns the equation that computes a tracer, with tracers as `invars`.
-
-    None for arguments, constants, and tracers of `grad` or `vmap`.
-    """
+    """Returns the equation that computes a tracer; None for that of an argument or of `grad`."""
     return getattr(value, "parent", None) if isinstance(value, Tracer) else None
 
 
@@ -233,10 +232,9 @@ def sub_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.Jaxpr]:
 
 
 def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
-    """Returns (jaxpr, operand indices) of a `custom_linear_solve` or `custom_root`.
+    """Returns (jaxpr, operand indices) of a `custom_linear_solve` or `custom_root`, or None.
 
-    Returns None for other equations. The other jaxprs of a solver are derivative rules, which JAX
-    has already applied by the time the equation is visible.
+    A solver's other jaxprs are derivative rules, which JAX applied before the equation is visible.
     """
     if eqn.primitive.name == "custom_linear_solve":
         lengths = eqn.params["const_lengths"]
@@ -272,6 +270,13 @@ def scan_sizes(eqn: jec.JaxprEqn) -> tuple[int, int]:
     # JAX 0.12 stores the operands' tree instead of their counts.
     consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
     return len(list(consts)), len(list(carry))
+
+
+def split_while_inputs(eqn: jec.JaxprEqn, ins: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """Returns a `while` equation's inputs: constants of cond, constants of body, and carry."""
+    body = eqn.params["cond_nconsts"]
+    carry = body + eqn.params["body_nconsts"]
+    return ins[:body], ins[body:carry], ins[carry:]
 
 
 # -- arrays -------------------------------------------------------------------
@@ -328,10 +333,7 @@ def as_uncommitted(array: jax.Array) -> jax.Array:
 
 
 def trace_context() -> Hashable:
-    """Returns the settings of this thread that a trace depends on: a part of JAX's own cache keys.
-
-    For example 64-bit mode and the default matmul precision.
-    """
+    """Returns the settings of this thread that a trace depends on, such as 64-bit mode."""
     return _config_module.trace_context()
 
 
@@ -346,11 +348,12 @@ def compiles() -> bool:
 
 
 # -- processes ----------------------------------------------------------------
-# JAX has no public API for these. The two internal modules are located through a public function
-# of each; the names used are the same in JAX 0.10.2 to 0.12.
+# JAX has no public API for these. The internal modules are located through a public name of
+# each; the names used are the same in JAX 0.10.2 to 0.12.
 
 _distributed: Any = sys.modules[jax.distributed.initialize.__module__]
 _backends: Any = sys.modules[jeb.register_backend_factory.__module__]
+_jaxlib: Any = sys.modules[jax.Device.__module__]
 _first_uses: list[str] = []
 _gloo_hosts: list[str] = []
 
@@ -361,9 +364,7 @@ def coordination_client() -> Any:
 
 
 def detect_cluster(*known_method_and_timeout: object) -> tuple[Any, Any, Any, Any]:
-    """Detects (coordinator address, number of processes, process id, local devices).
-
-    Uses JAX's detection of the cluster that started this process.
+    """Detects (coordinator address, number of processes, process id, local devices), as JAX does.
 
     Args:
       known_method_and_timeout: the four values where known (else None), JAX's name of a
@@ -391,7 +392,7 @@ def _make_cpu_client() -> Any:
     _first_uses.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
     if not _gloo_hosts or _config.jax_cpu_collectives_implementation != "gloo":
         return _backends.make_cpu_client()
-    make = _backends._jax.make_gloo_tcp_collectives
+    make = _jaxlib.make_gloo_tcp_collectives
     return _backends.make_cpu_client(make(coordination_client(), hostname=_gloo_hosts[0]))
 
 

@@ -61,10 +61,10 @@ def throttle(end: jax.Array | None) -> None:
     if end is not None and not isinstance(end, jax_compat.Tracer) and is_throttled():
         launch = count_launch()
         if not launch or awaiting or job() is not None:
-            record_end(end, launch)
+            record_completion(end, launch)
 
 
-def record_end(end: jax.Array, launch: int) -> None:
+def record_completion(end: jax.Array, launch: int) -> None:
     """Records the end of a launched program; awaits the older half if this one ends a half.
 
     Of the launches of a half only the last needs to be recorded, unless other threads are

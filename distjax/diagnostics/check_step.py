@@ -11,7 +11,7 @@ from distjax.context.finding import Finding
 from distjax.diagnostics.explain_step import lower_step
 from distjax.diagnostics.notes import Notes
 from distjax.errors import CheckError, message
-from distjax.replica.arguments import function_name
+from distjax.replica.user_names import function_name
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree
 

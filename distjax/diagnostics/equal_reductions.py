@@ -51,9 +51,8 @@ def _inner(
         carry = outs[:num_carry]  # at the fixpoint
         ins = [*ins[:num_consts], *carry, *ins[num_consts + num_carry :]]
     elif name == "while":
-        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-        yield body, [*ins[num_cond : num_cond + num_body], *outs]
+        yield body, [*jax_compat.split_while_inputs(eqn, ins)[1], *outs]
         return
     elif name == "cond":
         ins = ins[1:]

@@ -1,7 +1,7 @@
 """The bridge for Flax NNX: implements the protocols of `distjax.objects.stateful`.
 
-`take_apart` flattens the objects of a call into one graph and a list of arrays, which become
-inputs of the program. `put_together` lets the objects hold tracers while the step is traced,
+`flatten` flattens the objects of a call into one graph and a list of arrays, which become
+inputs of the program. `unflatten` lets the objects hold tracers while the step is traced,
 and restores them afterwards. `combine_writes` turns what the replicas wrote into one value per
 variable, and `write_back` stores the program's outputs in the objects once it has run.
 """
@@ -22,7 +22,7 @@ from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
 from distjax.flax.module_description import describe_placed
 from distjax.flax.object_types import is_object, is_variable
-from distjax.flax.plans import Objects, take_apart, write_entries
+from distjax.flax.plans import Objects, flatten_objects, write_entries
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
 from distjax.objects.claims import HeldClaims
@@ -56,7 +56,7 @@ class NNXObjectLeaves:
         topology = owner.extended.topology
         return [as_argument(x, layout, topology) for x, layout in pairs]
 
-    def put_together(
+    def unflatten(
         self,
         leaves: Sequence[Any],
         context: ReplicaContext | None,
@@ -92,7 +92,7 @@ class NNXObjectLeaves:
         owner = None if self.plan.strategy is None else self.plan.strategy()
         if owner is None:
             return dict(finals)
-        layouts = [layout for end in outcome.ends for layout in end.entry.layouts]
+        layouts = [layout for variable in outcome.variables for layout in variable.entry.layouts]
         return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
 
     def write_back(self, outcome: Outcome, stored: Mapping[int, Any]) -> None:
@@ -111,8 +111,8 @@ class NNXObjectLeaves:
         if self._references is None:  # kept, so that a retry after a signal sees the old graph
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [
-            after[i] if end.origin is None or i in after else _read_raw(variables[end.origin])
-            for i, end in enumerate(outcome.ends)
+            after[i] if v.origin is None or i in after else _read_raw(variables[v.origin])
+            for i, v in enumerate(outcome.variables)
         ]
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
 
@@ -122,11 +122,11 @@ class NNXObjectLeaves:
         A changed entry of which no leaf is stored keeps its value: a key that each replica set.
         """
         values, number = {}, 0
-        for i, end in enumerate(outcome.ends):
-            numbers = range(number, number + len(end.entry.layouts))
-            number += len(end.entry.layouts)
-            if any(n in stored for n in numbers) or (end.is_changed and not numbers):
-                values[i] = end.entry.treedef.unflatten(
+        for i, variable in enumerate(outcome.variables):
+            numbers = range(number, number + len(variable.entry.layouts))
+            number += len(variable.entry.layouts)
+            if any(n in stored for n in numbers) or (variable.is_changed and not numbers):
+                values[i] = variable.entry.treedef.unflatten(
                     [stored[n] if n in stored else self.leaves[n] for n in numbers]
                 )
         return values
@@ -172,7 +172,7 @@ class NNXBridge:
         """Returns the function under an `nnx.jit`: it becomes part of a larger program."""
         return fn.fun if type(fn) is _JIT and fn.in_shardings is None else fn
 
-    def take_apart(
+    def flatten(
         self,
         objects: Sequence[Any],
         strategy: StrategyLike | None,
@@ -180,7 +180,7 @@ class NNXBridge:
         own: Container[int],
     ) -> NNXObjectLeaves:
         """Places the objects for `strategy` and returns them flattened."""
-        return NNXObjectLeaves(take_apart(objects, strategy, held, own))
+        return NNXObjectLeaves(flatten_objects(objects, strategy, held, own))
 
     def explain(self, error: Exception) -> Exception | None:
         """Returns an error that explains Flax's refusal to change an object, or None."""

@@ -121,7 +121,7 @@ class Objects:
     leaves: list[Any]
 
 
-def take_apart(
+def flatten_objects(
     objects: Sequence[Any],
     strategy: StrategyLike | None,
     held: HeldClaims | None,
@@ -146,31 +146,44 @@ def take_apart(
         _require_in_trace(graph.variables)
     else:
         graph = graph_cache.flatten_graph(objects, held, own)
-    if strategy is not None:
-        known = graph.last_lookup[1]
-        is_known = known is not None and known.is_for(strategy)
-        strategy_of.assign_strategy(objects, strategy, is_known)
-    else:
-        strategy = strategy_of.common_strategy(objects)
+    strategy = _assign_strategy(objects, graph, strategy)
     values = [raw_value(v) for v in graph.variables]
     leaves, structure = jax.tree.flatten(values, is_leaf=is_per_replica)
     plan = _plan(objects, strategy, graph, leaves, structure)
     if strategy is None or jax_compat.tracing():
         return Objects(objects, plan, graph, leaves)
+    stored = _place(plan, graph, leaves)
+    if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
+        return flatten_objects(objects, strategy, held, own)  # metadata is part of the graph
+    return Objects(objects, plan, graph, stored)
+
+
+def _assign_strategy(
+    objects: Sequence[Any], graph: FlatGraph, strategy: StrategyLike | None
+) -> StrategyLike | None:
+    """Makes objects belong to `strategy`; returns it, or for None the one they belong to."""
+    if strategy is None:
+        return strategy_of.common_strategy(objects)
+    known = graph.last_lookup[1]
+    is_known = known is not None and known.is_for(strategy)
+    strategy_of.assign_strategy(objects, strategy, is_known)
+    return strategy
+
+
+def _place(plan: Plan, graph: FlatGraph, leaves: list[Any]) -> list[Any]:
+    """Returns the leaves where the plan says, having written those that moved to the objects."""
     paths = [entry.path for entry in plan.entries for _ in entry.layouts]
     stored = place_arrays(leaves, plan.layouts, paths)
     if any(s is not x for s, x in zip(stored, leaves, strict=True)):
         write_entries(graph.variables, dict(enumerate(values_of(plan, stored))))
-    if host_reads.add_hooks(graph.variables[i] for i in plan.in_host_memory):
-        return take_apart(objects, strategy, held, own)  # metadata is part of the graph
-    return Objects(objects, plan, graph, stored)
+    return stored
 
 
 def place_objects(objects: Sequence[Any], strategy: StrategyLike) -> None:
     """Moves the arrays of objects to where `strategy` keeps them."""
     held = HeldClaims()
     try:
-        take_apart(objects, strategy, held)
+        flatten_objects(objects, strategy, held)
     finally:
         held.release()
 

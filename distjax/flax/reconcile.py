@@ -44,7 +44,7 @@ def combine_writes(
     """
     topology = strategy.extended.topology
     places: list[tuple[Any, Entry]] = [
-        (layout, end.entry) for end in outcome.ends for layout in end.entry.layouts
+        (layout, v.entry) for v in outcome.variables for layout in v.entry.layouts
     ]
     combined: dict[int, Any] = {}
     sums: dict[int, Any] = {}
@@ -152,7 +152,7 @@ def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[st
 
 def _require_origin(outcome: Outcome, entry: Entry) -> None:
     """Raises for a key that the step created: there is no earlier key to keep."""
-    if all(end.origin is not None for end in outcome.ends if end.entry is entry):
+    if all(v.origin is not None for v in outcome.variables if v.entry is entry):
         return
     raise LocalityError(
         message(

@@ -21,14 +21,14 @@ from distjax.flax.graph_cache import path_of
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.flax.saved_state import SavedState, set_in_trace
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.arguments import is_array
+from distjax.replica.partitioned_tree import is_array
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.layouts.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class End:
+class VariableOutcome:
     """A variable at the end of a trace.
 
     Attributes:
@@ -49,12 +49,12 @@ class Outcome:
 
     Attributes:
       graphdef: their graph if it changed (attributes, new variables), else None.
-      ends: their variables, in graph order.
+      variables: their variables, in graph order.
       shards: the numbers of the leaves that are returned as the replicas' shards.
     """
 
     graphdef: Any
-    ends: tuple[End, ...]
+    variables: tuple[VariableOutcome, ...]
     shards: frozenset[int] = frozenset()
 
 
@@ -123,7 +123,7 @@ class TracedNNXObjects:
         variables = enumerate(self._variables)
         return {i: v for i, v in variables if isinstance(v, nnx.Variable) and id(v) in left}
 
-    def collect(self, keep_all: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
+    def collect(self, even_unchanged: frozenset[int]) -> tuple[Outcome, dict[int, Any]]:
         """Returns the static part at the end, and the leaves that changed, by number.
 
         The numbers are those of the plan; if the graph changed, those of the new graph.
@@ -133,10 +133,10 @@ class TracedNNXObjects:
         if graphdef.with_no_outer_index() == self._graphdef:
             values = [raw_value(v) for v in flat.leaves]
             if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._start)):
-                return self._collect_updates(values, keep_all)
+                return self._collect_updates(values, even_unchanged)
         host_reads.add_hooks(self._on_host)
         owners = [i for i, entry in enumerate(self._plan.entries) for _ in entry.layouts]
-        return self._collect_graph(*self._flatten(), {owners[number] for number in keep_all})
+        return self._collect_graph(*self._flatten(), {owners[number] for number in even_unchanged})
 
     def _flatten(self) -> tuple[Any, Any]:
         return nnx.graph.flatten(tuple(self._objects), ref_outer_index=self._numbers, graph=True)
@@ -150,22 +150,22 @@ class TracedNNXObjects:
         return treedef == entry.treedef and (isinstance(variable, nnx.Variable) or is_same)
 
     def _collect_updates(
-        self, values: Sequence[Any], keep_all: frozenset[int]
+        self, values: Sequence[Any], even_unchanged: frozenset[int]
     ) -> tuple[Outcome, dict[int, Any]]:
         finals, shards = {}, set()
         starts = [leaf for leaves in self._start for leaf in leaves]
-        ends = [leaf for v in values for leaf in jax.tree.leaves(v, is_leaf=is_per_replica)]
+        current = [leaf for v in values for leaf in jax.tree.leaves(v, is_leaf=is_per_replica)]
         places = [entry for _, entry in _layouts(self._plan)]
-        same = [start is end for start, end in zip(starts, ends, strict=True)]
+        same = [a is b for a, b in zip(starts, current, strict=True)]
         combined = self._find_combined_metrics(places, same)
-        for number, (end, entry) in enumerate(zip(ends, places, strict=True)):
-            if same[number] and number not in keep_all and _metric_of(entry) not in combined:
+        for number, (leaf, entry) in enumerate(zip(current, places, strict=True)):
+            if same[number] and number not in even_unchanged and _metric_of(entry) not in combined:
                 continue
-            finals[number], is_shard = self._as_shard(end)
+            finals[number], is_shard = self._as_shard(leaf)
             if is_shard:
                 shards.add(number)
-        ends = tuple(End(entry, i) for i, entry in enumerate(self._plan.entries))
-        return Outcome(None, ends, frozenset(shards)), finals
+        variables = tuple(VariableOutcome(entry, i) for i, entry in enumerate(self._plan.entries))
+        return Outcome(None, variables, frozenset(shards)), finals
 
     def _find_combined_metrics(self, entries: Sequence[Entry], same: Sequence[bool]) -> set[int]:
         """Returns the changed metrics that are combined by a function, which needs all state."""
@@ -196,7 +196,7 @@ class TracedNNXObjects:
         """
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
         strategy = None if self._plan.strategy is None else self._plan.strategy()
-        ends: list[tuple[End, list[Any]]] = []  # with the leaves
+        outcomes: list[tuple[VariableOutcome, list[Any]]] = []  # with the leaves
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
             origin = known.get(id(variable))
@@ -205,16 +205,16 @@ class TracedNNXObjects:
             metric = known_entry.metric if known_entry else None
             entry = make_entry(strategy, variable, name, leaves, treedef, metric)
             is_changed = origin is None or not self._is_unchanged(origin, leaves, treedef)
-            ends.append((End(entry, origin, is_changed), leaves))
+            outcomes.append((VariableOutcome(entry, origin, is_changed), leaves))
         combined = self._find_combined_metrics(
-            [end.entry for end, _ in ends], [not end.is_changed for end, _ in ends]
+            [after.entry for after, _ in outcomes], [not after.is_changed for after, _ in outcomes]
         )
         finals, number = {}, 0
-        for end, leaves in ends:
-            if end.is_changed or end.origin in kept or _metric_of(end.entry) in combined:
+        for after, leaves in outcomes:
+            if after.is_changed or after.origin in kept or _metric_of(after.entry) in combined:
                 finals.update((number + i, leaf) for i, leaf in enumerate(leaves))
             number += len(leaves)
-        return Outcome(graphdef, tuple(end for end, _ in ends)), finals
+        return Outcome(graphdef, tuple(after for after, _ in outcomes)), finals
 
     def _is_unchanged(
         self, origin: int, leaves: Sequence[Any], treedef: jax.tree_util.PyTreeDef

@@ -18,7 +18,7 @@ import jax
 
 from distjax.context.contracts import StrategyLike
 from distjax.objects.claims import HeldClaims
-from distjax.replica.arguments import ObjectStateKey
+from distjax.replica.partitioned_tree import ObjectStateKey
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
 from distjax.variables.variable_description import VariableDescription
@@ -51,7 +51,7 @@ class Bridge(Protocol):
         """Returns the function wrapped by a compiling decorator of the library."""
         ...
 
-    def take_apart(
+    def flatten(
         self,
         objects: Sequence[Any],
         strategy: StrategyLike | None,
@@ -100,7 +100,7 @@ class ObjectLeaves(Protocol):
         """Converts stored leaves to the global view, as inputs of `run` or as values."""
         ...
 
-    def put_together(
+    def unflatten(
         self,
         leaves: Sequence[Any],
         context: ReplicaContext | None,
@@ -141,10 +141,10 @@ class TracedObjects(Protocol):
         """Returns the `ObjectLeaves.members` that the objects still have, by number."""
         ...
 
-    def collect(self, keep_all: frozenset[int]) -> tuple[Any, dict[int, Any]]:
+    def collect(self, even_unchanged: frozenset[int]) -> tuple[Any, dict[int, Any]]:
         """Returns the static part of the final state, and the changed leaves by number.
 
-        Leaves numbered in `keep_all` are returned even if unchanged.
+        Leaves numbered in `even_unchanged` are returned even if unchanged.
         """
         ...
 
@@ -162,7 +162,7 @@ def _import_bridge(name: str) -> Bridge:
     return importlib.import_module(name).BRIDGE
 
 
-class StateFound(Exception):
+class StatefulObjectFound(Exception):
     """A trace met stateful objects that its arguments do not contain."""
 
 

@@ -24,17 +24,17 @@ from distjax.objects.stateful import (
     Bridge,
     ObjectLeaves,
     Placeholder,
-    StateFound,
+    StatefulObjectFound,
     TracedObjects,
     active_bridge,
     is_placeholder,
 )
 from distjax.placement.per_replica import is_per_replica
-from distjax.replica.arguments import Static
-from distjax.replica.mapped_results import AS_RUN, RunOptions
 from distjax.replica.output_layout import AlreadyPlaced
+from distjax.replica.partitioned_tree import Static
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.run import run_in_trace
+from distjax.replica.run_options import AS_RUN, RunOptions
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -181,7 +181,7 @@ class StatefulArgs:
             outcome, finals = traced.collect(keywords.static.kept)
             return result, TracedCall(outcome, returns_objects), finals
 
-        return self._split.put_together(leaves, context, body)
+        return self._split.unflatten(leaves, context, body)
 
     def _replace_objects(self, result: PyTree, traced: TracedObjects) -> tuple[Any, bool]:
         """Returns results with placeholders for objects and variables, and whether it has any."""
@@ -227,7 +227,7 @@ def extract_objects(
     indices = {key: i for i, key in enumerate(found)}
     captured = tuple(indices[id(o)] for o in captures)
     objects = list(found.values())
-    split = bridge.take_apart(objects, strategy, held, own)
+    split = bridge.flatten(objects, strategy, held, own)
     return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
 
 
@@ -340,7 +340,7 @@ def _require_no_state(
     fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> None:
     if has_objects(fn, args, kwargs):
-        raise StateFound
+        raise StatefulObjectFound
 
 
 def _explain(error: Exception) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from distjax.replica.arguments import is_array
+from distjax.replica.partitioned_tree import is_array
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number

@@ -18,7 +18,7 @@ from distjax.typing import PyTree
 
 #: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. Both
 #: take part in equality, since JAX looks up compiled programs by treedef.
-Form = tuple[Topology, tuple[int, ...]]
+AuxData = tuple[Topology, tuple[int, ...]]
 
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -55,7 +55,7 @@ class PerReplica:
 
     Attributes:
       stacked: array of shape [R, ...]; slice r belongs to replica r.
-      form: (topology, shape of `stacked`), its static part.
+      aux: (topology, shape of `stacked`): its aux data as a pytree.
 
     Locality: T (per replica), sharded over the replica axis.
 
@@ -73,16 +73,16 @@ class PerReplica:
     Source: tf.distribute.StrategyExtended, "Wrapped values" (TF 1.13); PerReplica.
     """
 
-    __slots__ = ("form", "stacked")
+    __slots__ = ("aux", "stacked")
 
     def __init__(self, stacked: PyTree, topology: Topology):
         self.stacked = stacked
-        self.form: Form = topology, tuple(stacked.shape)
+        self.aux: AuxData = topology, tuple(stacked.shape)
 
     @property
     def topology(self) -> Topology:
         """Where the replicas live."""
-        return self.form[0]
+        return self.aux[0]
 
     @property
     def num_replicas(self) -> int:
@@ -92,7 +92,7 @@ class PerReplica:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of each replica's value, without the replica axis."""
-        return self.form[1][1:]
+        return self.aux[1][1:]
 
     @property
     def dtype(self) -> Any:
@@ -133,7 +133,7 @@ class PerReplica:
         if isinstance(host, jax.Array) and jax_compat.is_key_dtype(host.dtype):
             host, key_impl = jax.random.key_data(host), jax_compat.key_impl(host.dtype)
         host = np.asarray(host) if isinstance(host, _ARRAYS) else host
-        return _from_host, (host, self.form[1], key_impl)
+        return _from_host, (host, self.aux[1], key_impl)
 
     def _place(self, replica: int) -> str:
         if not self.topology.is_placed:
@@ -189,35 +189,35 @@ for _name in "neg pos abs invert round lt le gt ge eq ne".split():
     setattr(PerReplica, f"__{_name}__", _refuse)
 
 
-def with_form(stacked: PyTree, form: Form) -> PerReplica:
-    """Returns a PerReplica of an array [R, ...] known to have this form."""
+def with_aux(stacked: PyTree, aux: AuxData) -> PerReplica:
+    """Returns a PerReplica of an array [R, ...] known to have this aux data."""
     value = _new(PerReplica)
-    value.stacked, value.form = stacked, form
+    value.stacked, value.aux = stacked, aux
     return value
 
 
-def _unflatten(form: Form, children: tuple[Any, ...]) -> Any:
+def _unflatten(aux: AuxData, children: tuple[Any, ...]) -> Any:
     # `jax.tree.map` calls this for every leaf, so the common path makes no calls.
     (child,) = children
     try:
-        if child.shape != form[1] and isinstance(child.shape, tuple):
+        if child.shape != aux[1] and isinstance(child.shape, tuple):
             return child
     except AttributeError:
         if isinstance(child, (float, complex)):
             return child
     value = _new(PerReplica)
-    value.stacked, value.form = child, form
+    value.stacked, value.aux = child, aux
     return value
 
 
 _new = object.__new__
-jax.tree_util.register_pytree_node(PerReplica, lambda x: ((x.stacked,), x.form), _unflatten)
+jax.tree_util.register_pytree_node(PerReplica, lambda x: ((x.stacked,), x.aux), _unflatten)
 
 
 def _from_host(host: PyTree, shape: tuple[int, ...], key_impl: str | None) -> PerReplica:
     """Rebuilds a PerReplica that was pickled or copied."""
     stacked = host if key_impl is None else jax.random.wrap_key_data(host, impl=key_impl)
-    return with_form(stacked, (unplaced_topology(shape[0]), shape))
+    return with_aux(stacked, (unplaced_topology(shape[0]), shape))
 
 
 def is_per_replica(value: object) -> bool:
@@ -250,7 +250,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     if not value.topology.is_placed and value.num_replicas == topology.num_replicas:
         if not isinstance(value.stacked, jax_compat.Tracer):
             _move(value, topology)
-        value.form = topology, value.form[1]
+        value.aux = topology, value.aux[1]
         return
     raise LocalityError(
         message(

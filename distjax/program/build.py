@@ -25,7 +25,7 @@ from distjax.program.step import Step
 from distjax.replica.facts import Fact
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
-from distjax.variables.storage import SteppedArrays, StoredArray
+from distjax.variables.storage import OwnedArrays, StoredArray
 from distjax.variables.variable import Variable
 
 #: Elements of a result that may be held for the next launch.
@@ -53,7 +53,7 @@ class Build:
       signatures: the compiled functions.
       writes: variables whose arrays are donated and replaced.
       reads: variables that are only read.
-      stepped: the arrays of `writes`.
+      owned: the arrays of `writes`.
       read_arrays: the arrays of `reads`.
       lock: held while arrays of these variables are collected, donated and replaced.
       spans_devices: whether the program runs on several devices, as far as a trace tells.
@@ -69,7 +69,7 @@ class Build:
     signatures: Signatures
     writes: tuple[Variable, ...]
     reads: tuple[Variable, ...]
-    stepped: SteppedArrays
+    owned: OwnedArrays
     read_arrays: tuple[StoredArray, ...]
     lock: AbstractContextManager[Any]
     spans_devices: bool
@@ -207,7 +207,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         signatures=Signatures(jit_anew),
         writes=tuple(writes),
         reads=tuple(reads),
-        stepped=SteppedArrays(),
+        owned=OwnedArrays(),
         read_arrays=tuple(v.stored for v in reads),
         lock=_make_lock(threaded),
         spans_devices=any(each.spans_devices for each in spans),
@@ -231,12 +231,12 @@ def _show_end(
     The token is one more result, which shows it.
     """
     donated = [arg for i, arg in enumerate(args) if i in donate_argnums]
-    spec.end = _find_end(results, (args, kwargs), donated)
+    spec.completion = _find_completion(results, (args, kwargs), donated)
     spec.is_throttled = is_throttled()
-    return make_token() if spec.end is None else None
+    return make_token() if spec.completion is None else None
 
 
-def _find_end(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:
+def _find_completion(results: Sequence[Any], inputs: PyTree, donated: PyTree) -> int | None:
     """Returns the number of a result that shows that the program has completed, as a loss does.
 
     It is held for a while (see `Ledger`, `throttle`), so it has to be small; JAX hands on an input

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from distjax import jax_compat
 from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import own_programs
-from distjax.collectives.throttle import awaiting, count_launch, record_end, throttle
+from distjax.collectives.throttle import awaiting, count_launch, record_completion, throttle
 from distjax.context.thread_settings import modes_of_this_thread, probe_settings
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.program.build import Build, NotCompiled
 from distjax.program.host_arguments import checksum
-from distjax.program.output_spec import OutputSpec, end_of, spec_of
+from distjax.program.output_spec import OutputSpec, completion_of, spec_of
 from distjax.program.signatures import Signature
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
@@ -63,17 +63,17 @@ def start(
         return _start_remote_writer(build, signature, args, kwargs, finish)
     if trace_state.value is not EVAL_TRACE:
         require_outside_traces(build)
-    stepped, cell, jitted = build.stepped, build.stepped.cell, signature.jitted
+    owned, cell, jitted = build.owned, build.owned.cell, signature.jitted
     returned: Any = None
     launch = None
     with build.lock:
-        if not stepped.is_whole:
-            stepped.take([variable.stored for variable in build.writes])
-        stepped.is_starting = True
+        if not owned.is_whole:
+            owned.take([variable.stored for variable in build.writes])
+        owned.is_starting = True
         try:
-            stepped.num_starts += 1
-            if stepped.aliased:
-                copy_aliased(stepped)
+            owned.num_starts += 1
+            if owned.aliased:
+                copy_aliased(owned)
             read = build.collect_read() if build.reads else []
             try:
                 if build.is_in_job:
@@ -92,11 +92,11 @@ def start(
                 _conclude(build, returned, finish, launch)
                 raise
         finally:
-            stepped.is_starting = False
+            owned.is_starting = False
     if spec.is_throttled:  # what `throttle` does, without its calls: most launches are only counted
         number = count_launch()
         if number == 0 or awaiting or build.is_in_job:
-            record_end(end_of(returned), number)
+            record_completion(completion_of(returned), number)
     return result, spec
 
 
@@ -180,7 +180,7 @@ def _start_reader(
     if spec.is_throttled and trace_state.value is EVAL_TRACE:
         number = count_launch()
         if number == 0 or awaiting:
-            record_end(end_of(returned), number)
+            record_completion(completion_of(returned), number)
     return returned[2] if spec.unpack is None else spec.unpack(returned[2]), spec
 
 
@@ -217,7 +217,7 @@ def _start_watched_reader(
             finish(spec_of(cell[0]).results(cell[0][2]))
         raise
     if spec.is_throttled:
-        throttle(end_of(returned))
+        throttle(completion_of(returned))
     return result, spec
 
 
@@ -276,7 +276,7 @@ def _end_launch(launch: Launch, returned: tuple[Any, ...]) -> None:
     """Records that a program runs, and the array that is ready when it completes."""
     _, _, arrays, token = returned
     if token is None and arrays:
-        token = arrays[spec_of(returned).end or 0]
+        token = arrays[spec_of(returned).completion or 0]
     ledger.end_launch(launch, token)
 
 
@@ -295,7 +295,7 @@ def _conclude(
     launch: Launch | None,
 ) -> None:
     """Completes a call that raised: either its step happened, or its arrays are lost."""
-    cell = build.stepped.cell
+    cell = build.owned.cell
     if isinstance(cell[0], tuple):
         returned = cell[0]
         cell[0] = returned[0]
@@ -305,7 +305,7 @@ def _conclude(
         if finish is not None:
             finish(spec_of(returned).results(returned[2]))
         return
-    for variable, array in zip(build.writes, build.stepped.arrays, strict=True):
+    for variable, array in zip(build.writes, build.owned.arrays, strict=True):
         if isinstance(array, jax.Array) and array.is_deleted():
             variable.stored.lose()
 

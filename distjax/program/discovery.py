@@ -15,27 +15,23 @@ import jax
 import jax.numpy as jnp
 
 from distjax import inner_traces, jax_compat
-from distjax.cluster.facts import describe_program
 from distjax.collectives.joining import join_maps
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
+from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
-from distjax.replica.arguments import PartitionedTree, is_array
 from distjax.replica.cross_facts import recall, remember
 from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
+from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
 from distjax.typing import ArrayLike, PyTree
-from distjax.variables import access
-from distjax.variables.agreement import agree_on_creation
 from distjax.variables.creation_log import CreationLog
-from distjax.variables.donation import hand_out
 from distjax.variables.state import TraceState, with_variables_as_inputs
-from distjax.variables.variable import Variable
 
 
 class Discovered:
@@ -47,6 +43,7 @@ class Discovered:
       writes: variables that are written.
       created: variables that were created, not yet initialized.
       facts: what is known about each array result.
+      initial_values: those of the created variables.
     """
 
     def __init__(
@@ -56,14 +53,14 @@ class Discovered:
         consts: list[Any],
         signature: tuple[Any, ...],
         partitioned: PartitionedTree,
-        forms: tuple[Any, ...],
+        per_replica: tuple[Any, ...],
         writes: list[Any],
         log: CreationLog,
         facts: Sequence[Fact | None],
     ):
         self.name = name.rsplit(".", 1)[-1]
         self._consts, self._signature = consts, signature
-        self._partitioned, self._forms = partitioned, forms
+        self._partitioned, self._per_replica = partitioned, per_replica
         self._log = log
         self.writes = writes
         self.created = list(log.values)
@@ -74,9 +71,12 @@ class Discovered:
         self._read_types = [as_traced(v.aval) for v in read]
         constraints = (e for e in self._jaxpr.eqns if e.primitive.name in jax_compat.CONSTRAINTS)
         self._constraints = {e.outvars[0]: e for e in constraints}
-        ends = self._jaxpr.outvars[len(forms) : len(forms) + len(writes)]
-        state_vars = [*read, *ends]
+        written = self._jaxpr.outvars[len(per_replica) : len(per_replica) + len(writes)]
+        state_vars = [*read, *written]
         self._state_vars = {v for v in state_vars if not isinstance(v, jax_compat.Literal)}
+        initial = self._jaxpr.outvars[len(per_replica) + len(writes) :]
+        outvars = dict(zip(self.created, initial, strict=True))
+        self.initial_values = InitialValues(self._jaxpr, consts, self.reads, outvars)
 
     @functools.cached_property
     def spans_devices(self) -> bool:
@@ -98,7 +98,7 @@ class Discovered:
     @property
     def results(self) -> list[tuple[str, bool]]:
         """The paths of the array results, and whether each differs per replica."""
-        varying = (w is not None for w in self._forms)
+        varying = (w is not None for w in self._per_replica)
         return list(zip(self._partitioned.paths, varying, strict=True))
 
     def fits(
@@ -114,13 +114,13 @@ class Discovered:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[Any, Any]
     ) -> tuple[list[Any], OutputSpec, dict[Any, Any]]:
         """Returns the array results, their form, and the new values of written variables."""
-        inputs = [*jax.tree.leaves((args, kwargs)), *(_as_global(v, values[v]) for v in self.reads)]
+        inputs = [*jax.tree.leaves((args, kwargs)), *(as_global(v, values[v]) for v in self.reads)]
         outs = stage_call(self._jaxpr, self._consts, inputs, self.name)
-        num_results = len(self._forms)
+        num_results = len(self._per_replica)
         new = dict(zip(self.writes, outs[num_results:], strict=False))
-        ends = self._jaxpr.outvars[:num_results]
-        arrays = [self._as_result(x, end) for x, end in zip(outs[:num_results], ends, strict=True)]
-        return arrays, OutputSpec(self._partitioned, self._forms, self._log.reused), new
+        results = zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
+        arrays = [self._as_result(value, atom) for value, atom in results]
+        return arrays, OutputSpec(self._partitioned, self._per_replica, self._log.reused), new
 
     def _as_result(self, value: ArrayLike, atom: jax_compat.Var | jax_compat.Literal) -> Any:
         """Returns the value of an output as the user gets it."""
@@ -133,64 +133,6 @@ class Discovered:
             # Once more, since JAX does not look for the layout of a result inside of calls.
             return jax_compat.bind_equation(self._constraints[atom], [value])[0]
         return value
-
-    def initialize_created(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Computes the initial values of created variables where they will live."""
-        with jax_compat.outside_traces():
-            self.compute_initial_values(step, args, kwargs)
-        for variable in self.created:
-            variable.stored.complete_creation()
-
-    def compute_initial_values(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Computes the initial values of created variables, which store them later.
-
-        Uses one program per strategy, with explicit output shardings, so that no value is ever
-        whole on one device.
-        """
-        groups: dict[Any, list[Any]] = {}
-        for variable in self.created:
-            groups.setdefault(variable.strategy, []).append(variable)
-        read = (_as_global(v, hand_out(v.stored)) for v in self.reads)
-        inputs = [*jax.tree.leaves(step.place((args, kwargs))), *read]
-        for variables in groups.values():
-            for variable, value in zip(variables, self._compute(variables, inputs), strict=True):
-                if variable.storage is None:
-                    variable.stored.complete = functools.partial(_store_initial, variable, value)
-
-    def _compute(self, variables: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        ends = self._jaxpr.outvars[len(self._forms) + len(self.writes) :]
-        ends = dict(zip(self.created, ends, strict=True))
-        part = jax_compat.needed_for(self._jaxpr, [ends[v] for v in variables])
-
-        def initial(arrays: Sequence[Any]) -> list[Any]:
-            values = jax_compat.eval_jaxpr(part, self._consts, arrays)
-            return [_initial(v, x) for v, x in zip(variables, values, strict=True)]
-
-        shardings = [v.sharding if v.size else None for v in variables]
-        compiled = jax.jit(initial, out_shardings=shardings)
-        if any(v.spans_processes for v in variables):
-            agree_on_creation(variables, describe_program(compiled.lower(inputs)))
-        return compiled(inputs)
-
-
-def _initial(variable: Variable, value: jax.Array) -> Any:
-    """Returns `value` in stored form, as a copy: a result of `jit` may be one of its inputs."""
-    if not variable.size:
-        return value
-    return variable.layout.to_stored(jnp.broadcast_to(jnp.copy(value), variable.global_shape))
-
-
-def _store_initial(variable: Variable, value: jax.Array) -> None:
-    if variable.size:
-        variable.stored.swap(value)
-    else:  # JAX cannot place empty outputs: those are placed separately
-        access.initialize(variable, value)
-
-
-def _as_global(variable: Variable, stored: jax.Array) -> Any:
-    return variable.layout.from_stored(stored, variable.shape)
 
 
 def discover(
@@ -217,9 +159,9 @@ def discover(
         leaves = partitioned.take_leaves()
         facts = list(map(recall, leaves))
         results = [place_output(leaf, topology) for leaf in leaves]
-        forms = tuple(r.form if isinstance(r, PerReplica) else None for r in results)
+        per_replica = tuple(r.aux if isinstance(r, PerReplica) else None for r in results)
         writes = list(state.written)
-        found.update(partitioned=partitioned, forms=forms, writes=writes, facts=facts)
+        found.update(partitioned=partitioned, per_replica=per_replica, writes=writes, facts=facts)
         outs = [r.stacked if isinstance(r, PerReplica) else r for r in results]
         return [*outs, *(to_storage(v, state.read(v)) for v in writes)]
 
@@ -230,7 +172,7 @@ def discover(
             if not log.values:
                 raise
             outs = []
-            found.update(error=error, partitioned=None, forms=(), writes=[], facts=[])
+            found.update(error=error, partitioned=None, per_replica=(), writes=[], facts=[])
         return [*outs, *log.take_values()]
 
     try:
@@ -243,10 +185,10 @@ def discover(
     # The user may hold a created variable, behind a guard. If anything raises from here on, the
     # next trace that meets the variable can still initialize it.
     for variable in discovered.created:
-        variable.stored.complete = lambda: discovered.initialize_created(step, args, kwargs)
+        variable.stored.complete = lambda: discovered.initial_values.store(step, args, kwargs)
     if error is not None:
         if not jax_compat.tracing():  # now, not in the next trace, whose context differs
-            discovered.compute_initial_values(step, args, kwargs)
+            discovered.initial_values.compute(step, args, kwargs)
         raise error
     _require_no_baked_state(consts)
     observer = frames.observer()

@@ -31,13 +31,10 @@ from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_argument_note, explain_devices
 from distjax.program.program import Program, Require
 from distjax.program.retraces import fresh_functions
-from distjax.replica.arguments import (
-    as_static,
-    function_name,
-    positional_names,
-    require_callable,
-)
+from distjax.replica.call_checks import require_callable
+from distjax.replica.partitioned_tree import as_static
 from distjax.replica.static import is_module, unmark
+from distjax.replica.user_names import function_name, positional_names
 from distjax.tracebacks import keep_user_lines
 from distjax.typing import PyTree
 from distjax.user_mesh import NO_MESH
@@ -97,7 +94,7 @@ class CompiledFunction:
         """Calls the function in the trace of the code that calls it."""
         if self._require is None:
             args, kwargs = unmark((args, kwargs))
-        args, kwargs = without_expectations(args, kwargs, state.meant)
+        args, kwargs = without_expectations(args, kwargs, state.expectations)
         return self._fn(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -236,7 +233,7 @@ class JitStep:
         if not self._hands_on_static:
             args, kwargs = unmark((args, kwargs))
         own = kwargs.kwargs if isinstance(kwargs, ObjectKeywords) else kwargs
-        args, own = without_expectations(args, own, state.meant)
+        args, own = without_expectations(args, own, state.expectations)
         if isinstance(kwargs, ObjectKeywords):
             return emit_call(self._fn, args, dataclasses.replace(kwargs, kwargs=own))
         return emit_call(self._fn, args, own)
@@ -245,7 +242,7 @@ class JitStep:
         """Returns uncommitted arguments, which the program may move to its devices."""
         return _off_their_devices(tree)
 
-    def take_objects(
+    def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
         """Returns the stateful objects that a call takes or the function captured."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from distjax.placement.per_replica import Form, with_form
-from distjax.replica.arguments import PartitionedTree
+from distjax.placement.per_replica import AuxData, with_aux
+from distjax.replica.partitioned_tree import PartitionedTree
 from distjax.typing import PyTree
 
 #: Trees that JAX builds in C.
@@ -27,37 +27,38 @@ class OutputSpec:
 
     Args:
       partitioned: the user's tree of results.
-      forms: for each array, the form of its PerReplica, or None.
+      per_replica: for each array, the aux data of its PerReplica, or None.
       recreated: the names of existing variables that constructors returned again.
 
     Attributes:
       unpack: ``unpack(arrays)`` returns the user's results; in C if all are bare arrays. None:
         the program returns the user's results.
       recreated: as given.
-      end: the index of the array that shows when the program has completed; None: its token does.
+      completion: the index of the array that is ready when the program has completed; None: its
+        token is.
       is_throttled: whether launches of the program are counted: see `throttle`.
     """
 
-    __slots__ = ("_is_built_in", "end", "is_throttled", "recreated", "unpack")
+    __slots__ = ("_is_built_in", "completion", "is_throttled", "recreated", "unpack")
 
     def __init__(
         self,
         partitioned: PartitionedTree,
-        forms: tuple[Form | None, ...],
+        per_replica: tuple[AuxData | None, ...],
         recreated: tuple[str, ...],
     ):
         self.recreated = recreated
-        self.end: int | None = None
+        self.completion: int | None = None
         self.is_throttled = False
         combine = partitioned.combine
         if partitioned.is_of_arrays:
             combine = partitioned.treedef.unflatten
-        has_forms = any(form is not None for form in forms)
+        has_per_replica = any(aux is not None for aux in per_replica)
         self.unpack: Callable[[Sequence[jax.Array]], Any] | None = (
-            functools.partial(_unpack, combine, forms) if has_forms else combine
+            functools.partial(_unpack, combine, per_replica) if has_per_replica else combine
         )
         self._is_built_in = (
-            partitioned.is_of_arrays and not has_forms and _is_built_in(partitioned.treedef)
+            partitioned.is_of_arrays and not has_per_replica and _is_built_in(partitioned.treedef)
         )
 
     def pack(self, arrays: Sequence[Any]) -> Any:
@@ -86,13 +87,13 @@ def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
 
 def _unpack(
     combine: Callable[[Sequence[Any]], Any],
-    forms: tuple[Form | None, ...],
+    per_replica: tuple[AuxData | None, ...],
     arrays: Sequence[jax.Array],
 ) -> Any:
     return combine(
         [
-            array if form is None else with_form(array, form)
-            for array, form in zip(arrays, forms, strict=True)
+            array if aux is None else with_aux(array, aux)
+            for array, aux in zip(arrays, per_replica, strict=True)
         ]
     )
 
@@ -106,10 +107,10 @@ def as_static_output(spec: OutputSpec) -> dict[OutputSpec, None]:
     return {spec: None}
 
 
-def end_of(returned: tuple[Any, ...]) -> jax.Array:
+def completion_of(returned: tuple[Any, ...]) -> jax.Array:
     """Returns what is ready when the program that returned this is done."""
     spec = spec_of(returned)
-    return returned[3] if spec.end is None else jax.tree.leaves(returned[2])[spec.end]
+    return returned[3] if spec.completion is None else jax.tree.leaves(returned[2])[spec.completion]
 
 
 def spec_of(returned: tuple[Any, ...]) -> OutputSpec:

@@ -19,7 +19,7 @@ from distjax import jax_compat, user_mesh
 from distjax.cluster.phases import phase
 from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
-from distjax.objects.stateful import StateFound
+from distjax.objects.stateful import StatefulObjectFound
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
 from distjax.program.agreement import agree_on_program
 from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
@@ -35,8 +35,8 @@ from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
-from distjax.replica.arguments import is_array, is_array_or_struct, mark_static
 from distjax.replica.feedback import Feedback
+from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_static
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog, require_no_trace
@@ -87,7 +87,7 @@ class Program:
         """Runs the program and returns the user's results."""
         build = self._build
         if build is None or not self._is_plain:
-            return self._call_with_care(args, kwargs)
+            return self._call_slowly(args, kwargs)
         if self._step.donate_argnums and (handed_out or build.spans_devices):
             args = self._prepare_donated(args)
         try:
@@ -99,11 +99,11 @@ class Program:
                 self._recreated, self._is_plain = spec.recreated, False
             return result
         try:  # outside the handler, so that the user's errors are not chained to `refused`
-            return self._call_with_care(args, kwargs, refused)
+            return self._call_slowly(args, kwargs, refused)
         finally:
             del refused  # its traceback holds this frame, and the arguments
 
-    def _call_with_care(
+    def _call_slowly(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
     ) -> Any:
         """Runs the program when a call is more than the start of a build.
@@ -115,11 +115,11 @@ class Program:
         """
         if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
             self._meets_user_mesh, self._is_plain = True, False
-            return user_mesh.ignores_user_mesh(self._call_with_care)(args, kwargs)
+            return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs)
         if self._has_no_objects:
             try:
                 return self._run(args, kwargs, error=error)
-            except StateFound:
+            except StatefulObjectFound:
                 self._has_no_objects = self._is_plain = False
         return self._run_first_calls(args, kwargs)
 
@@ -142,7 +142,7 @@ class Program:
         """Returns ``run``'s result for the arguments, holding the claims of their objects."""
         held = HeldClaims()
         try:
-            stateful = self._step.take_objects(args, kwargs, held)
+            stateful = self._step.find_objects(args, kwargs, held)
             self._num_calls += 1
             if self._num_calls == 2:
                 self._on_second_call()
@@ -180,7 +180,9 @@ class Program:
             except Exception as refused:
                 error = refused
         try:
-            result, spec = started or self._start_anew(error or NotCompiled(), args, kwargs, finish)
+            result, spec = started or self._start_after(
+                error or NotCompiled(), args, kwargs, finish
+            )
         finally:
             del error
         self._recreated = spec.recreated
@@ -189,7 +191,7 @@ class Program:
         )
         return result
 
-    def _start_anew(
+    def _start_after(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
     ) -> tuple[Any, OutputSpec]:
         """Starts the program after an attempt that ended in `error`, or raises it.
@@ -359,7 +361,7 @@ class Program:
         created = discovered.created
         if created:
             require_no_trace(created[0].name)
-            discovered.initialize_created(self._step, args, kwargs)
+            discovered.initial_values.store(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
         build = make_build(self._step, discovered, self._build)
         build.offer(discovered, args, kwargs)

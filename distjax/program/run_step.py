@@ -20,7 +20,8 @@ from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.jit import CompiledFunction, donated_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.replica.arguments import function_name, positional_names, require_callable, user_path
+from distjax.replica.call_checks import require_callable
+from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
 
@@ -53,7 +54,7 @@ class RunStep:
         """Returns the arguments, with arrays on other devices moved to the strategy's."""
         return place_arguments(self._extended.topology, tree)
 
-    def take_objects(
+    def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
         """Returns the stateful objects that a call takes or the function captured."""

@@ -47,7 +47,7 @@ class Step(Protocol):
         """Returns the arguments, with arrays on other devices moved to the program's devices."""
         ...
 
-    def take_objects(
+    def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
         """Returns the stateful objects that a call takes or the function captured.

@@ -167,9 +167,7 @@ class Analysis:
     def _while(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         cond, _ = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
         body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond_ins, body_ins = ins[:num_cond], ins[num_cond : num_cond + num_body]
-        carry = ins[num_cond + num_body :]
+        cond_ins, body_ins, carry = jax_compat.split_while_inputs(eqn, ins)
         while True:
             if self._call(eqn, cond, cond_ins + carry)[0]:
                 self.require_uniform(eqn, _CONSTRUCTS["while"])

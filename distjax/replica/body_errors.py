@@ -13,8 +13,9 @@ from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
-from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.emit import holds_merge
+from distjax.replica.partitioned_tree import PartitionedTree
+from distjax.replica.user_names import function_name, user_path
 
 #: JAX's messages for a traced number used as a shape, a length or an index.
 _NEEDS_A_NUMBER = re.compile("Shapes must be 1D|concrete value is expected|__index__")

@@ -138,8 +138,7 @@ def _emit_while(
 ) -> list[GlobalValue]:
     cond, cond_consts = jax_compat.open_jaxpr(eqn.params["cond_jaxpr"])
     inner, inner_consts = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_ins, body_ins = ins[:num_cond], ins[num_cond : num_cond + num_body]
+    cond_ins, body_ins, start = jax_compat.split_while_inputs(eqn, ins)
 
     def step(carry: Sequence[GlobalValue], _: Sequence[Any] = ()) -> list[GlobalValue]:
         predicate(carry)
@@ -151,7 +150,7 @@ def _emit_while(
             emitter.analysis.require_uniform(eqn, "while_loop")
         return out.array
 
-    carry, flags, _ = _fixpoint(emitter, ins[num_cond + num_body :], [], step)
+    carry, flags, _ = _fixpoint(emitter, start, [], step)
     final = lax.while_loop(
         lambda arrays: predicate(_as_global_values(arrays, flags)),
         lambda arrays: _level(

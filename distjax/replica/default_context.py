@@ -12,7 +12,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame, mixing_text
 from distjax.errors import MergeError, StrategyMismatchError, message
-from distjax.replica.arguments import require_call
+from distjax.replica.call_checks import require_call
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 
 

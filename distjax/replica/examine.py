@@ -23,12 +23,13 @@ from distjax.errors import ReductionWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
-from distjax.replica.arguments import PartitionedTree, is_object_state, user_path
 from distjax.replica.cross_facts import recall
 from distjax.replica.fact_rules import RULES
 from distjax.replica.facts import EQUAL, Fact, FactWalk
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.partitioned_tree import PartitionedTree, is_object_state
 from distjax.replica.user_merge import WeakMerge
+from distjax.replica.user_names import user_path
 from distjax.variables.variable import Variable
 
 
@@ -204,7 +205,7 @@ def note_lone_updates(
     paths: Sequence[str],
     results: Sequence[GlobalValue],
     given: Given,
-    meant: Mapping[int, tuple[Any, str]],
+    expectations: Mapping[int, tuple[Any, str]],
 ) -> None:
     """Notes results that update an equal argument but differ.
 
@@ -227,5 +228,5 @@ def note_lone_updates(
             why=STATE_WHY,
             fix=STATE_FIX,
         )
-        _, reason = meant.get(id(before), (None, None))
+        _, reason = expectations.get(id(before), (None, None))
         report(Finding("note", STATE, text, source, reason))

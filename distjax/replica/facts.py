@@ -282,8 +282,7 @@ class FactWalk:
 
     def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
-        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        consts, carry = ins[num_cond : num_cond + num_body], ins[num_cond + num_body :]
+        _, consts, carry = jax_compat.split_while_inputs(eqn, ins)
         with self._within(eqn):
             return self._fixpoint(body, consts, carry, [])
 

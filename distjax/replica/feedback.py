@@ -26,8 +26,9 @@ from distjax.context.findings import (
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
 from distjax.replica import cross_facts
-from distjax.replica.arguments import PartitionedTree, is_array, user_path
 from distjax.replica.facts import Fact
+from distjax.replica.partitioned_tree import PartitionedTree, is_array
+from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 

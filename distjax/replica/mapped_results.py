@@ -6,7 +6,6 @@ returned: [R, ...] in either case, or one value for None, with a warning if othe
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,49 +23,13 @@ from distjax.errors import LocalityWarning, message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.analysis import Analysis
-from distjax.replica.arguments import PartitionedTree
 from distjax.replica.axis_prefix import broadcast_axes
 from distjax.replica.global_value import GlobalValue, as_user_value, stack_replicas
 from distjax.replica.output_layout import AlreadyPlaced
+from distjax.replica.partitioned_tree import PartitionedTree
+from distjax.replica.run_options import AsValues, RunOptions
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
-
-
-class _AsValues:
-    """The out axis that means: return what `run` returns."""
-
-
-AS_VALUES = _AsValues()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RunOptions:
-    """How one call on the replicas departs from `run`.
-
-    Attributes:
-      axis_name: the name of the replica axis in this call; None: the strategy's.
-      out_axes: a prefix of the results' tree: the position of the replica axis, None for a
-        single value, or AS_VALUES for what `run` returns.
-      leaves_program: whether the results leave a compiled program, and so must be marked as
-        already placed.
-      returns_object_state: whether the user's results are the first of a tuple of trees. The
-        others are state of objects, which rules later turn into single values.
-    """
-
-    axis_name: str | None = None
-    out_axes: PyTree = AS_VALUES
-    leaves_program: bool = False
-    returns_object_state: bool = False
-
-    def for_first_of(self, count: int) -> RunOptions:
-        """Returns these options for results that are the first of `count` trees."""
-        options = dataclasses.replace(self, returns_object_state=True)
-        if self.out_axes is AS_VALUES:
-            return options
-        return dataclasses.replace(options, out_axes=(self.out_axes, *[AS_VALUES] * (count - 1)))
-
-
-AS_RUN = RunOptions()
 
 
 class DataFlow(NamedTuple):
@@ -181,9 +144,9 @@ def _report_lost(
 
 
 def _with_axis(
-    leaf: PyTree, axis: int | _AsValues | None, topology: Topology, options: RunOptions
+    leaf: PyTree, axis: int | AsValues | None, topology: Topology, options: RunOptions
 ) -> Any:
-    if isinstance(axis, _AsValues):
+    if isinstance(axis, AsValues):
         return as_user_value(leaf, topology) if isinstance(leaf, GlobalValue) else leaf
     if is_number(leaf):
         leaf = GlobalValue(jnp.asarray(leaf), False)

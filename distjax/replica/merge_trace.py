@@ -13,9 +13,9 @@ from typing import Any
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.jax_compat import Jaxpr, Literal, ShapedArray
-from distjax.replica.arguments import PartitionedTree
 from distjax.replica.cross_facts import is_reduction
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.partitioned_tree import PartitionedTree
 from distjax.traced_types import have_types_of
 from distjax.variables.state import with_variables_as_inputs
 from distjax.variables.variable import Variable

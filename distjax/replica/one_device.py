@@ -149,8 +149,7 @@ class OneDevice:
         return [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        first, last = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        of_cond, of_body, carry = ins[:first], ins[first : first + last], ins[first + last :]
+        of_cond, of_body, carry = jax_compat.split_while_inputs(eqn, ins)
         cond, body = self._branch(eqn.params["cond_jaxpr"]), self._branch(eqn.params["body_jaxpr"])
         return lax.while_loop(
             lambda values: cond(*of_cond, *values)[0],

@@ -23,7 +23,7 @@ from distjax.errors import (
     message,
 )
 from distjax.placement.per_replica import PerReplica, require_local
-from distjax.replica.arguments import require_call
+from distjax.replica.call_checks import require_call
 from distjax.replica.tracer_localities import TracerLocalities
 from distjax.replica.user_merge import UserMerge, bind_merge
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike

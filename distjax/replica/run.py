@@ -23,19 +23,12 @@ from distjax.context.frames import Frame
 from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, renamed_topology
-from distjax.replica.arguments import (
-    PartitionedTree,
-    function_name,
-    is_array,
-    positional_names,
-    require_finished,
-    user_path,
-)
 from distjax.replica.body_errors import (
     add_number_note,
     require_no_other_mesh,
     require_own_axis,
 )
+from distjax.replica.call_checks import require_finished
 from distjax.replica.cross_facts import remember
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
@@ -49,19 +42,16 @@ from distjax.replica.global_value import (
     replica_aval,
     to_variable,
 )
-from distjax.replica.mapped_results import (
-    AS_RUN,
-    AS_VALUES,
-    DataFlow,
-    RunOptions,
-    stack_results,
-)
+from distjax.replica.mapped_results import DataFlow, stack_results
+from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.reasons import Reasons
 from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.run_options import AS_RUN, AS_VALUES, RunOptions
 from distjax.replica.state_check import check_state
 from distjax.replica.static import mark_modules
 from distjax.replica.tracer_localities import TracerLocalities
 from distjax.replica.user_merge import UserMerge
+from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.creation_log import CreationLog
@@ -118,7 +108,7 @@ def run_in_trace(
     named = renamed_topology(topology, options.axis_name or topology.axis_name)
     names = positional_names(fn)
     feedback = _compare_feedback(fn, names, args, kwargs, outer)
-    args, kwargs = without_expectations(args, kwargs, outer.meant)
+    args, kwargs = without_expectations(args, kwargs, outer.expectations)
     partitioned = PartitionedTree(
         mark_modules((args, kwargs), tuple(names)), lambda leaf: is_array(leaf) or is_number(leaf)
     )
@@ -211,11 +201,11 @@ def _tell_findings(
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
     if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
         inputs = [env[v] for v in traced.jaxpr.invars]
-        if not check_state(fn, given, traced.result, results, (inputs, facts), outer.meant):
+        if not check_state(fn, given, traced.result, results, (inputs, facts), outer.expectations):
             paths = traced.result.paths[: len(own)]
             if own is not results:
                 paths = [path.removeprefix("[0]") for path in paths]
-            note_lone_updates(facts[: len(own)], paths, own, given, outer.meant)
+            note_lone_updates(facts[: len(own)], paths, own, given, outer.expectations)
     return facts
 
 

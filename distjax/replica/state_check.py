@@ -21,10 +21,11 @@ from distjax.context.findings import (
     report,
 )
 from distjax.errors import LocalityError, LocalityWarning, message
-from distjax.replica.arguments import PartitionedTree, function_name, user_path
 from distjax.replica.examine import Given, updated_argument
 from distjax.replica.facts import Fact
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.partitioned_tree import PartitionedTree
+from distjax.replica.user_names import function_name, user_path
 
 
 class _Leaf(NamedTuple):
@@ -70,7 +71,7 @@ def check_state(
     result: PartitionedTree,
     results: Sequence[GlobalValue],
     facts: tuple[Sequence[Fact], Sequence[Fact]],
-    meant: Mapping[int, tuple[Any, str]],
+    expectations: Mapping[int, tuple[Any, str]],
 ) -> bool:
     """Warns if state went in M and came out T; raises for Flax TrainState params.
 
@@ -80,13 +81,13 @@ def check_state(
       result: its result.
       results: the values of the result's leaves.
       facts: what is known about the arguments, and about the results.
-      meant: the leaves that are meant to differ, by `id`, with the reason.
+      expectations: the leaves that `dj.expect` allows to differ, by `id`, with the reason.
 
     Returns:
-      Whether there is such state, meant or not.
+      Whether there is such state, expected or not.
     """
-    args, kwargs = _take_apart(given.partitioned, given.values, facts[0]).children()
-    trees = _subtrees(_take_apart(result, results, facts[1]))
+    args, kwargs = _tree_of(given.partitioned, given.values, facts[0]).children()
+    trees = _subtrees(_tree_of(result, results, facts[1]))
     candidates = [tree for tree in trees if not _is_gradient(tree)]
     is_found = False
     for arg in (*args.children(), *kwargs.children()):
@@ -96,7 +97,7 @@ def check_state(
         if not changed:
             continue
         is_found = True
-        reasons = [meant.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
+        reasons = [expectations.get(id(leaf.value.array), (None, None))[1] for leaf in changed]
         paths = [user_path(leaf.path, given.names) for leaf in changed]
         others = [user_path(leaf.path, given.names) for leaf in arg.others(changed)]
         for reason in dict.fromkeys(reasons):
@@ -105,7 +106,7 @@ def check_state(
     return is_found
 
 
-def _take_apart(
+def _tree_of(
     partitioned: PartitionedTree, values: Sequence[GlobalValue], facts: Sequence[Fact]
 ) -> _Tree:
     leaves = list(map(_Leaf, partitioned.paths, values, facts))

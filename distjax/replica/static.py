@@ -10,7 +10,8 @@ import jax
 
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.replica.arguments import Static, as_static, is_array, user_path
+from distjax.replica.partitioned_tree import Static, as_static, is_array
+from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 
 _T = TypeVar("_T")

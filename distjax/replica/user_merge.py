@@ -23,7 +23,6 @@ from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica, require_local, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
-from distjax.replica.arguments import PartitionedTree, function_name, is_array
 from distjax.replica.closures import ClosureValues
 from distjax.replica.global_value import (
     GlobalValue,
@@ -35,7 +34,9 @@ from distjax.replica.global_value import (
 )
 from distjax.replica.merge import merge_p
 from distjax.replica.merge_trace import MergeTrace
+from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.tracer_localities import TracerLocalities
+from distjax.replica.user_names import function_name
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import MergeState, ShapeState, TraceState

@@ -18,7 +18,7 @@ from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.retraces import fresh_functions
-from distjax.replica.arguments import require_call
+from distjax.replica.call_checks import require_call
 from distjax.servers.crew import board_of
 from distjax.servers.engine import Engine
 from distjax.servers.placement import ServerPlacement

@@ -14,7 +14,7 @@ import numpy as np
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import message
 from distjax.placement.host_values import without_alias
-from distjax.replica.arguments import require_call
+from distjax.replica.call_checks import require_call
 from distjax.servers.board import Board, Worker
 from distjax.servers.closure import Call, Closure
 from distjax.servers.crew import board_of

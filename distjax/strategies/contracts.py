@@ -26,11 +26,11 @@ from distjax.typing import (
     PyTree,
     ReduceOpLike,
 )
-from distjax.variables.stored_variable import OwningStrategy, VariableOwner
+from distjax.variables.stored_variable import ExtendedForVariables, OwningStrategy
 from distjax.variables.variable import Variable
 
 
-class ExtendedContract(VariableOwner, Protocol):
+class ExtendedContract(ExtendedForVariables, Protocol):
     """`strategy.extended`, whose methods `distjax.StrategyExtended` documents."""
 
     communication: CommunicationOptions

@@ -17,7 +17,7 @@ from distjax.placement.transfer import transfer
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
-from distjax.variables.stored_variable import VariableOwner
+from distjax.variables.stored_variable import ExtendedForVariables
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import LaidOut
 
@@ -56,7 +56,7 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
     raise ValueError(_text(method, destinations))
 
 
-def reduction_layout(extended: VariableOwner, variable: LaidOut) -> Layout:
+def reduction_layout(extended: ExtendedForVariables, variable: LaidOut) -> Layout:
     """Returns the unencoded layout of a value reduced to the devices of `variable`."""
     return extended.placement.reduction_layout(variable).unencoded(variable.shape)
 

@@ -23,7 +23,7 @@ from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
 from distjax.program.run_step import make_run_program, place_arguments
-from distjax.replica.arguments import require_call
+from distjax.replica.call_checks import require_call
 from distjax.strategies import colocation, job_devices, reducing, update, values
 from distjax.strategies.component_registry import ComponentRegistry
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps

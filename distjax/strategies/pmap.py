@@ -26,13 +26,10 @@ from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_cause_note
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
-from distjax.replica.arguments import (
-    as_static,
-    function_name,
-    positional_names,
-    require_callable,
-)
-from distjax.replica.mapped_results import AS_VALUES, RunOptions
+from distjax.replica.call_checks import require_callable
+from distjax.replica.partitioned_tree import as_static
+from distjax.replica.run_options import AS_VALUES, RunOptions
+from distjax.replica.user_names import function_name, positional_names
 from distjax.strategies.job_devices import warn_if_alone
 from distjax.strategies.mirrored import MirroredStrategy
 from distjax.strategies.pmap_arguments import MappedArguments, as_axes

@@ -16,8 +16,9 @@ from distjax.objects.stateful import active_bridge, is_placeholder
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
-from distjax.replica.arguments import Static, is_array_or_struct, user_path
 from distjax.replica.axis_prefix import broadcast_axes
+from distjax.replica.partitioned_tree import Static, is_array_or_struct
+from distjax.replica.user_names import user_path
 from distjax.trees import first_leaf
 from distjax.typing import PyTree
 

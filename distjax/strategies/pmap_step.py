@@ -10,7 +10,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
-from distjax.replica.mapped_results import RunOptions
+from distjax.replica.run_options import RunOptions
 from distjax.strategies.pmap_arguments import MappedArguments
 from distjax.typing import PyTree
 from distjax.variables.state import TraceState
@@ -56,7 +56,7 @@ class PmapStep:
         args, kwargs = tree
         return self._arguments.placed(args, kwargs, self._strategy.extended.topology)
 
-    def take_objects(
+    def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> StatefulArgs | None:
         """Returns the stateful objects that a call is given or that the function captured."""

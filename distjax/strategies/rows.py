@@ -15,8 +15,8 @@ from distjax.placement.host_values import without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
-from distjax.replica.arguments import is_array
 from distjax.replica.output_layout import place_output
+from distjax.replica.partitioned_tree import is_array
 from distjax.typing import PyTree
 from distjax.variables.access import read_components
 from distjax.variables.variable import Variable

@@ -28,7 +28,9 @@ from distjax.integers import is_int
 from distjax.objects.claims import HeldClaims
 from distjax.program.program import Program
 from distjax.replica import lax
-from distjax.replica.arguments import Static, function_name, is_array, require_callable
+from distjax.replica.call_checks import require_callable
+from distjax.replica.partitioned_tree import Static, is_array
+from distjax.replica.user_names import function_name
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree, ReduceOpLike
 from distjax.variables.conversion import is_number
@@ -130,7 +132,7 @@ def run_steps(
     _require_initial(initial_loop_values)
     context = MultiStepContext(initial_loop_values)
     is_ours = isinstance(iterator, DistributedIterator)
-    chunks = iter(()) if is_ours else _stack_elements(iterator, iterations)
+    chunks = iter(()) if is_ours else _stack_steps(iterator, iterations)
     while context.iterations < iterations:
         try:
             left = iterations - context.iterations
@@ -201,7 +203,7 @@ def _count(iterations: object) -> int:
     )
 
 
-def _stack_elements(iterator: Iterator[PyTree], num_steps: int) -> Iterator[Steps]:
+def _stack_steps(iterator: Iterator[PyTree], num_steps: int) -> Iterator[Steps]:
     """Yields the next `num_steps` elements of any iterator, stacked while their shapes are equal.
 
     If the iterator raises, the elements before come first.
@@ -261,7 +263,7 @@ class LoopStep:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
 
-    def take_objects(
+    def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> None:
         """Returns None: stateful objects belong to the user's step."""

@@ -28,14 +28,9 @@ from distjax.errors import (
 from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
-from distjax.replica.arguments import (
-    PartitionedTree,
-    function_name,
-    is_array,
-    positional_names,
-    user_path,
-)
 from distjax.replica.global_value import GlobalValue, as_user_value
+from distjax.replica.partitioned_tree import PartitionedTree, is_array
+from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.values import is_mirrored, split
 from distjax.typing import KeywordArgs, PositionalArgs, PyTree
@@ -272,7 +267,7 @@ class UpdateStep:
         """Returns the arguments with arrays from elsewhere on the strategy's devices."""
         return self._extended.place_arguments(tree)
 
-    def take_objects(
+    def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None
     ) -> None:
         """Returns None: stateful objects belong to the user's step."""

@@ -19,7 +19,7 @@ from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import local_rows, transfer_local_rows
-from distjax.replica.arguments import require_callable
+from distjax.replica.call_checks import require_callable
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable

@@ -25,7 +25,7 @@ from distjax import jax_compat
 from distjax.errors import message
 from distjax.trees import first_leaf
 from distjax.typing import PyTree
-from distjax.variables.storage import SteppedArrays, StoredArray
+from distjax.variables.storage import OwnedArrays, StoredArray
 
 #: The living arrays that share buffers with a variable, by `id`.
 handed_out: dict[int, weakref.ref[jax.Array]] = {}
@@ -50,7 +50,7 @@ def hand_out(stored: StoredArray) -> jax.Array:
         return _register(stored)
 
 
-def _is_starting(place: tuple[SteppedArrays, int] | None) -> bool:
+def _is_starting(place: tuple[OwnedArrays, int] | None) -> bool:
     return place is not None and place[0].is_starting
 
 
@@ -92,21 +92,21 @@ def reuse_components(stored: StoredArray, parts: tuple[jax.Array, ...]) -> tuple
     return parts
 
 
-def copy_aliased(stepped: SteppedArrays) -> None:
+def copy_aliased(owned: OwnedArrays) -> None:
     """Copies, on the device, the arrays about to be donated that users still hold.
 
     Args:
-      stepped: the arrays of a program that is starting.
+      owned: the arrays of a program that is starting.
     """
-    for stored in tuple(stepped.aliased):
-        if stored.place is None or stored.place[0] is not stepped:
+    for stored in tuple(owned.aliased):
+        if stored.place is None or stored.place[0] is not owned:
             continue
         array: Any = stored.require()
         handles = tuple(stored.handles)  # readers may change the list meanwhile
         if any(reference() is not None for reference in handles):
-            stepped.arrays[stored.place[1]] = _copy(array)
+            owned.arrays[stored.place[1]] = _copy(array)
         stored.handles = []
-    stepped.aliased = []
+    owned.aliased = []
 
 
 def _copy(array: jax.Array) -> jax.Array:

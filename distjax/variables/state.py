@@ -124,7 +124,7 @@ class TraceState:
       creations: the log of variables created in this trace; None if none can be.
       feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
       is_pure: whether the code leaves no value of the trace elsewhere.
-      meant: by `id`, each array that `dj.expect` allows to come back different, and why.
+      expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TraceState:
         self.is_pure = True
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
-        self.meant: dict[int, tuple[Any, str]] = {}
+        self.expectations: dict[int, tuple[Any, str]] = {}
         self.feedbacks: dict[int, tuple[Any, Any]] = {}
         self._values: dict[Any, Any] = {}
         self._read_inside: set[Any] = set()  # read by functions whose traces JAX caches

@@ -1,7 +1,7 @@
 """Where a variable's array is: with the variable, or in a program's list.
 
 Every variable has one `StoredArray`, and its array is read and swapped only there. A program that
-writes variables keeps their arrays in one `SteppedArrays`: the list goes into the compiled call,
+writes variables keeps their arrays in one `OwnedArrays`: the list goes into the compiled call,
 and the list that comes out replaces it within the same C call, so no signal and no other thread
 can observe a half-stored step. The `StoredArray` of such a variable knows only its index there.
 
@@ -26,7 +26,7 @@ from distjax.variables.storage_errors import is_there, require_present, require_
 Stored: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
-class SteppedArrays:
+class OwnedArrays:
     """The arrays of the variables that one program writes.
 
     Attributes:
@@ -104,7 +104,7 @@ class StoredArray:
 
     def __init__(self, name: str, lock: threading.RLock):
         self.name, self.lock = name, lock
-        self.place: tuple[SteppedArrays, int] | None = None
+        self.place: tuple[OwnedArrays, int] | None = None
         self.handles: list[weakref.ref[jax.Array]] = []
         self.components: tuple[weakref.ref[Stored] | None, tuple[weakref.ref[jax.Array], ...]] = (
             None,
@@ -192,18 +192,18 @@ class StoredArray:
         if self.place is None:
             self._array = array
         else:
-            stepped, index = self.place
-            stepped.arrays[index] = array
+            owned, index = self.place
+            owned.arrays[index] = array
 
-    def move_to(self, stepped: SteppedArrays, index: int) -> None:
+    def move_to(self, owned: OwnedArrays, index: int) -> None:
         """Records that the array is now in a program's list; call it under the lock."""
         former, version = self.place, self.version
         if former is not None:
             former[0].is_whole = False  # first, so the former program cannot run with the array
-        self.place = stepped, index
-        self._swaps = version - stepped.num_starts
+        self.place = owned, index
+        self._swaps = version - owned.num_starts
         self._array = None
-        if former is not None and former[0] is not stepped:
+        if former is not None and former[0] is not owned:
             former[0].arrays[former[1]] = None  # programs keep only arrays they step alive
 
     def __del__(self) -> None:

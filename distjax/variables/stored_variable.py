@@ -23,12 +23,12 @@ class OwningStrategy(StrategyLike, Protocol):
     """The strategy that a variable belongs to."""
 
     @property
-    def extended(self) -> VariableOwner:
+    def extended(self) -> ExtendedForVariables:
         """The part that manages its variables."""
         ...
 
 
-class VariableOwner(ExtendedLike, Protocol):
+class ExtendedForVariables(ExtendedLike, Protocol):
     """A strategy's `extended`, as its variables need it."""
 
     @property

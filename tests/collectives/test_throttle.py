@@ -242,7 +242,9 @@ def test_each_half_is_recorded_by_its_last_program(writes, monkeypatch):
         v = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
     recorded = []
     monkeypatch.setattr(calls, "count_launch", count_from_one())
-    monkeypatch.setattr(calls, "record_end", lambda end, launch: recorded.append((end, launch)))
+    monkeypatch.setattr(
+        calls, "record_completion", lambda end, launch: recorded.append((end, launch))
+    )
 
     def step(x):
         loss = jax.lax.psum(x, "replica")

@@ -87,7 +87,7 @@ DESCRIPTIONS = {
 def test_a_description_of_each_leaf_stays_in_its_place(tree, name):
     described = jax.tree.map(DESCRIPTIONS[name], tree)
     assert is_wrapped(described) == {"x": True, "loss": True}
-    assert described["x"].form == tree["x"].form and described["x"].shape == (3,)
+    assert described["x"].aux == tree["x"].aux and described["x"].shape == (3,)
     assert repr(described["x"]).startswith("PerReplica(R=2, ")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from distjax.collectives import throttle
 from distjax.program import calls
-from distjax.program.build import _find_end
+from distjax.program.build import _find_completion
 
 LARGE, KEY = jnp.ones(257), jax.random.key(0)
 
@@ -44,7 +44,7 @@ def test_which_result_tells_the_end(results, told):
     @jax.jit
     def program(x):
         made = results(x)
-        found.append(_find_end(made, {"x": x}, donated=[jnp.zeros(3, jnp.int32)]))
+        found.append(_find_completion(made, {"x": x}, donated=[jnp.zeros(3, jnp.int32)]))
         return made
 
     program(jnp.ones(3))
@@ -56,7 +56,7 @@ def test_a_token_where_no_result_does(mirrored, monkeypatch, results):
     """Where programs are throttled; else a program has no token, and nobody asks for its end."""
     seen = []
     monkeypatch.setattr(calls, "count_launch", lambda: 0)
-    monkeypatch.setattr(calls, "record_end", lambda end, launch: seen.append(end))
+    monkeypatch.setattr(calls, "record_completion", lambda end, launch: seen.append(end))
     out = mirrored.run(results, args=(mirrored.per_replica(jnp.ones(2)),)).stacked
     if not throttle.is_throttled():
         assert seen == []

@@ -15,19 +15,13 @@ from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.program.discovery import signature_of
-from distjax.replica.arguments import (
-    PartitionedTree,
-    function_name,
-    is_array,
-    mark_static,
-    positional_names,
-    require_call,
-    user_path,
-)
+from distjax.replica.call_checks import require_call
 from distjax.replica.examine import Given, examine
 from distjax.replica.global_value import GlobalValue
+from distjax.replica.partitioned_tree import PartitionedTree, is_array, mark_static
 from distjax.replica.run import trace_replica
 from distjax.replica.static import mark_modules
+from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.servers.cutting.assembly import assemble_plan
 from distjax.servers.extended import ServedStrategy
 from distjax.servers.plan import Cuts, Plan

@@ -1,9 +1,7 @@
-"""Partitioning user pytrees into arrays and Python objects, and recombining them."""
+"""User pytrees partitioned into arrays and Python objects, and recombined."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 
 from distjax.errors import describe_value, message
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
 
@@ -161,99 +160,3 @@ def mark_static(
         return as_static(leaf, user_path(jax.tree_util.keystr(path), names))
 
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)
-
-
-def require_callable(fn: object, method: str) -> None:
-    """Raises a TypeError unless `fn` is callable."""
-    if callable(fn):
-        return
-    raise TypeError(
-        message(
-            f"{method} needs a function",
-            got=describe_value(fn),
-            why="it is what is called or compiled",
-            fix=f"{method}(fn, ...): the function itself, not the result of calling it",
-        )
-    )
-
-
-def require_call(
-    fn: object, args: object, kwargs: object, method: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns args as a tuple and kwargs as a dict.
-
-    Raises:
-      TypeError: `fn` is not callable.
-      ValueError: args or kwargs have the wrong type.
-    """
-    require_callable(fn, method)
-    if not isinstance(args, (tuple, list)):
-        raise ValueError(
-            message(
-                f"{method}: positional args must be a list or tuple",
-                got=describe_value(args),
-                why="each item is one positional argument of the function",
-                fix=f"{method}(fn, args=(x,)): note the comma",
-            )
-        )
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise ValueError(
-            message(
-                f"{method}: kwargs must be a dict",
-                got=describe_value(kwargs),
-                why="each item is one keyword argument of the function",
-                fix=f"{method}(fn, kwargs={{'x': x}})",
-            )
-        )
-    return tuple(args), dict(kwargs or {})
-
-
-def function_name(fn: object) -> str:
-    """Returns a function's name as the user wrote it, looking through partials."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
-
-
-def require_finished(result: PyTree, fn: Callable[..., Any]) -> Any:
-    """Returns what ``fn`` returned.
-
-    Raises:
-      TypeError: a generator or coroutine: its body has not run.
-    """
-    if not (inspect.isgenerator(result) or inspect.iscoroutine(result)):
-        return result
-    result.close()
-    raise TypeError(
-        message(
-            f"{function_name(fn)} needs to return values",
-            got="a coroutine (`async def`)" if inspect.iscoroutine(result) else "a generator",
-            why="its body has not run: it would run after the step, outside of it",
-            fix="a function without `yield` and `async`, that returns a tuple or list",
-        )
-    )
-
-
-def positional_names(fn: Callable[..., Any]) -> list[str]:
-    """Returns the names of the parameters that accept positional arguments."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
-
-
-def user_path(path: str, names: Sequence[str]) -> str:
-    """Returns "x['a']" for the path "[0][0]['a']" in (args, kwargs).
-
-    Args:
-      path: a `jax.tree_util.keystr`.
-      names: names of the positional arguments.
-    """
-    where, _, rest = path.removeprefix("[").partition("][")
-    key, _, inner = rest.partition("]")
-    if where == "1":
-        return key.strip("'") + inner
-    index = int(key) if key.isdigit() else len(names)
-    return (names[index] if index < len(names) else f"args[{key}]") + inner

@@ -20,6 +20,8 @@ from distjax.errors import LocalityError, message
 from distjax.placement.topology import Topology
 from distjax.typing import PyTree
 
+_config: Any = jax.config  # type checkers do not know its options
+
 
 def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     """Returns `value`, which must be the same on every process, placed at `sharding`.
@@ -60,9 +62,13 @@ def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:
 
 def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
     """Places `values` as `transfer` does; within one process, all in a single transfer."""
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding is not None and not sharding.is_fully_addressable:
+        return [transfer(value, sharding) for value in values]
+    is_guarded = _config.jax_transfer_guard_host_to_device
+    if sharding is None or is_guarded or any(type(x) is not np.ndarray for x in values):
         return jax.device_put(values, sharding)
-    return [transfer(value, sharding) for value in values]
+    # The same call of XLA, without most of the Python code before it; implicit for a guard.
+    return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in values]
 
 
 def transfer_local_rows(rows: PyTree, topology: Topology, axis: int = 0) -> Any:

@@ -6,21 +6,16 @@ code in the outer trace and proves which values are equal; mistakes are found in
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from distjax import inner_traces, jax_compat, user_mesh
+from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
-from distjax.context.frames import Frame
-from distjax.errors import LocalityError, message
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.body_errors import (
@@ -28,7 +23,6 @@ from distjax.replica.body_errors import (
     require_no_other_mesh,
     require_own_axis,
 )
-from distjax.replica.call_checks import require_finished
 from distjax.replica.cross_facts import remember
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
@@ -39,47 +33,34 @@ from distjax.replica.global_value import (
     as_user_value,
     from_user_value,
     from_variable,
-    replica_aval,
     to_variable,
 )
 from distjax.replica.mapped_results import DataFlow, stack_results
 from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.reasons import Reasons
-from distjax.replica.replica_context import ReplicaContext
+from distjax.replica.replica_trace import ReplicaTrace, keep_created, trace_replica
 from distjax.replica.run_options import AS_RUN, AS_VALUES, RunOptions
 from distjax.replica.state_check import check_state
 from distjax.replica.static import mark_modules
-from distjax.replica.tracer_localities import TracerLocalities
-from distjax.replica.user_merge import UserMerge
 from distjax.replica.user_names import function_name, positional_names, user_path
-from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
-from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, variable_p
 
 
-@dataclasses.dataclass
-class ReplicaTrace:
-    """A traced replica function.
+class _Emitted(NamedTuple):
+    """A call of a replica function: its arguments, its trace, and what that was emitted to.
 
     Attributes:
-      jaxpr, consts: the replica view; its outputs are the array results, then the written
-        variables, then the initial values of the created ones.
-      result: the pytree of results.
-      written: the variables that the function wrote.
-      created: the variables that it created.
-      merges: the merges that the jaxpr's equations reference weakly.
-      error: the exception that the function raised after creating variables, or None; if
-        set, the outputs are only the initial values.
+      given: the arguments.
+      traced: the trace.
+      results: its array results, in the global view.
+      finals: the last values of the variables that it writes, in the global view.
     """
 
-    jaxpr: jax_compat.Jaxpr
-    consts: list[Any]
-    result: PartitionedTree
-    written: list[Any]
-    created: list[Any]
-    merges: list[UserMerge]
-    error: BaseException | None
+    given: Given
+    traced: ReplicaTrace
+    results: Sequence[GlobalValue]
+    finals: Sequence[GlobalValue]
 
 
 def run_in_trace(
@@ -123,7 +104,7 @@ def run_in_trace(
     except BaseException as error:
         if not traced.created:
             raise
-        traced = _keep_created(traced, error)
+        traced = keep_created(traced, error)
         outs = _emit(named, traced, global_values, outer)
     num_results, num_written = len(traced.result.leaves), len(traced.written)
     results, finals = outs[:num_results], outs[num_results : num_results + num_written]
@@ -132,7 +113,8 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    facts = _tell_findings(fn, given, traced, results, finals, outer, named, options)
+    emitted = _Emitted(given, traced, results, finals)
+    facts = _tell_findings(fn, emitted, outer, named, options)
     pinned = _pin_results(results, topology)
     if options.out_axes is not AS_VALUES:
         flow = DataFlow.of(traced.jaxpr, global_values, named.axis_name)
@@ -172,15 +154,13 @@ def _require_same_replicas(
 
 def _tell_findings(
     fn: Callable[..., Any],
-    given: Given,
-    traced: ReplicaTrace,
-    results: Sequence[GlobalValue],
-    finals: Sequence[GlobalValue],
+    emitted: _Emitted,
     outer: TraceState,
     topology: Topology,
     options: RunOptions,
 ) -> list[Fact]:
     """Reports mistakes, tells the observer what is proved; returns a fact per result, or none."""
+    given, traced, results, _ = emitted
     env: dict[Any, Any] = {}
     own = results
     if options.returns_object_state:
@@ -189,14 +169,7 @@ def _tell_findings(
         env = examine(
             traced.jaxpr, traced.written, given, topology, own=len(own), results=len(results)
         )
-    observer = frames.observer()
-    if observer is not None:
-        outs = _proofs(traced.result.paths, results)
-        named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
-        reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
-        ends = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
-        why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in ends]
-        observer.on_run(topology, given.name, _proofs(given.paths, given.values), outs, why)
+    _tell_observer(emitted, env, topology)
     outvars = traced.jaxpr.outvars[: len(results)] if topology.num_replicas > 1 else []
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
     if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
@@ -207,6 +180,20 @@ def _tell_findings(
                 paths = [path.removeprefix("[0]") for path in paths]
             note_lone_updates(facts[: len(own)], paths, own, given, outer.expectations)
     return facts
+
+
+def _tell_observer(emitted: _Emitted, env: dict[Any, Any], topology: Topology) -> None:
+    """Tells an observer which arguments, results and variables are proved equal, and why."""
+    observer = frames.observer()
+    if observer is None:
+        return
+    given, traced, results, finals = emitted
+    named = [*traced.result.paths, *(f"variable {v.name!r}" for v in traced.written)]
+    reasons = Reasons(traced.jaxpr, env, topology.axis_name, given.paths)
+    outs = zip(named, traced.jaxpr.outvars, (*results, *finals), strict=False)
+    why = [(name, x.varying, reasons.explain(atom, x.varying)) for name, atom, x in outs]
+    proved = _proofs(given.paths, given.values), _proofs(traced.result.paths, results)
+    observer.on_run(topology, given.name, *proved, why)
 
 
 def _proofs(paths: Sequence[str], values: Sequence[GlobalValue]) -> list[tuple[str, bool]]:
@@ -222,9 +209,6 @@ def _pin_results(results: list[GlobalValue], topology: Topology) -> list[GlobalV
         return results
     arrays = jax.lax.with_sharding_constraint([r.array for r in results], topology.mirrored)
     return [GlobalValue(a, r.varying) for a, r in zip(arrays, results, strict=True)]
-
-
-# -- tracing ------------------------------------------------------------------
 
 
 def _trace_valid(
@@ -244,101 +228,6 @@ def _trace_valid(
     return traced
 
 
-def trace_replica(
-    strategy: StrategyLike,
-    fn: Callable[..., Any],
-    partitioned: PartitionedTree,
-    global_values: Sequence[GlobalValue],
-    outer: TraceState,
-    topology: Topology,
-) -> ReplicaTrace:
-    """Traces ``fn`` once, as one replica sees it, with the axis name of `topology`."""
-    found: dict[str, Any] = {}
-
-    def traced(*local: jax.Array) -> list[Any]:
-        creation = CreationLog.within(outer)
-        state = TraceState(local_view=True, creations=creation)
-        args, kwargs = partitioned.combine(local)
-        localities = TracerLocalities(
-            topology.axis_name, state.trace, local, [x.varying for x in global_values]
-        )
-        context = ReplicaContext(strategy, localities)
-        error, written = None, []
-        try:
-            frame = Frame(strategy, context, state, axis_name=topology.axis_name)
-            with frames.with_frame(frame):
-                result = PartitionedTree(require_finished(fn(*args, **kwargs), fn), is_array)
-            if context.merge_error is not None:
-                raise context.merge_error
-            leaves = [_refuse_per_replica(leaf, fn) for leaf in result.take_leaves()]
-            written = list(state.written)
-        except BaseException as raised:
-            if creation is None or not creation.values:
-                raise
-            error, result, leaves = raised, PartitionedTree((), is_array), []
-        finally:
-            localities.forget()
-        created = list(creation.values) if creation is not None else []
-        found.update(result=result, written=written, created=created, error=error)
-        found["merges"], context.merges = context.merges, []
-        inits = creation.take_values() if creation is not None else []
-        return [*leaves, *(state.read(v) for v in written), *inits]
-
-    _name_after(traced, fn)
-    avals = [replica_aval(x) for x in global_values]
-    axis_env = [(topology.axis_name, topology.num_replicas)]
-    try:
-        with _model_axes_in_scope(topology):
-            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals, axis_env)
-    except AssertionError as error:
-        if not str(error).startswith("ManualAxisType"):
-            raise
-        with _replica_axis_in_scope(topology):  # in which lax.pcast is the identity
-            jaxpr, consts = inner_traces.trace_jaxpr(traced, avals, axis_env)
-    trace = ReplicaTrace(jaxpr, consts, **found)
-    return trace if trace.error is None else _keep_created(trace, trace.error)
-
-
-def _keep_created(trace: ReplicaTrace, error: BaseException) -> ReplicaTrace:
-    """Reduces the trace of a failed function to the creation of its variables.
-
-    The user may hold these variables behind a guard that prevents creating them again.
-    """
-    initial = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - len(trace.created) :]
-    return dataclasses.replace(
-        trace,
-        jaxpr=jax_compat.needed_for(trace.jaxpr, initial),
-        result=PartitionedTree((), is_array),
-        written=[],
-        error=error,
-    )
-
-
-def _name_after(traced: Any, fn: Callable[..., Any]) -> None:
-    """Makes JAX's errors name the user's function, and its leaves by number."""
-    traced.__wrapped__ = fn
-    traced.__signature__ = inspect.signature(lambda *leaves: None)
-
-
-def _model_axes_in_scope(topology: Topology) -> Any:
-    """Returns a context in which sharding constraints may name the model axes."""
-    if topology.mesh is None or not topology.model_axes:
-        return contextlib.nullcontext()
-    return user_mesh.manual_axis(topology.mesh, topology.axis_name)
-
-
-def _replica_axis_in_scope(topology: Topology) -> Any:
-    """Returns a context in which `lax.pcast` may name the replica axis.
-
-    Not used for every trace, as arrays closed over would then have to be on this mesh.
-    """
-    if topology.mesh is not None:
-        return user_mesh.manual_axis(topology.mesh, topology.axis_name)
-    manual = (jax.sharding.AxisType.Manual,)
-    sizes, names = (topology.num_replicas,), (topology.axis_name,)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, manual))
-
-
 def _bind_created(
     created: Sequence[Any], values: Sequence[GlobalValue], outer: TraceState, topology: Topology
 ) -> None:
@@ -349,19 +238,6 @@ def _bind_created(
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]
         outer.bind(variable, jnp.broadcast_to(first, variable.global_shape))
-
-
-def _refuse_per_replica(leaf: PyTree, fn: Callable[..., Any]) -> Any:
-    if not isinstance(leaf, PerReplica):
-        return leaf
-    raise LocalityError(
-        message(
-            f"{function_name(fn)} needs to return values of one replica",
-            got=f"a PerReplica of {leaf.num_replicas} values that it closes over",
-            why="inside a replica function a value is that replica's own",
-            fix="pass it as an argument: strategy.run(fn, args=(x,))",
-        )
-    )
 
 
 def _emit(

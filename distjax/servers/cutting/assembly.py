@@ -19,7 +19,7 @@ from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology, abstract_topology
 from distjax.placement.transfer import transfer
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.run import ReplicaTrace
+from distjax.replica.replica_trace import ReplicaTrace
 from distjax.servers.cutting.answers import join_answers
 from distjax.servers.cutting.code import (
     NOTHING_RUN,

@@ -19,7 +19,7 @@ from distjax.replica.call_checks import require_call
 from distjax.replica.examine import Given, examine
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.partitioned_tree import PartitionedTree, is_array, mark_static
-from distjax.replica.run import trace_replica
+from distjax.replica.replica_trace import trace_replica
 from distjax.replica.static import mark_modules
 from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.servers.cutting.assembly import assemble_plan

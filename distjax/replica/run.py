@@ -113,8 +113,7 @@ def run_in_trace(
         raise traced.error
     for variable, value in zip(traced.written, finals, strict=True):
         outer.write(variable, to_variable(variable, value, topology))
-    emitted = _Emitted(given, traced, results, finals)
-    facts = _tell_findings(fn, emitted, outer, named, options)
+    facts = _tell_findings(fn, _Emitted(given, traced, results, finals), outer, named, options)
     pinned = _pin_results(results, topology)
     if options.out_axes is not AS_VALUES:
         flow = DataFlow.of(traced.jaxpr, global_values, named.axis_name)

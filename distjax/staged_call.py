@@ -21,7 +21,7 @@ from distjax.traced_types import have_types_of
 
 def stage_call(
     jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], name: str
-) -> list[Any]:
+) -> Sequence[Any]:
     """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ.
 
     Args:
@@ -33,7 +33,7 @@ def stage_call(
     invars, operands = [*jaxpr.constvars, *jaxpr.invars], [*consts, *args]
     example = _example_call()
     if example is None or not jax_compat.tracing() or not have_types_of(operands, invars):
-        return jax_compat.eval_jaxpr(jaxpr, consts, args)
+        return _evaluate(jaxpr, consts, args)
     values = dict(zip(invars, operands, strict=True))
     outvars = [v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)]
     # A result that is an operand stays out of the call, so that JAX hands it on uncopied.
@@ -41,6 +41,20 @@ def stage_call(
     code = jax_compat.new_jaxpr(jaxpr, (), invars, computed, jaxpr.eqns)
     values.update(zip(computed, _bind(example, code, operands, name), strict=True))
     return [v.val if isinstance(v, jax_compat.Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _evaluate(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
+    if not any(map(_maps_some_axes, jaxpr.eqns)) or jax_compat.staging():
+        return jax_compat.eval_jaxpr(jaxpr, consts, args)
+    # Before 0.12, JAX maps over some axes of a mesh in compiled code only.
+    with jax.disable_jit(False):
+        return jax.jit(lambda *args: jax_compat.eval_jaxpr(jaxpr, consts, args))(*args)
+
+
+def _maps_some_axes(eqn: jax_compat.JaxprEqn) -> bool:
+    if eqn.primitive.name == "shard_map":
+        return set(eqn.params["newly_manual_axes"]) != set(eqn.params["mesh"].axis_names)
+    return any(_maps_some_axes(e) for sub in jax_compat.sub_jaxprs(eqn) for e in sub.eqns)
 
 
 def _example_call() -> jax_compat.JaxprEqn | None:

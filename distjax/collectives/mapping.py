@@ -66,6 +66,10 @@ def map_replicas(
         axis_names={topology.axis_name},
         check_vma=False,
     )
+    if topology.model_axes and not jax_compat.staging():
+        # Before 0.12, JAX maps over some axes of a mesh in compiled code only.
+        with jax.disable_jit(False):
+            return jax.jit(mapped)(*args)
     return mapped(*args)
 
 

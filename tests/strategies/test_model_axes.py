@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import distjax as dj
 from distjax.testing.hlo import count_collectives
-from tests.replicas import local, per_replica
+from tests.replicas import ids, local, per_replica
 
 RATE = 0.1
 
@@ -166,6 +166,43 @@ def test_sync_on_read_variables(four_by_two, how):
     )()
     assert float(c.value) == 6.0
     assert local(four_by_two, c) == [0.0, 1.0, 2.0, 3.0]
+    how(lambda: dj.lax.cond(c.value > 5, lambda: c.assign(8.0), lambda: c.value))()
+    assert local(four_by_two, c) == [2.0] * 4
+
+
+TOTALS = {
+    "reduce": lambda s, x: s.reduce("sum", x),
+    "reduce_to": lambda s, x: s.extended.reduce_to("sum", x, None),
+    "gather": lambda s, x: s.gather(s.run(jnp.atleast_1d, args=(x,)), 0).sum(),
+    "all_reduce": lambda s, x: s.run(
+        lambda x: dj.get_replica_context().all_reduce("sum", x), args=(x,)
+    ),
+}
+AROUND = {
+    "grad": lambda total: jax.grad(total)(1.0),
+    "jvp": lambda total: jax.jvp(total, (1.0,), (1.0,))[1],
+    "vmap": lambda total: jax.vmap(total)(jnp.ones(2))[1],
+    "loop": lambda total: dj.lax.fori_loop(0, 2, lambda i, c: c + total(0.5), 0.0),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", TOTALS)
+def test_what_is_around_a_call_compiles_nothing(four_by_two, around, name):
+    """Before 0.12, JAX maps over some axes of a mesh in compiled code only."""
+    x = ids(four_by_two)
+
+    def total(w):
+        return TOTALS[name](four_by_two, four_by_two.run(lambda w, x: w * x, args=(w, x)))
+
+    assert float(AROUND[around](total)) == 0 + 1 + 2 + 3
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_without_jit(four_by_two, name):
+    with jax.disable_jit():
+        x = four_by_two.run(lambda x: x + 1, args=(ids(four_by_two),))
+        assert float(TOTALS[name](four_by_two, x)) == 1 + 2 + 3 + 4
 
 
 def test_axis_name_of_the_model_is_no_axis_for_collectives(four_by_two):

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from distjax import jax_compat
+from distjax.collectives.wide_reductions import needs_wide_reductions, widen_reductions
 from distjax.placement.topology import Topology
 
 #: The name that the function of each map has in traces.
@@ -42,6 +43,9 @@ def map_replicas(
     """
     if topology.mesh is None:
         return _map_on_one_device(topology, fn, args, args_varying, outs_varying)
+
+    if needs_wide_reductions(topology):
+        fn, args = widen_reductions(fn, args, args_varying)
 
     def on_blocks(*blocks: jax.Array) -> list[Any]:
         local = [

@@ -267,6 +267,16 @@ def require_enterable(strategy: StrategyLike, method: str) -> None:
         require_cross_replica(strategy, method)
 
 
+def other_call_text(what: str) -> str:
+    """Returns the error text for a replica context that is not that of the current call."""
+    return message(
+        f"{what} needs the context of the function that is running",
+        got="a context of an earlier or outer call. Mismatching ReplicaContext",
+        why="a replica context is valid only in the call that made it",
+        fix="ask for it where it is used: dj.get_replica_context()",
+    )
+
+
 def mixing_text(strategy: StrategyLike, frame: Frame, what: str) -> str:
     """Returns the error text for calling one strategy in the context of another."""
     return message(

@@ -10,8 +10,8 @@ import jax
 from distjax.collectives import ops
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.context.frames import Frame, mixing_text
-from distjax.errors import MergeError, StrategyMismatchError, message
+from distjax.context.frames import Frame, mixing_text, other_call_text
+from distjax.errors import ContextError, MergeError, StrategyMismatchError, message
 from distjax.replica.call_checks import require_call
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 
@@ -72,12 +72,14 @@ class DefaultReplicaContext:
 
     def _require_current(self, what: str) -> None:
         frame = frames.current()
-        if frame.strategy is self._strategy and frame.replica_context is not None:
+        if frame.replica_context is self:
             return
         if frame.strategy is not self._strategy:
             raise StrategyMismatchError(
                 mixing_text(self._strategy, frame, f"{what} of the default replica context")
             )
+        if frame.replica_context is not None:
+            raise ContextError(other_call_text(what))
         raise MergeError(
             message(
                 f"{what} needs replica context. Need to be inside `call_for_each_replica()`",

@@ -14,7 +14,7 @@ from distjax.collectives.dense import require_dense
 from distjax.collectives.gathering import require_gather_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.context.frames import Frame, mixing_text
+from distjax.context.frames import Frame, mixing_text, other_call_text
 from distjax.errors import (
     ContextError,
     MergeError,
@@ -212,14 +212,7 @@ class ReplicaContext:
                     "Why: ", f"Why: {text}function is traced. ", 1
                 )
             )
-        raise ContextError(
-            message(
-                f"{what} needs the context of the function that is being traced",
-                got="a context of an earlier or outer call. Mismatching ReplicaContext",
-                why="a replica context is valid only while its function is traced",
-                fix="ask for it where it is used: dj.get_replica_context()",
-            )
-        )
+        raise ContextError(other_call_text(what))
 
 
 def _is_leaf(value: object) -> bool:

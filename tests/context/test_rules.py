@@ -351,12 +351,35 @@ def test_default_context_called_in_its_merge_function():
         default.merge_call(lambda s: default.all_reduce("sum", 1.0))
 
 
-def test_contexts_of_another_run_of_the_same_strategy(pair):
-    """A context that outlives its trace, asked in a later one: "Mismatching ReplicaContext"."""
+@pytest.mark.parametrize("kind", ["pair", "default"])
+def test_contexts_of_another_run_of_the_same_strategy(pair, kind):
+    """A context that outlives its call, asked in a later one: "Mismatching ReplicaContext"."""
+    strategy = pair if kind == "pair" else DEFAULT_STRATEGY
     kept = []
-    pair.run(lambda: kept.append(dj.get_replica_context()))
-    with raised_first(ContextError, "needs the context of the function that is being traced"):
-        pair.run(lambda: kept[0].all_reduce("sum", 1.0))
+    strategy.run(lambda: kept.append(dj.get_replica_context()))
+    with pytest.raises(ContextError) as caught:
+        strategy.run(lambda: kept[0].all_reduce("sum", 1.0))
+    assert str(caught.value) == (
+        "all_reduce needs the context of the function that is running.\n"
+        "  Got: a context of an earlier or outer call. Mismatching ReplicaContext.\n"
+        "  Why: a replica context is valid only in the call that made it.\n"
+        "  Fix: ask for it where it is used: dj.get_replica_context()"
+    )
+
+
+@pytest.mark.parametrize("what", ["merge_call", "all_reduce", "all_gather"])
+def test_contexts_of_another_call_of_the_default_strategy(what):
+    outside = dj.get_replica_context()
+    calls = {
+        "merge_call": lambda context: context.merge_call(lambda s: 1),
+        "all_reduce": lambda context: context.all_reduce("sum", 1.0),
+        "all_gather": lambda context: context.all_gather(jnp.ones(1), 0),
+    }
+    after_its_run = DEFAULT_STRATEGY.run(dj.get_replica_context)
+    with raised_first(ContextError, f"{what} needs the context of the function that is running"):
+        calls[what](after_its_run)
+    with raised_first(ContextError, f"{what} needs the context of the function that is running"):
+        DEFAULT_STRATEGY.run(lambda: calls[what](outside))
 
 
 def test_default_scope_changes_nothing_and_does_not_nest_in_others(pair):

@@ -308,7 +308,7 @@ def test_an_outer_context_is_not_the_inner_runs(pair):
         outer = context()
         return merge(lambda s: s.run(lambda: outer.all_reduce("sum", 1.0)))
 
-    with pytest.raises(ContextError, match="needs the context of the function that is being"):
+    with pytest.raises(ContextError, match="needs the context of the function that is running"):
         pair.run(fn)
 
 

@@ -21,7 +21,7 @@ from distjax.traced_types import have_types_of
 
 def stage_call(
     jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], name: str
-) -> Sequence[Any]:
+) -> list[Any]:
     """Returns the outputs of `jaxpr`: of one staged call, or evaluated where types may differ.
 
     Args:
@@ -43,7 +43,7 @@ def stage_call(
     return [v.val if isinstance(v, jax_compat.Literal) else values[v] for v in jaxpr.outvars]
 
 
-def _evaluate(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
+def _evaluate(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     if not any(map(_maps_some_axes, jaxpr.eqns)) or jax_compat.staging():
         return jax_compat.eval_jaxpr(jaxpr, consts, args)
     # Before 0.12, JAX maps over some axes of a mesh in compiled code only.

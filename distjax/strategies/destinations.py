@@ -32,7 +32,7 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
       method: the call's public name, for errors.
 
     Raises:
-      ValueError: anything else, or an empty sequence or string.
+      ValueError: anything else, an empty sequence or string, or a device that is named twice.
       LocalityError: an unpickled PerReplica of another number of replicas.
     """
     topology = extended.topology
@@ -52,7 +52,9 @@ def resolve(extended: ExtendedContract, destinations: Destinations, method: str)
     if isinstance(destinations, (jax.Device, str)):
         destinations = [destinations]
     if isinstance(destinations, (tuple, list)) and destinations:
-        return _over([_device(d, method) for d in destinations], topology)
+        devices = [_device(d, method) for d in destinations]
+        _require_once(devices, method)
+        return _over(devices, topology)
     raise ValueError(_text(method, destinations))
 
 
@@ -77,6 +79,20 @@ def _device(item: object, method: str) -> jax.Device:
             ):
                 return device
     raise ValueError(_text(method, item))
+
+
+def _require_once(devices: list[jax.Device], method: str) -> None:
+    repeated = next((d for d in devices if devices.count(d) > 1), None)
+    if repeated is None:
+        return
+    raise ValueError(
+        message(
+            f"{method}: destinations needs to name each device once",
+            got=f"{repeated} {devices.count(repeated)} times",
+            why="a device holds one copy of a value",
+            fix=f"{method}(..., destinations=list(dict.fromkeys(devices)))",
+        )
+    )
 
 
 def _over(devices: list[jax.Device], topology: Topology) -> Sharding:

@@ -315,7 +315,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
             )
         x = x.value if isinstance(x, Variable) else x
         require_no_mask(x, "broadcast_to")
-        x = x if isinstance(x, jax_compat.Tracer) else jnp.array(without_alias(x), copy=True)
+        x = x if isinstance(x, jax_compat.Tracer) else _copied(x)
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):
             if extended.topology.mesh is None:  # else a step without arguments runs elsewhere
@@ -327,6 +327,20 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
 
     ((value,), _) = mark_modules(((value,), {}))
     return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))
+
+
+def _copied(value: PyTree) -> jax.Array:
+    try:
+        return jnp.array(without_alias(value), copy=True)
+    except TypeError as error:
+        raise TypeError(
+            message(
+                "broadcast_to needs arrays and numbers",
+                got=describe_value(value),
+                why="devices hold nothing else",
+                fix="strategy.extended.broadcast_to(...) of the arrays alone",
+            )
+        ) from error
 
 
 # -- gather -------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import distjax as dj
-from distjax.errors import LocalityError
+from distjax.errors import LocalityError, describe_value
 from distjax.replica.analysis import blind
 from tests.replicas import ids, local, per_replica
 
@@ -283,6 +283,29 @@ def test_r123_destinations_that_are_none(pair, destinations):
                 call(jnp.ones(2), destinations)
 
 
+@pytest.mark.parametrize("names", [(0, 0), ("cpu:1", 1), (0, 1, 0)])
+@pytest.mark.parametrize("method", ["reduce_to", "batch_reduce_to", "broadcast_to"])
+def test_destinations_that_name_a_device_twice(method, names):
+    """JAX fails an assertion, or takes them: it depends on the strategy and the method."""
+    devices = [name if isinstance(name, str) else jax.devices()[name] for name in names]
+    twice = jax.devices()[names[-1]]
+    for strategy in (dj.MirroredStrategy(jax.devices()[:2]), dj.VirtualStrategy(2)):
+        calls = {
+            "reduce_to": lambda s: s.extended.reduce_to("sum", ids(s), devices),
+            "batch_reduce_to": lambda s: s.extended.batch_reduce_to("sum", [(ids(s), devices)]),
+            "broadcast_to": lambda s: s.extended.broadcast_to(np.ones(2), devices),
+        }
+        with pytest.raises(ValueError) as caught:
+            calls[method](strategy)
+        name = method.removeprefix("batch_")
+        assert str(caught.value) == (
+            f"{name}: destinations needs to name each device once.\n"
+            f"  Got: {twice} 2 times.\n"
+            "  Why: a device holds one copy of a value.\n"
+            f"  Fix: {name}(..., destinations=list(dict.fromkeys(devices)))"
+        )
+
+
 @pytest.mark.api_row("batch_reduce_to")
 def test_r125_batch_reduce_to(pair, how):
     x = per_replica(pair, [np.float32(1), np.float32(2)])
@@ -336,6 +359,18 @@ def test_broadcast_of_a_value_makes_it_reducible(pair):
 def test_broadcast_of_a_per_replica_is_refused(pair):
     with pytest.raises(LocalityError, match="^broadcast_to needs one value"):
         pair.extended.broadcast_to(ids(pair))
+
+
+@pytest.mark.parametrize("value", ["abc", np.array(["abc"]), object()])
+def test_broadcast_of_what_is_no_number_is_refused(pair, value):
+    with pytest.raises(TypeError) as caught:
+        pair.extended.broadcast_to({"a": value, "b": 1.0})
+    assert str(caught.value) == (
+        "broadcast_to needs arrays and numbers.\n"
+        f"  Got: {describe_value(value)}.\n"
+        "  Why: devices hold nothing else.\n"
+        "  Fix: strategy.extended.broadcast_to(...) of the arrays alone"
+    )
 
 
 def test_gather_returns_plain_values(pair):

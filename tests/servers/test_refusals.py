@@ -41,6 +41,10 @@ def _in_scan(v):
     dj.lax.scan(body, 0.0, jnp.ones((2, 3)))
 
 
+def _in_fori_loop(v):
+    dj.lax.fori_loop(0, 2, lambda i, c: (v.assign_sub(jnp.ones(3)), c)[1], 0.0)
+
+
 def _in_while(v):
     def body(i):
         dj.get_replica_context().merge_call(lambda s, x: v.value + x, args=(i * jnp.ones(3),))
@@ -61,9 +65,10 @@ def _in_checkpoint(v):
 @pytest.mark.parametrize(
     "step, construct",
     [
-        (_in_scan, "scan"),
-        (_in_while, "while_loop"),
-        (_in_cond, "cond"),
+        (_in_scan, "a loop (scan or fori_loop)"),
+        (_in_fori_loop, "a loop (scan or fori_loop)"),
+        (_in_while, "a loop (while_loop or fori_loop)"),
+        (_in_cond, "a branch (cond or switch)"),
         (_in_checkpoint, "checkpoint"),
     ],
 )

@@ -25,6 +25,15 @@ from distjax.servers.server_storage import Part, parts_of
 from distjax.variables.state import variable_p
 from distjax.variables.variable import Variable
 
+#: What users may have written for a primitive.
+_CONSTRUCTS = {
+    "cond": "a branch (cond or switch)",
+    "remat": "checkpoint",
+    "remat2": "checkpoint",
+    "scan": "a loop (scan or fori_loop)",
+    "while": "a loop (while_loop or fori_loop)",
+}
+
 
 @dataclass(frozen=True)
 class ServerMerge:
@@ -114,15 +123,14 @@ def _holds_server_merge(eqn: JaxprEqn) -> bool:
 
 
 def _loop_text(name: str, merge: JaxprEqn) -> str:
-    construct = {"while": "while_loop", "remat": "checkpoint", "remat2": "checkpoint"}
-    name = construct.get(name, name)
+    name = _CONSTRUCTS.get(name, name)
     return message(
         f"a merge_call that meets a parameter server needs to stand outside of {name}",
         got=f"one inside of it, at {user_lines.source_line(merge)}",
         why="every pass of it would be a round trip to the server (a write of a variable in a "
         "replica function is such a merge)",
-        fix=f"collect in the {name} what the variables need, and merge once after it; or put the "
-        f"{name} into the merge function, which runs at the server",
+        fix="collect inside what the variables need, and merge once after it; or put all of it "
+        "into the merge function, which runs at the server",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from distjax import inner_traces, jax_compat
 from distjax.collectives.joining import join_maps
@@ -120,6 +121,11 @@ class Discovered:
         new = dict(zip(self.writes, outs[num_results:], strict=False))
         results = zip(outs[:num_results], self._jaxpr.outvars[:num_results], strict=True)
         arrays = [self._as_result(value, atom) for value, atom in results]
+        if not jax_compat.compiles():
+            shardings = map(self._sharding_of, self._jaxpr.outvars[:num_results])
+            arrays = list(map(_place_evaluated, arrays, shardings))
+            # Copies: what is written may be an array of the user, and will be donated.
+            new = {v: jnp.copy(_place_evaluated(x, v.sharding)) for v, x in new.items()}
         return arrays, OutputSpec(self._partitioned, self._per_replica, self._log.reused), new
 
     def _as_result(self, value: ArrayLike, atom: jax_compat.Var | jax_compat.Literal) -> Any:
@@ -133,6 +139,23 @@ class Discovered:
             # Once more, since JAX does not look for the layout of a result inside of calls.
             return jax_compat.bind_equation(self._constraints[atom], [value])[0]
         return value
+
+    def _sharding_of(self, atom: jax_compat.Var | jax_compat.Literal) -> Sharding | None:
+        """Returns the sharding to which an output is constrained; None: there is none."""
+        if isinstance(atom, jax_compat.Literal) or atom not in self._constraints:
+            return None
+        return self._constraints[atom].params.get("sharding")
+
+
+def _place_evaluated(value: ArrayLike, sharding: Sharding | None) -> ArrayLike:
+    """Returns an output of evaluated code as a compiled program gives it: an array, in its place.
+
+    Where JAX evaluates a constraint, constants stay what they are in a trace, and uncommitted
+    arrays where they are.
+    """
+    if isinstance(value, jax_compat.Tracer) or getattr(value, "committed", False):
+        return value
+    return jax.device_put(value, sharding)
 
 
 def discover(

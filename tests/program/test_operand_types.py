@@ -96,6 +96,44 @@ def test_without_jit(pair, way):
         assert float(ways[way]()) == 7
 
 
+ELSEWHERE = {
+    "mirrored": lambda devices: dj.MirroredStrategy(devices[2:4]),
+    "virtual": lambda devices: dj.VirtualStrategy(2, devices[3]),
+    "one_device": lambda devices: dj.OneDeviceStrategy(devices[3]),
+    "central": lambda devices: dj.CentralStorageStrategy(devices[2:4]),
+    "two_each": lambda devices: dj.MirroredStrategy(devices[2:6], model_axes={"model": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_without_jit_constants_and_new_arrays_are_on_the_devices(kind):
+    strategy = ELSEWHERE[kind](jax.devices())
+    made = {}
+    for disable in (False, True):
+        with strategy.scope():
+            v = dj.Variable(1.0, aggregation=dj.VariableAggregation.MEAN)
+        with jax.disable_jit(disable):
+            four, ones = strategy.run(lambda x: (jnp.float32(x.size), jnp.ones(3)), (jnp.ones(4),))
+            strategy.run(lambda v=v: v.assign(jnp.float32(5)))
+            total = strategy.reduce("sum", four)
+        assert float(total) == 4 * strategy.num_replicas_in_sync
+        assert float(v.value) == 5 and float(v.assign(6.0)) == 6
+        made[disable] = [x.sharding for x in (four, ones, total, v.stored.read())]
+    assert made[True] == made[False]
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_without_jit_a_written_array_stays_the_users(pair, is_argument):
+    """It is copied: the next step donates what the variable stores."""
+    with pair.scope():
+        v = dj.Variable(jnp.zeros(3))
+    x = jax.device_put(jnp.ones(3), v.value.sharding)
+    with jax.disable_jit():
+        dj.jit(v.assign)(x) if is_argument else dj.jit(lambda: v.assign(x))()
+    dj.jit(lambda: v.assign_add(jnp.ones(3)))()
+    assert (x.tolist(), v.value.tolist()) == ([1, 1, 1], [2, 2, 2])
+
+
 @pytest.mark.parametrize("is_guarded", [False, True])
 def test_without_jit_a_function_that_creates_variables_ends(pair, is_guarded):
     with pair.scope():

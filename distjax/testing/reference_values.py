@@ -129,6 +129,9 @@ def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: Py
     axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
     add: Callable[[Any], Any] = lambda x: x if axes is None else jnp.sum(x, axes, dtype=x.dtype)
     arrays = [summable(op, v) for v in values]
+    dtype = arrays[0].dtype
+    if op is ReduceOp.MEAN:  # in float16 the sum behind it could overflow, though it does not
+        arrays = [a.astype(jnp.promote_types(dtype, jnp.float32)) for a in arrays]
     masks = mask or [jnp.ones((), bool)] * len(values)
     wide = [
         jnp.broadcast_to(m.reshape(m.shape + (1,) * (a.ndim - m.ndim)), a.shape)
@@ -139,7 +142,7 @@ def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: Py
     if op is ReduceOp.SUM:
         return total
     counts = [add(m.astype(a.dtype)) for m, a in zip(wide, arrays, strict=True)]
-    return total / functools.reduce(operator.add, counts)
+    return (total / functools.reduce(operator.add, counts)).astype(dtype)
 
 
 def concatenate(values: Sequence[Any], axis: int, method: str) -> jax.Array:

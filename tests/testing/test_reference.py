@@ -39,6 +39,17 @@ def test_a_sum_is_never_of_weak_type(strategy, pair):
         assert each.run(fn, args=(jnp.ones(2, jnp.bfloat16),)).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_mean_along_an_axis_is_summed_in_float32(strategy, pair, dtype):
+    """The float16 sum overflows, and that of bfloat16 stagnates, though the mean does neither."""
+    for each in (strategy, pair):
+        (x,) = each.distribute_dataset([np.full(40000, 3, dtype)])
+        (kept,) = each.distribute_dataset([np.ones(40000, bool)])
+        for mask in (None, kept):
+            mean = each.reduce("mean", x, axis=0, mask=mask)
+            assert float(mean) == 3 and mean.dtype == dtype
+
+
 # -- threads ------------------------------------------------------------------
 
 

@@ -137,9 +137,10 @@ class Optimizer:
         """
         self._variables = gradient_pairs.require_variables(variables)
         self._tree = variables
-        self._step = jit(self._step_in_trace)  # anew: old programs hold the old state
+        compiled = jit if self._strategy.extended.compiles else _as_it_is
+        self._step = compiled(self._step_in_trace)  # anew: old programs hold the old state
         with _active(self._strategy):
-            jit(self._make)()
+            compiled(self._make)()
 
     def _make(self) -> None:
         extended = self._strategy.extended
@@ -270,6 +271,10 @@ def _active(strategy: Strategy) -> Any:
     """Returns a context in which `strategy` is active."""
     is_now = frames.current().strategy is strategy
     return contextlib.nullcontext() if is_now else strategy.scope()
+
+
+def _as_it_is(fn: Callable[..., None]) -> Callable[..., None]:
+    return fn
 
 
 def _require_transformation(tx: object) -> None:

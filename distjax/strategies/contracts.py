@@ -34,6 +34,7 @@ class ExtendedContract(ExtendedForVariables, Protocol):
     """`strategy.extended`, whose methods `distjax.StrategyExtended` documents."""
 
     communication: CommunicationOptions
+    compiles: bool  # whether its code may run in `dj.jit`; the reference interpreter's may not
     step_programs: FunctionCache
     variables: weakref.WeakSet[Variable]
 

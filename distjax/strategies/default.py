@@ -47,7 +47,7 @@ class DefaultExtended:
     The methods are documented in `StrategyExtended`, whose contract this class shares.
     """
 
-    is_default = True
+    is_default = compiles = True
     wraps = False
     axis_name = REPLICA_AXIS
     communication = DEFAULT_OPTIONS

@@ -59,7 +59,7 @@ class StrategyExtended:
 
     is_default = False
     require_static_shapes = between_graph = False
-    should_init = should_checkpoint = should_save_summary = True
+    compiles = should_init = should_checkpoint = should_save_summary = True
     strategy: OwningStrategy
 
     def __init__(

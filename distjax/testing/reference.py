@@ -53,6 +53,7 @@ from distjax.typing import (
 )
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
+from distjax.variables.variable_placement import MirroredPlacement
 
 
 class ReferenceStrategy(Strategy):
@@ -109,7 +110,7 @@ class ReferenceStrategy(Strategy):
 class ReferenceExtended:
     """The `extended` of a ReferenceStrategy: implements StrategyExtended, uncompiled."""
 
-    is_default = False
+    is_default = compiles = False
     wraps = True
     strategy: Any
     public_axis_name = None
@@ -120,6 +121,7 @@ class ReferenceExtended:
         device = jax.local_devices()[0]
         self.topology = one_device_topology(device, num_replicas, REPLICA_AXIS)
         self.num_replicas = num_replicas
+        self.placement = MirroredPlacement(self.topology)
         self.worker_devices = self.parameter_devices = (device,)
         self.variables: weakref.WeakKeyDictionary[ReferenceVariable, None]
         self.variables = weakref.WeakKeyDictionary()  # in order of creation

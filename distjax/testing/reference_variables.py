@@ -1,7 +1,8 @@
 """Variables of the reference interpreter: a list of R components, changed in place.
 
-The rules are stated anew, from the tables of tf.distribute. Nothing is shared with
-`distjax.variables` but the class `Variable`, for its operators and `isinstance`.
+The rules are stated anew, from the tables of tf.distribute. Of `distjax.variables` they use the
+class `Variable`, for its operators and `isinstance`. A variable has the policy and the layout of
+its kind, since metrics, optimizers and checkpoints ask for them; the rules here do not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.testing.reference_values import all_equal, combine, is_array, is_number
 from distjax.typing import DTypeLike, PyTree, VariableModes
+from distjax.variables.layouts.mirrored import MirroredLayout
+from distjax.variables.layouts.stacked import StackedLayout
+from distjax.variables.policy import POLICIES
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
 from distjax.variables.variable_description import VariableDescription
@@ -72,6 +76,9 @@ class ReferenceVariable(Variable):
         initial = _strong(initial)
         self.shape, self.dtype = initial.shape, initial.dtype
         _require_modes(self)
+        self.policy = POLICIES[modes]
+        layout = StackedLayout if self.is_on_read else MirroredLayout
+        self.layout = layout(strategy.extended.topology)
         self.components = [initial] * strategy.num_replicas_in_sync
         inside: Any = strategy.extended
         inside.variables[self] = None

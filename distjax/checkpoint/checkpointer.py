@@ -28,8 +28,8 @@ class Checkpointer:
     """Saves and restores training state, on any strategy and number of replicas.
 
     A tree may hold variables, arrays, PRNG keys, PerReplica values, Python
-    numbers, Flax NNX objects and linen train states, `dj.optim` optimizers,
-    `dj.metrics`, and data iterators (their position). A variable is saved as
+    numbers, Flax NNX objects and linen train states, Equinox modules (their arrays),
+    `dj.optim` optimizers, `dj.metrics`, and data iterators (their position). A variable is saved as
     its one value in cross-replica context (components: their sum, mean or first,
     by its aggregation) under its path in the tree, so it can be restored to a
     variable of any strategy, or to an array.

@@ -15,6 +15,8 @@ from distjax.checkpoint.leaves import Leaf, VariableLeaf, make_leaf
 from distjax.checkpoint.state_objects import inside_of, is_nnx, is_node, setting_of
 from distjax.context import frames
 from distjax.errors import CheckpointError, ContextError, message
+from distjax.replica.partitioned_tree import is_array_or_struct
+from distjax.replica.static import is_module
 from distjax.typing import PyTree
 
 #: Rebuilds a tree from the value at each key.
@@ -82,12 +84,20 @@ def _visit(prefix: str, value: PyTree, leaves: list[Leaf], setting: str = "") ->
       leaves: the leaves before it; appended to.
       setting: the setting that its values depend on: see `setting_of`.
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)
-    parts = [_visit_node(_join_path(prefix, path), node, leaves, setting) for path, node in paths]
+    is_leaf = lambda x: is_node(x) or (is_module(x) and x is not value)
+    paths, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
+    parts = [
+        _visit_node(_join_path(prefix, path), node, leaves, setting, in_module=is_module(value))
+        for path, node in paths
+    ]
     return lambda values: jax.tree.unflatten(structure, [part(values) for part in parts])
 
 
-def _visit_node(key: str, node: PyTree, leaves: list[Leaf], setting: str) -> _Rebuild:
+def _visit_node(
+    key: str, node: PyTree, leaves: list[Leaf], setting: str, *, in_module: bool
+) -> _Rebuild:
+    if is_module(node):
+        return _visit(key, node, leaves, setting)
     if is_nnx(node):
         return _visit_nnx(key, node, leaves)
     inside = inside_of(node)
@@ -103,6 +113,9 @@ def _visit_node(key: str, node: PyTree, leaves: list[Leaf], setting: str) -> _Re
         ]
         # Its contents are restored in place.
         return lambda values: ([part(values) for part in parts], node)[1]
+    # As in the arguments of `run`: what is not an array in an Equinox module is part of its code.
+    if in_module and not (is_array_or_struct(node) or is_node(node)):
+        return lambda values: node
     leaf = make_leaf(key or _ROOT_KEY, node, setting)
     leaves.append(leaf)
     return lambda values: values[leaf.key]

@@ -18,6 +18,7 @@ FLOORS = {
     "jax_compat": -3,
     "trees": -3,
     "inner_traces": -1,
+    "masks": -2,
     "staged_call": -1,
     "traced_types": -2,
     "user_mesh": -1,

@@ -17,6 +17,7 @@ from distjax.collectives import ops
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.packing import sum_over_replicas
+from distjax.masks import spread_mask
 from distjax.modes import ReduceOp
 from distjax.placement.topology import Topology
 
@@ -101,8 +102,7 @@ def reduce_masked(
     """
 
     def on_replica(value: jax.Array, mask: jax.Array) -> list[Any]:
-        mask = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
-        mask = jnp.broadcast_to(mask, value.shape)
+        mask = spread_mask(mask, value.shape)
         kept = _as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)))
         # In float16 the sum behind a mean could overflow although the mean does not.
         wide = kept.dtype if op is ReduceOp.SUM else jnp.promote_types(kept.dtype, jnp.float32)

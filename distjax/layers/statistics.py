@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distjax.context import frames
-from distjax.data.masks import broadcast_mask
+from distjax.masks import broadcast_mask
 from distjax.typing import ArrayLike
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from distjax.collectives.ops import as_reduce_op, mean_dtype
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
+from distjax.masks import require_mask, spread_mask
 from distjax.modes import ReduceOp
 from distjax.typing import ArrayLike, ReduceOpLike
 
@@ -23,8 +24,8 @@ def average_loss(
 
     Args:
       losses: a loss per example, [B, ...].
-      mask: which examples count, [B] or the shape of `losses`: bools or weights.
-        None: all. If none counts, the loss is zero.
+      mask: which examples count: bools or weights, [B] or any leading part of the shape
+        of `losses`. None: all. If nothing counts, the loss is 0.
       op: how the gradients will be reduced: "sum", the default of `dj.optim.Optimizer`, or
         "mean", that of `dj.flax.apply_gradients`. The wrong one is off by a factor of R.
 
@@ -77,16 +78,6 @@ def _weights(losses: jax.Array, mask: ArrayLike | None) -> jax.Array:
         )
     if mask is None:
         return jnp.ones(losses.shape, losses.dtype)
-    shape, shapes = jnp.shape(mask), dict.fromkeys((losses.shape[:1], losses.shape))
-    if shape not in shapes:
-        raise BatchError(
-            message(
-                f"average_loss needs a mask of shape {' or '.join(map(str, shapes))}",
-                got=describe_value(mask),
-                why="it says for each example whether it counts",
-                fix="pass the mask of the batch: batch.data, batch.mask of a padded dataset",
-            )
-        )
-    trailing = (1,) * (losses.ndim - len(shape))
-    weights = jnp.asarray(mask).astype(losses.dtype).reshape(*shape, *trailing)
-    return jnp.broadcast_to(weights, losses.shape)
+    weights, fix = jnp.asarray(mask), "average_loss(losses, batch.mask), of a padded dataset"
+    require_mask(weights, losses.shape, "average_loss: mask", fix, takes_weights=True)
+    return spread_mask(weights.astype(losses.dtype), losses.shape)

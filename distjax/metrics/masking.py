@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from distjax.data.masks import broadcast_mask
 from distjax.errors import describe_value, message
+from distjax.masks import broadcast_mask
 from distjax.typing import ArrayLike, DTypeLike
 
 

@@ -25,9 +25,9 @@ from distjax.collectives.ops import as_reduce_op, require_sums
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
 from distjax.context.contracts import Destinations
-from distjax.data.masks import require_mask
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.masks import require_mask
 from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.host_values import require_no_mask, without_alias

@@ -133,7 +133,8 @@ class Strategy:
           op: a ReduceOp or its name. A mean with an axis weights all elements equally.
           value: a tree of PerReplica (or Mirrored, as R copies); with an axis, one value.
           axis: None, an int or a tuple of ints: axes of one replica's value.
-          mask: bool [B] per replica: which examples count.
+          mask: bool, [B] per replica or any leading part of the shape of one replica's value:
+            what counts. If nothing does, a sum is 0 and a mean NaN.
 
         Locality: T or M in, M out. Context: cross-replica or default. Cost: all-reduce per value.
 

@@ -67,6 +67,22 @@ def test_weights_and_further_axes(pair):
     assert float(pair.run(step, args=(batch,))) == pytest.approx(np.average(losses, None, weights))
 
 
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_masks_have_a_leading_part_of_the_shape_as_in_reduce_and_metrics(pair, ndim):
+    losses = X.reshape(4, 3, 2)
+    mask = np.arange(24).reshape(losses.shape)[(..., *[0] * (3 - ndim))] % 5 != 0
+    (batch,) = pair.distribute_dataset([(losses, mask)])
+    step = lambda batch: dj.get_replica_context().all_reduce("sum", dj.losses.average_loss(*batch))
+    with pair.scope():
+        metric = dj.metrics.Mean()
+    metric.update(batch[0], mask=batch[1])
+    total = pair.reduce("mean", batch[0], axis=(0, 1, 2), mask=batch[1])
+    expected = pytest.approx(losses[mask].mean())
+    assert [float(pair.run(step, args=(batch,))), float(metric.result()), float(total)] == [
+        expected
+    ] * 3
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.int32])
 def test_weights_are_counted_in_a_dtype_that_holds_them(pair, dtype):
     losses = np.arange(4).repeat(3000).astype(dtype)  # their number times two is no float16
@@ -86,7 +102,11 @@ def test_the_whole_batch_and_the_empty_one(pair):
 
 
 def test_masks_and_losses_of_the_wrong_shape():
-    with pytest.raises(BatchError, match=r"average_loss needs a mask of shape \(24,\)"):
+    text = r"^average_loss: mask needs bool values or weights of shape \(24,\) per replica\."
+    with pytest.raises(BatchError, match=text):
         dj.losses.average_loss(X, np.ones(23, bool))
+    text = r"shape \(4,\) per replica, or a longer leading part of \(4, 3, 2\)\."
+    with pytest.raises(BatchError, match=text):
+        dj.losses.average_loss(X.reshape(4, 3, 2), np.ones((4, 2), np.float32))
     with pytest.raises(BatchError, match="average_loss needs a loss for each example"):
         dj.losses.average_loss(jnp.float32(3))

@@ -68,6 +68,13 @@ def test_masks_that_do_not_fit(pair, mask):
         pair.reduce("sum", x, axis=0, mask=mask)
 
 
+def test_where_nothing_counts_a_sum_is_0_and_a_mean_nan(pair):
+    x, mask = pads(pair, [[1, 2], [3]], np.float32)
+    nothing = pair.run(jnp.zeros_like, args=(mask,))
+    assert float(pair.reduce("sum", x, axis=0, mask=nothing)) == 0
+    assert np.isnan(float(pair.reduce("mean", x, axis=0, mask=nothing)))
+
+
 def test_mask_with_a_tree(pair):
     with pytest.raises(TypeError, match="^reduce with an axis or a mask needs one value"):
         pair.reduce("sum", [ids(pair)], mask=np.array([True]))

@@ -1,4 +1,8 @@
-"""Masks, which say which examples of a batch count: checks and broadcasting."""
+"""Masks, which say which examples of a batch count: checks and broadcasting.
+
+One rule for all that take a mask: its shape is a leading part of the shape of the values, `[B]` for
+a mask of examples, so that one element of it decides on all the values behind it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ from distjax.typing import ArrayLike
 
 
 def require_mask(
-    mask: jax.Array | ShapedArray, shape: tuple[int, ...], where: str, fix: str
+    mask: jax.Array | ShapedArray,
+    shape: tuple[int, ...],
+    where: str,
+    fix: str,
+    *,
+    takes_weights: bool = False,
 ) -> None:
     """Raises a BatchError unless `mask` is bool and its shape is a prefix of `shape`.
 
@@ -20,12 +29,16 @@ def require_mask(
       shape: the shape of the values.
       where: the mask's name in errors.
       fix: the corrected call.
+      takes_weights: whether it may hold numbers as well.
     """
-    if mask.dtype == jnp.bool_ and mask.shape == shape[: len(mask.shape)]:
+    is_prefix = mask.shape == shape[: len(mask.shape)]
+    if is_prefix and (takes_weights or mask.dtype == jnp.bool_):
         return
+    kind = "bool values or weights" if takes_weights else "bool values"
+    longer = f", or a longer leading part of {shape}" if len(shape) > 1 else ""
     raise BatchError(
         message(
-            f"{where} needs bool values of shape {shape[:1]} per replica",
+            f"{where} needs {kind} of shape {shape[:1]} per replica{longer}",
             got=f"{mask.dtype} of shape {mask.shape}",
             why="it says for each example whether it counts",
             fix=fix,
@@ -40,4 +53,9 @@ def broadcast_mask(mask: ArrayLike, shape: tuple[int, ...], where: str, fix: str
     """
     mask = jnp.asarray(mask)
     require_mask(mask, shape, where, fix)
+    return spread_mask(mask, shape)
+
+
+def spread_mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a mask that has been checked, broadcast to `shape`."""
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)

@@ -169,7 +169,7 @@ class VariableLeaf(Leaf):
         return _array(self.spec, saved)
 
     def put(self, value: PyTree) -> Variable:
-        self.value.assign(value)
+        self.value.write(value)
         return self.value
 
 

@@ -125,7 +125,7 @@ class Metric(abc.ABC):
         """Sets the totals to zero. Context: any; a replica sets its own component."""
         with self._between_closures():
             for variable in self.variables.values():
-                variable.assign(np.zeros(variable.shape, variable.dtype))
+                variable.write(np.zeros(variable.shape, variable.dtype))
 
     def _between_closures(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the totals belong together: each batch is in all or none."""

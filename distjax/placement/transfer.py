@@ -37,7 +37,9 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.update(sharding=sharding)
-    if sharding is None or sharding.is_fully_addressable or _is_global(value):
+    if sharding is None or sharding.is_fully_addressable:
+        return _put([value], sharding)[0]
+    if _is_global(value):
         return jax.device_put(value, sharding)
     host = _on_host(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -64,8 +66,15 @@ def transfer_each(values: list[Any], sharding: Sharding | None) -> list[Any]:
     """Places `values` as `transfer` does; within one process, all in a single transfer."""
     if sharding is not None and not sharding.is_fully_addressable:
         return [transfer(value, sharding) for value in values]
+    return _put(values, sharding)
+
+
+def _put(values: list[Any], sharding: Sharding | None) -> list[Any]:
+    """Places `values` on devices of this process, or as a trace says."""
     is_guarded = _config.jax_transfer_guard_host_to_device
     if sharding is None or is_guarded or any(type(x) is not np.ndarray for x in values):
+        return jax.device_put(values, sharding)
+    if jax_compat.staging():
         return jax.device_put(values, sharding)
     # The same call of XLA, without most of the Python code before it; implicit for a guard.
     return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in values]

@@ -105,6 +105,10 @@ class ReferenceVariable(Variable):
         """Sets the variable to `value` and returns the new value."""
         return self._write("assign", value, lambda old, new: new)
 
+    def write(self, value: PyTree) -> None:
+        """Sets the variable to `value`."""
+        self.assign(value)
+
     def assign_add(self, value: PyTree) -> jax.Array:
         """Adds `value` and returns the new value."""
         return self._write("assign_add", value, lambda old, new: old + new)

@@ -7,7 +7,6 @@ what the replicas wrote; in cross-replica context it applies one value to every 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from distjax.modes import ReduceOp, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
+from distjax.variables.casting import Array
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import reuse_components
 from distjax.variables.policy import PLAIN, Combine
@@ -49,14 +49,15 @@ def read(variable: StoredVariable) -> jax.Array:
     return _read_view(variable, state, frame)
 
 
-def write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
-    """Writes `value` as the current context requires; returns what a read then gives."""
+def write(variable: StoredVariable, value: PyTree, method: str) -> None:
+    """Writes `value` as the current context requires."""
     if variable.sharding is None:
-        return _write(variable, value, method)
-    return _write_off_mesh(variable, value, method)
+        _write(variable, value, method)
+    else:
+        _write_off_mesh(variable, value, method)
 
 
-def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
+def _write(variable: StoredVariable, value: PyTree, method: str) -> None:
     frame = frames.current()
     state = _state_for(variable, frame, "write")
     state.require_writable(variable)
@@ -69,7 +70,8 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
         _write_component(variable, state, array, method)
     elif _is_local(variable, frame):
         with jax.named_scope(write_scope(variable)):
-            array = _combine_in_replica(variable, value, array, method).astype(variable.dtype)
+            combined = _combine_in_replica(variable, value, jnp.asarray(array), method)
+            array = combined.astype(variable.dtype)
             if variable.policy.merges:
                 frame.replica_context.merge_call(_write_by_merge, args=(variable, array, method))
             else:
@@ -78,7 +80,6 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> jax.Array:
         _write_across(variable, state, array, method)
     if state is states.STORAGE and variable.spans_processes:
         note_write(f"{method} of variable {variable.name!r}", array)
-    return read(variable)
 
 
 _write_off_mesh = user_mesh.ignores_user_mesh(_write)
@@ -114,6 +115,16 @@ def initialize(variable: StoredVariable, value: PyTree) -> None:
 def _copied(value: ArrayLike) -> Any:
     """Returns a copy that nobody else holds."""
     return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
+
+
+def _owned(array: Array, shape: tuple[int, ...]) -> Any:
+    """Returns what `convert` made, broadcast to `shape`, for nobody else to hold."""
+    whole = _module_of(array).broadcast_to(array, shape)
+    return _copied(whole) if isinstance(whole, jax.Array) else whole  # the user keeps JAX's
+
+
+def _module_of(array: Array) -> Any:
+    return jnp if isinstance(array, jax.Array) else np
 
 
 # -- ownership ----------------------------------------------------------------
@@ -187,21 +198,27 @@ def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:
 # -- writes -------------------------------------------------------------------
 
 
-def _write_component(variable: StoredVariable, state: State, array: jax.Array, method: str) -> None:
-    if state is not states.STORAGE:
-        state.write(variable, _apply(state.read(variable), array, method))
-        return
+def _write_component(variable: StoredVariable, state: State, array: Array, method: str) -> None:
+    if state is states.STORAGE:
+        _write_storage(variable, array, method)
+    else:
+        state.write(variable, _apply(state.read(variable), jnp.asarray(array), method))
+
+
+def _write_storage(variable: StoredVariable, array: Array, method: str) -> None:
     array = variable.on_own_devices(array)
     with variable.stored.lock:
         is_gone = method == "assign" and (variable.stored.is_lost or variable.storage is not None)
         if not is_gone:  # an assignment needs no previous value, so it can replace a deleted one
             variable.require_initialized()
-        if method == "assign":  # copied, since the user keeps the array
-            state.write(variable, _copied(jnp.broadcast_to(array, variable.global_shape)))
-        elif isinstance(variable.stored, RemoteStorage):
-            variable.stored.add(array if method == "assign_add" else -array)
+        if method == "assign":
+            states.STORAGE.write(variable, _owned(array, variable.global_shape))
+            return
+        amount = jnp.asarray(array)
+        if isinstance(variable.stored, RemoteStorage):
+            variable.stored.add(amount if method == "assign_add" else -amount)
         else:
-            state.write(variable, _apply(variable.stored_value, array, method))
+            states.STORAGE.write(variable, _apply(variable.stored_value, amount, method))
 
 
 def _combine_in_replica(
@@ -246,30 +263,34 @@ def write_scope(variable: StoredVariable) -> str:
     return f"distjax_write_{variable.serial_number}"
 
 
-def _write_across(variable: StoredVariable, state: State, array: jax.Array, method: str) -> None:
+def _write_across(variable: StoredVariable, state: State, array: Array, method: str) -> None:
     rule = variable.policy.cross_assign if method == "assign" else variable.policy.cross_add
     if rule is Combine.REFUSE:
         raise AggregationError(_cross_write_text(variable, method))
     if rule is Combine.SPLIT:
-        array = _split_total(array, variable.layout.num_copies)
+        split = _split_total if isinstance(array, np.ndarray) else _split_on_devices
+        array = split(array, variable.layout.num_copies)
     elif variable.policy.stacked:
-        array = jnp.broadcast_to(array, variable.global_shape)
+        array = _module_of(array).broadcast_to(array, variable.global_shape)
     _write_component(variable, state, array, method)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # eager constants would trip transfer guards
-def _split_total(total: jax.Array, num_components: int) -> jax.Array:
+def _split_total(total: Array, num_components: int) -> Any:
     """Returns components [R, ...] that sum to `total`, exactly for integers."""
+    module = _module_of(total)
     if jnp.issubdtype(total.dtype, jnp.integer):
         # Widened first, since a narrow dtype may not hold R itself.
         wide = total.astype(jnp.int32 if total.dtype.itemsize < 4 else total.dtype)
-        index = jnp.arange(num_components, dtype=wide.dtype)
+        index = module.arange(num_components, dtype=wide.dtype)
         index = index.reshape((num_components,) + (1,) * total.ndim)
         share, rest = wide // num_components, wide % num_components
         return (share[None] + (index < rest[None]).astype(wide.dtype)).astype(total.dtype)
-    return jnp.broadcast_to(
-        (total / num_components).astype(total.dtype), (num_components, *total.shape)
-    )
+    share = (total / num_components).astype(total.dtype)
+    return module.broadcast_to(share, (num_components, *total.shape))
+
+
+# Compiled, since eager constants would trip transfer guards.
+_split_on_devices = jax.jit(_split_total, static_argnums=1)
 
 
 def _apply(old: jax.Array, array: jax.Array, method: str) -> jax.Array:

@@ -8,7 +8,6 @@ same kind may overflow.
 from __future__ import annotations
 
 import numbers
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,10 @@ def dtype_rank(dtype: DTypeLike) -> int | None:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
-def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
+def convert(variable: StoredVariable, value: PyTree, method: str) -> Array:
     """Returns `value` as an array with the shape and dtype of `variable`.
+
+    A host value stays on the host, as a numpy array that nobody else holds.
 
     Args:
       variable: the variable being written.
@@ -63,9 +64,7 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Any:
                 else "reshape or broadcast the value: jnp.broadcast_to(x, v.shape)",
             )
         )
-    return (
-        array if isinstance(array, jax.Array) else jnp.asarray(without_alias(array), variable.dtype)
-    )
+    return without_alias(array)
 
 
 def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:

@@ -154,7 +154,12 @@ class Variable(StoredVariable):
           TraceLeakError: in an inner trace (`jax.jit`, a `jax.lax` loop, `grad`); for
             loops and branches use `dj.lax`.
         """
-        return access.write(self, value, "assign")
+        self.write(value)
+        return self.value
+
+    def write(self, value: PyTree) -> None:
+        """Does what `assign` does, without the read of the new value."""
+        access.write(self, value, "assign")
 
     def assign_add(self, value: PyTree) -> jax.Array:
         """Adds `value` and returns the new value; otherwise like `assign`.
@@ -162,11 +167,13 @@ class Variable(StoredVariable):
         Raises:
           AggregationError: also for ON_READ with SUM in cross-replica context.
         """
-        return access.write(self, value, "assign_add")
+        access.write(self, value, "assign_add")
+        return self.value
 
     def assign_sub(self, value: PyTree) -> jax.Array:
         """Subtracts `value` and returns the new value; otherwise like `assign_add`."""
-        return access.write(self, value, "assign_sub")
+        access.write(self, value, "assign_sub")
+        return self.value
 
     def local_results(self) -> tuple[jax.Array, ...]:
         """Returns the components [...] in replica order.

@@ -1,0 +1,105 @@
+"""Writes of host values: one transfer, no program, and nothing read back that nobody asked for."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.variables import access
+
+ON_READ, SUM = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
+MEAN = dj.VariableAggregation.MEAN
+
+
+@pytest.fixture
+def strategy():
+    return dj.MirroredStrategy(jax.devices()[:4])
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The names of what the variables' eager code has run on devices."""
+    seen = []
+
+    def watch(owner, name):
+        real = getattr(owner, name)
+        told = lambda *args, **kwargs: (seen.append(name), real(*args, **kwargs))[1]
+        monkeypatch.setattr(owner, name, told)
+
+    for owner, name in [
+        (access, "call_compiled"),
+        (access, "_split_on_devices"),
+        (jnp, "copy"),
+        (jnp, "asarray"),
+        (jnp, "broadcast_to"),
+        (jax, "device_put"),
+    ]:
+        watch(owner, name)
+    return seen
+
+
+@pytest.mark.parametrize("value", [0.25, np.float32(0.25), np.array(0.25), [0.25]])
+def test_a_number_goes_straight_to_where_the_variable_lives(strategy, programs, value):
+    with strategy.scope():
+        rate = dj.Variable(np.zeros(np.shape(value), np.float32))
+    programs.clear()
+    new = rate.assign(value)
+    assert programs == []
+    assert new.sharding == strategy.extended.topology.mirrored
+    assert new.dtype == jnp.float32 and not new.weak_type
+    np.testing.assert_array_equal(new, np.full(np.shape(value), 0.25))
+
+
+def test_a_reset_runs_no_program(strategy, programs):
+    with strategy.scope():
+        mean = dj.metrics.Mean()
+    strategy.run(mean.update, args=(jnp.ones(3),))
+    programs.clear()
+    mean.reset()
+    assert programs == []
+    assert float(mean.result()) == 0.0
+    assert "call_compiled" in programs, "the watch sees reads"
+
+
+def test_an_assignment_still_returns_what_a_read_gives(strategy):
+    with strategy.scope():
+        total = dj.Variable(np.int32(0), synchronization=ON_READ, aggregation=SUM)
+        mean = dj.Variable(np.zeros(2, np.float32), synchronization=ON_READ, aggregation=MEAN)
+    assert int(total.assign(7)) == 7
+    assert [int(x) for x in total.local_results()] == [2, 2, 2, 1]
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(mean.assign([1.0, 2.0]), [1, 2])
+        np.testing.assert_array_equal(mean.assign_add(np.ones(2)), [2, 3])
+
+
+@pytest.mark.parametrize("number", [-7, 0, 1, 100])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.float16, ml_dtypes.bfloat16, np.float32])
+def test_the_host_splits_a_total_as_the_devices_do(strategy, dtype, number):
+    total = np.array([number, 3]).astype(dtype)
+    with strategy.scope():
+        v = dj.Variable(np.zeros(2, dtype), synchronization=ON_READ, aggregation=SUM)
+    v.assign(jnp.asarray(total))
+    wanted = v.local_results()
+    v.assign(total)
+    for ours, theirs in zip(v.local_results(), wanted, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_memory_of_an_assigned_array_stays_the_users(strategy):
+    """On CPU an array of JAX may lie in numpy's memory, and a step donates the variable's."""
+    memory = np.zeros(2**16 + 16, np.float32)
+    first = -memory.__array_interface__["data"][0] % 64 // 4
+    buffer = memory[first : first + 2**16]  # aligned, as XLA wants it
+    with strategy.scope():
+        v = dj.Variable(np.zeros(2**16, np.float32))
+    add_one = dj.jit(lambda: v.assign_add(jnp.ones(2**16)))
+    v.assign(buffer)
+    buffer[:] = 5
+    add_one()
+    add_one()
+    for copy in v.local_results():
+        np.testing.assert_array_equal(copy, np.full(2**16, 2))
+    np.testing.assert_array_equal(buffer, np.full(2**16, 5))

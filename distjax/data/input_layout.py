@@ -94,7 +94,9 @@ class InputLayout:
         """Returns the sharding of a leaf whose `axis` runs over the replicas."""
         if self.topology is None:
             return None
-        return self.topology.mirrored if self.num_replicas == 1 else self.topology.split_along(axis)
+        if self.num_replicas == 1:
+            return self.topology.mirrored
+        return self.topology.per_replica if axis == 0 else self.topology.split_along(axis)
 
     def as_element(self, arrays: PyTree) -> Any:
         """Returns arrays [R, B, ...] as PerReplica; one replica's [B, ...] unchanged."""
@@ -107,5 +109,5 @@ class InputLayout:
 def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[start : start + num_bytes].view(dtype).reshape(shape)

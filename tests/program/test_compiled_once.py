@@ -63,3 +63,20 @@ def test_with_modules(strategy, count_compilations, place):
         for x in batches(strategy)
     ]
     assert counts in ONCE
+
+
+def test_with_placed_state(count_compilations):
+    strategy, tx = dj.MirroredStrategy(jax.devices()[:4]), optax.adam(0.1)
+    w = strategy.extended.broadcast_to(jnp.zeros(3))
+    state = strategy.extended.broadcast_to(tx.init(w))
+
+    def train(w, state, x):
+        grads = dj.get_replica_context().all_reduce("mean", x.mean(0) + w)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    def step(x):
+        nonlocal w, state
+        w, state = strategy.run(train, args=(w, state, x))
+
+    assert [count_compilations(lambda x=x: step(x)) for x in batches(strategy)] == [1, 0, 0]

@@ -68,7 +68,7 @@ class BatchError(ValueError):
 
 
 class TraceLeakError(RuntimeError):
-    """A variable is read or written where its value would leak out of a trace."""
+    """A variable or an attribute is read or written where its value would leak out of a trace."""
 
 
 class CheckpointError(RuntimeError):

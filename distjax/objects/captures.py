@@ -25,7 +25,7 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | frozenset(
     "jax jaxlib flax optax numpy orbax chex distjax tensorflow torch grain".split()
 )
 #: Longer containers hold data rather than modules, and would be slow to search at each call.
-_MAX_ITEMS = 1000
+MAX_ITEMS = 1000
 #: How many levels of attributes of user objects are followed.
 MAX_DEPTH = 3
 _READS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -59,7 +59,7 @@ def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[
 def _references(value: object, depth: int) -> Iterator[tuple[Any, int]]:
     """Yields what `value` refers to, each with its depth."""
     if isinstance(value, (tuple, list, dict)):
-        if len(value) <= _MAX_ITEMS:
+        if len(value) <= MAX_ITEMS:
             for item in value.values() if isinstance(value, dict) else value:
                 yield item, depth
     elif isinstance(value, functools.partial):
@@ -68,7 +68,7 @@ def _references(value: object, depth: int) -> Iterator[tuple[Any, int]]:
     elif isinstance(value, types.MethodType):
         yield value.__func__, depth
         yield value.__self__, depth
-    elif _is_of_a_library(value):
+    elif is_of_a_library(value):
         yield getattr(value, "__wrapped__", None), depth
     else:
         if isinstance(value, types.FunctionType):
@@ -100,7 +100,8 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(own.union(*nested)))
 
 
-def _is_of_a_library(value: object) -> bool:
+def is_of_a_library(value: object) -> bool:
+    """Returns whether a function or an object belongs to a library that is not searched."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str):
         module = type(value).__module__

@@ -19,6 +19,7 @@ from distjax import inner_traces, jax_compat
 from distjax.collectives.joining import join_maps
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
+from distjax.objects.object_arguments import ObjectArguments
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
 from distjax.program.initial_values import InitialValues, as_global
@@ -170,6 +171,7 @@ def discover(
       log: records the variables that the step creates.
     """
     given, treedef = jax.tree.flatten((args, kwargs))
+    objects = ObjectArguments((args, kwargs), step.argument_names)
     found: dict[str, Any] = {}
 
     def trace(*arrays: jax.Array) -> list[Any]:
@@ -205,19 +207,29 @@ def discover(
     error = found.pop("error", None)
     signature = signature_of((args, kwargs))
     discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
-    # The user may hold a created variable, behind a guard. If anything raises from here on, the
-    # next trace that meets the variable can still initialize it.
-    for variable in discovered.created:
-        variable.stored.complete = lambda: discovered.initial_values.store(step, args, kwargs)
+    _let_later_traces_initialize(discovered, step, args, kwargs)
     if error is not None:
         if not jax_compat.tracing():  # now, not in the next trace, whose context differs
             discovered.initial_values.compute(step, args, kwargs)
         raise error
+    objects.require_no_leaks(step.name, found["partitioned"].objects)
+    objects.require_inputs(jaxpr, consts)
     _require_no_baked_state(consts)
     observer = frames.observer()
     if observer is not None:
         observer.on_program(discovered.reads, discovered.writes, discovered.results)
     return discovered
+
+
+def _let_later_traces_initialize(
+    discovered: Discovered, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Lets the next trace that meets a created variable initialize it, if this call raises.
+
+    The user may hold the variable, behind a guard that prevents creating it again.
+    """
+    for variable in discovered.created:
+        variable.stored.complete = lambda: discovered.initial_values.store(step, args, kwargs)
 
 
 def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:

@@ -26,12 +26,17 @@ def is_array_or_struct(value: object) -> bool:
 
 
 class Static:
-    """A Python object among array leaves; part of the treedef, not a leaf."""
+    """A Python object among array leaves; part of the treedef, not a leaf.
 
-    __slots__ = ("value",)
+    Args:
+      value: the object.
+      is_implied: whether it is static only since it is no array: the user did not say so.
+    """
 
-    def __init__(self, value: object):
-        self.value = value
+    __slots__ = ("is_implied", "value")
+
+    def __init__(self, value: object, is_implied: bool = False):
+        self.value, self.is_implied = value, is_implied
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
@@ -97,6 +102,12 @@ class PartitionedTree:
         """Whether every leaf of the tree is data."""
         return len(self._where) == len(self._all)
 
+    @property
+    def objects(self) -> list[Any]:
+        """The leaves that are not data."""
+        taken = {*self._where}
+        return [leaf for i, leaf in enumerate(self._all) if i not in taken]
+
     def take_leaves(self) -> list[Any]:
         """Returns the data leaves and drops them, so no tracer outlives its trace."""
         leaves, self.leaves = self.leaves, [None] * len(self.leaves)
@@ -120,8 +131,13 @@ def _is_leaf(value: object) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 
-def as_static(value: object, name: str) -> Static:
+def as_static(value: object, name: str, is_implied: bool = False) -> Static:
     """Returns an argument wrapped as part of a program's cache key.
+
+    Args:
+      value: the argument.
+      name: the user's name of it, for the error.
+      is_implied: whether the user did not say that it is static.
 
     Raises:
       ValueError: it is not hashable.
@@ -134,10 +150,11 @@ def as_static(value: object, name: str) -> Static:
                 f"argument {name} needs an array, a number or a hashable object",
                 got=describe_value(value),
                 why="a Python object is part of what a compiled program is looked up by",
-                fix="make the object hashable, or pass its arrays",
+                fix="@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its "
+                "arrays; without arrays: make it hashable",
             )
         ) from None
-    return Static(value)
+    return Static(value, is_implied)
 
 
 def mark_static(
@@ -157,6 +174,6 @@ def mark_static(
     def hide(path: tuple[Any, ...], leaf: PyTree) -> Any:
         if is_data(leaf) or is_number(leaf) or is_per_replica(leaf) or isinstance(leaf, Static):
             return leaf
-        return as_static(leaf, user_path(jax.tree_util.keystr(path), names))
+        return as_static(leaf, user_path(jax.tree_util.keystr(path), names), is_implied=True)
 
     return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)

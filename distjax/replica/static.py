@@ -109,7 +109,9 @@ def _mark_module(
     def mark(inner: tuple[Any, ...], leaf: PyTree) -> Any:
         if is_data(leaf) or isinstance(leaf, (PerReplica, Static)):
             return leaf
-        return as_static(leaf, user_path(jax.tree_util.keystr((*path, *inner)), names))
+        return as_static(
+            leaf, user_path(jax.tree_util.keystr((*path, *inner)), names), is_implied=True
+        )
 
     is_leaf = lambda x: is_per_replica(x) or _is_static(x)
     return jax.tree_util.tree_map_with_path(mark, module, is_leaf=is_leaf)

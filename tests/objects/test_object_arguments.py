@@ -1,0 +1,175 @@
+"""Objects among the arguments that JAX does not know as pytrees, and the arrays they hold."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distjax as dj
+from distjax.errors import TraceLeakError
+
+ONE = jnp.float32(1)
+
+
+class State:
+    def __init__(self):
+        self.w = jnp.ones(3)
+        self.rates = np.ones(3)
+        self.itself = self
+        self.losses = []
+
+    def scaled(self, x):
+        return self.w * x
+
+
+class Slotted:
+    __slots__ = ("w",)
+
+    def __init__(self):
+        self.w = jnp.ones(3)
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    w: object
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return dj.VirtualStrategy(2)
+
+
+def plain_jit(strategy):
+    return lambda fn, args: dj.jit(fn)(*args)
+
+
+def run(strategy):
+    return lambda fn, args: strategy.run(fn, args=args)
+
+
+def run_in_jit(strategy):
+    return lambda fn, args: dj.jit(lambda s, x: strategy.run(fn, args=(s, x)))(*args)
+
+
+def strategy_jit(strategy):
+    return lambda fn, args: strategy.jit(fn)(*args)
+
+
+@pytest.fixture(params=[plain_jit, run, run_in_jit, strategy_jit])
+def call(request, pair):
+    return request.param(pair)
+
+
+def test_arrays_that_the_function_reads_of_an_object_are_refused(pair):
+    """They would be constants of the program: a loop that sets new ones trained wrong."""
+    with pytest.raises(ValueError) as caught:
+        pair.run(lambda state, x: state.w + x, args=(State(), ONE))
+    assert str(caught.value).splitlines() == [
+        "argument state needs to be a pytree, since the function reads arrays of it.",
+        "  Got: State, with arrays at state.w.",
+        "  Why: JAX does not know its class, so the object is part of the compiled program, its "
+        "arrays would be constants there, and later ones would never be read.",
+        "  Fix: @jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays; "
+        "dj.static(state) if constants are meant",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "read", "path"),
+    [
+        (Slotted(), lambda s: s.w, "s.w"),
+        (Record([{"a": ONE}]), lambda s: s.w[0]["a"], "s.w[0]['a']"),
+        ({"a": Record(Slotted())}, lambda s: s["a"].w.w, "s['a'].w.w"),
+        (State().scaled, lambda s: s(2.0), "s.__self__.w"),
+        (State(), lambda s: jax.jit(lambda x: x * s.w)(2.0), "s.w"),
+        (State(), lambda s: jax.lax.cond(s.w[0] > 0, lambda: s.w, lambda: -s.w), "s.w"),
+    ],
+)
+def test_wherever_the_object_holds_them(call, argument, read, path):
+    with pytest.raises(ValueError) as caught:
+        call(lambda s, x: read(s) + x, (argument, ONE))
+    assert str(caught.value).splitlines()[1].endswith(f"with arrays at {path}.")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda state: state.rates, lambda state: state.w.size, lambda state: len(state.losses)],
+)
+def test_what_is_no_array_of_jax_may_be_read(call, read):
+    call(lambda state, x: read(state) + x, (State(), ONE))
+
+
+def test_constants_may_be_meant(call):
+    out = call(lambda state, x: state.w + x, (dj.static(State()), ONE))
+    assert np.array_equal(out, [2, 2, 2])
+    step = dj.jit(lambda state, x: state.w + x, static_argnames="state")
+    assert np.array_equal(step(State(), ONE), [2, 2, 2])
+
+
+def test_variables_of_an_object_are_followed(call, pair):
+    with pair.scope():
+        model = Record(dj.Variable(1.0))
+    step = lambda model, x: model.w + x
+    assert float(call(step, (model, ONE))) == 2
+    model.w.assign(2.0)
+    assert float(call(step, (model, ONE))) == 3
+
+
+def test_a_traced_value_left_in_an_object(pair):
+    def step(state, x):
+        state.w = state.w + x
+        return x
+
+    with pytest.raises(TraceLeakError) as caught:
+        pair.run(step, args=(State(), ONE))
+    assert str(caught.value).splitlines() == [
+        "test_a_traced_value_left_in_an_object.<locals>.step needs to return what it computes, or "
+        "to assign it to variables.",
+        "  Got: a traced value of type float32[3] in state.w.",
+        "  Why: a compiled step does not run its Python code again: the attribute would never be "
+        "written, and a traced value is of no use outside of its trace.",
+        "  Fix: pass the value and return the new one, or make it a variable: "
+        "state.w = dj.Variable(...), and state.w.assign(...) in the step",
+    ]
+
+
+def test_a_traced_value_left_in_a_container(call):
+    def step(s, x):
+        s.losses.append(x + 1)
+        return x
+
+    with pytest.raises(TraceLeakError, match=r"Got: .* in s.losses\[0\]\.\n"):
+        call(step, (dj.static(State()), ONE))
+
+
+def test_a_method_that_writes_an_attribute():
+    class Trainer:
+        table = jnp.ones(3)
+
+        def __init__(self):
+            self.w = jnp.ones(3)
+
+        @dj.jit
+        def read(self, x):
+            return self.w * self.table * x
+
+        @dj.jit
+        def write(self, x):
+            self.w = self.w * x
+
+    assert np.array_equal(Trainer().read(ONE), [1, 1, 1])
+    with pytest.raises(TraceLeakError, match=r"Trainer\.write needs .*\n  Got: .* in self\.w\."):
+        Trainer().write(ONE)
+
+
+def test_a_traced_value_in_an_object_among_the_results(pair):
+    with pytest.raises(TraceLeakError) as caught:
+        pair.run(lambda record: Record(record.w + 1), args=(Record(jnp.ones(3)),))
+    assert str(caught.value).splitlines()[0].endswith("needs to return arrays, or pytrees of them.")
+    assert str(caught.value).splitlines()[1:] == [
+        "  Got: an object with a traced value of type float32[3] in Record.w.",
+        "  Why: JAX does not know its class, so its arrays are no results of the compiled program.",
+        "  Fix: @jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays",
+    ]

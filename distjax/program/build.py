@@ -56,7 +56,8 @@ class Build:
       owned: the arrays of `writes`.
       read_arrays: the arrays of `reads`.
       lock: held while arrays of these variables are collected, donated and replaced.
-      spans_devices: whether the program runs on several devices, as far as a trace tells.
+      spans_devices: whether the program runs on several devices, as far as a trace and the
+        arguments that it was made for tell.
       spans_processes: whether it runs on devices of several processes.
       is_in_job: whether this process is one of several.
       offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
@@ -127,7 +128,7 @@ class Build:
         return (
             {*self.variables} >= {*found.reads, *found.created}
             and {*self.writes} >= {*found.writes}
-            and (self.spans_devices or not found.spans_devices)
+            and (self.spans_devices or not (found.spans_devices or found.takes_spread))
             and (self.spans_processes or not found.spans_processes)
         )
 
@@ -210,7 +211,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         owned=OwnedArrays(),
         read_arrays=tuple(v.stored for v in reads),
         lock=_make_lock(threaded),
-        spans_devices=any(each.spans_devices for each in spans),
+        spans_devices=discovered.takes_spread or any(each.spans_devices for each in spans),
         spans_processes=any(each.spans_processes for each in (*spans, *threaded)),
         is_in_job=job() is not None,
         offered=offered,

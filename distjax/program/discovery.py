@@ -45,6 +45,7 @@ class Discovered:
       writes: variables that are written.
       created: variables that were created, not yet initialized.
       facts: what is known about each array result.
+      takes_spread: whether an argument lies on several devices, as far as the trace was given it.
       initial_values: those of the created variables.
     """
 
@@ -59,6 +60,7 @@ class Discovered:
         writes: list[Any],
         log: CreationLog,
         facts: Sequence[Fact | None],
+        takes_spread: bool,
     ):
         self.name = name.rsplit(".", 1)[-1]
         self._consts, self._signature = consts, signature
@@ -66,7 +68,7 @@ class Discovered:
         self._log = log
         self.writes = writes
         self.created = list(log.values)
-        self.facts = facts
+        self.facts, self.takes_spread = facts, takes_spread
         code, self.reads = with_variables_as_inputs(jaxpr)
         self._jaxpr = join_maps(code)
         read = self._jaxpr.invars[len(self._jaxpr.invars) - len(self.reads) :]
@@ -172,7 +174,7 @@ def discover(
     """
     given, treedef = jax.tree.flatten((args, kwargs))
     objects = ObjectArguments((args, kwargs), step.argument_names)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"takes_spread": any(map(_is_spread, given))}
 
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
@@ -230,6 +232,13 @@ def _let_later_traces_initialize(
     """
     for variable in discovered.created:
         variable.stored.complete = lambda: discovered.initial_values.store(step, args, kwargs)
+
+
+def _is_spread(value: object) -> bool:
+    """Returns whether an argument is an array on several devices; tracers do not tell."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+        return False
+    return len(value.sharding.device_set) > 1
 
 
 def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:

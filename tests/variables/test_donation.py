@@ -302,6 +302,20 @@ def test_an_argument_that_was_donated_before_is_refused(pair):
     )
 
 
+def test_so_is_one_of_several_devices_in_a_function_without_strategies(mirrored):
+    """Nothing in such a program names devices: only its arguments tell."""
+    step = dj.jit(lambda state, x: {"w": state["w"] - x}, donate_argnums=0)
+    one_device = step({"w": jnp.ones(3)}, 1.0)
+    for _ in range(2):  # the guard stays when one device comes in between
+        state, x = mirrored.extended.broadcast_to(({"w": jnp.ones(3)}, 1.0))
+        step(state, x)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="needs argument state to hold arrays"):
+                step(state, x)
+        one_device = step(one_device, 1.0)
+    assert one_device["w"].tolist() == [-2] * 3
+
+
 @pytest.mark.parametrize("how", ["run", "jit"])
 def test_an_error_leaves_variables_as_they_are(pair, how):
     v = make(pair, jnp.ones(4))

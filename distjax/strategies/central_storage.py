@@ -49,7 +49,7 @@ class CentralStorageStrategy(Strategy):
     beside its activations.
 
     Args:
-      devices: the D devices; default: all of the job.
+      devices: the D devices; default, or if empty: all of the job.
       parameter_memory: the memory kind of the storage.
       axis_name: the name of the replica axis inside `run`.
 

@@ -41,7 +41,7 @@ def devices_of_job(devices: Sequence[jax.Device] | None, strategy: str) -> Seque
 
 
 def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Sequence[jax.Device]:
-    """Returns `devices`; for None, this process's (with a warning in a larger job).
+    """Returns `devices`; for None (with a warning in a larger job) or none, this process's.
 
     Raises:
       ValueError: not a sequence.

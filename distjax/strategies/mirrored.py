@@ -18,7 +18,7 @@ class MirroredStrategy(Strategy):
     """Synchronous training with a replica per device (or per group of devices).
 
     Args:
-      devices: the D devices, replica by replica; default: all local ones.
+      devices: the D devices, replica by replica; default, or if empty: all local ones.
       axis_name: the name of the replica axis inside `run`; code written for
         `pmap(axis_name="batch")` runs unchanged with axis_name="batch".
       model_axes: sizes of axes within one replica, by name. A replica then owns
@@ -27,7 +27,7 @@ class MirroredStrategy(Strategy):
       communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce.
 
     Raises:
-      ValueError: no devices, repeated devices, or axes that do not fit.
+      ValueError: repeated devices, or axes that do not fit.
 
     Warns:
       ClusterWarning: `devices` omitted in a job of several processes: see

@@ -23,15 +23,15 @@ class MultiWorkerMirroredStrategy(Strategy):
     In a single process it is a `MirroredStrategy`.
 
     Args:
-      devices: the D devices, replica by replica, some from each process; default: all
-        of the job, a process's devices side by side.
+      devices: the D devices, replica by replica, some from each process; default, or
+        if empty: all of the job, a process's devices side by side.
       axis_name: the name of the replica axis inside `run`.
       model_axes: sizes of axes within one replica, as in `MirroredStrategy`; a replica's
         devices may span processes.
       communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce.
 
     Raises:
-      ValueError: no or repeated devices, axes that do not fit, or a process without devices.
+      ValueError: repeated devices, axes that do not fit, or a process without devices.
       ClusterError: the job named by the environment cannot be joined.
 
     Example:

@@ -76,7 +76,7 @@ class ShardedStrategy(Strategy):
     """A replica per device, with the training state split over the replicas.
 
     Args:
-      devices: the D devices; default: all of the job.
+      devices: the D devices; default, or if empty: all of the job.
       partition: "optimizer" (ZeRO-1: variables colocated with another, such as
         Adam's moments), "gradients" (ZeRO-2: values reduced to a variable arrive
         split, by a reduce-scatter) or "parameters" (ZeRO-3: all variables are

@@ -26,14 +26,14 @@ class TPUStrategy(Strategy):
     first.
 
     Args:
-      devices: the D devices, some from each process; default: all of the job.
+      devices: the D devices, some from each process; default, or if empty: all of the job.
       axis_name: the name of the replica axis inside `run`.
       model_axes: sizes of axes within one replica, as in `MirroredStrategy`.
       communication: how `reduce_to`, `batch_reduce_to` and optimizers reduce; default:
         in two levels if there are several slices.
 
     Raises:
-      ValueError: no or repeated devices, axes that do not fit, or a process without devices.
+      ValueError: repeated devices, axes that do not fit, or a process without devices.
       ClusterError: the job named by the environment cannot be joined.
 
     Example:

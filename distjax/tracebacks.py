@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from distjax.user_lines import is_library_file
+from distjax.user_lines import is_library_code
 
 _config: Any = jax.config  # type checkers do not know its options
 
@@ -23,7 +23,7 @@ def keep_user_lines(error: BaseException) -> None:
     if _config.jax_traceback_filtering == "off" or error.__traceback__ is None:
         return
     top, *below = _entries(error.__traceback__)
-    kept = [top, *(e for e in below if not is_library_file(e.tb_frame.f_code.co_filename))]
+    kept = [top, *(e for e in below if not is_library_code(e.tb_frame.f_code))]
     for entry, following in itertools.pairwise(kept):
         entry.tb_next = following
     kept[-1].tb_next = None

@@ -1,5 +1,7 @@
 """Where errors and warnings point: at the user's lines."""
 
+import subprocess
+import sys
 import traceback
 import warnings
 
@@ -89,3 +91,17 @@ def test_a_warning_points_at_what_is_typed_at_a_prompt(name):
         exec(compile(source, name, "exec"), {"strategy": strategy, "x": x})
     (warning,) = caught
     assert warning.category is dj.errors.LocalityWarning and warning.filename == name
+
+
+def test_lines_of_python_minus_c():
+    """The user's code is in "<string>" there, as is what dataclasses generate."""
+    source = """if True:
+        import sys
+        from distjax import user_lines
+        def step():
+            return user_lines.is_library_code(sys._getframe().f_code)
+        names = "step", "Model.__call__", "__create_fn__.<locals>.__init__", "__new__"
+        print(step(), *(user_lines.is_library_file("<string>", name) for name in names))
+    """
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "False", "False", "True", "True"], result.stderr

@@ -92,7 +92,7 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
 def calling_line() -> str:
     """Returns "file:line (function)" of the user's line that is currently running."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and user_lines.is_library_file(frame.f_code.co_filename):
+    while frame is not None and user_lines.is_library_code(frame.f_code):
         frame = frame.f_back
     if frame is None:
         return "an unknown line"

@@ -60,7 +60,7 @@ def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[s
         if frame.function.endswith(_MERGE_BOUNDARIES):
             scopes = _SCOPE.findall(names)
             return merge_lines[int(scopes[-1])] if scopes else installed or IN_A_MERGE
-        if user_lines.is_library_file(frame.file):
+        if user_lines.is_library_file(frame.file, frame.function):
             continue
         if not frame.file.startswith(_INSTALLED):
             return str(frame)

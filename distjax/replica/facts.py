@@ -45,7 +45,7 @@ class Site:
         for eqn in reversed(self._eqns):  # jnp functions record no user line, but their call does
             traceback = eqn.source_info.traceback
             for frame in traceback.frames if traceback is not None else ():
-                if user_lines.is_library_file(frame.file_name):
+                if user_lines.is_library_file(frame.file_name, frame.function_name):
                     continue
                 line = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
                 if not frame.file_name.startswith(_INSTALLED):
@@ -58,7 +58,7 @@ class Site:
         """Whether jnp.mean, or a method of that name, made the equation."""
         traceback = self._eqns[-1].source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
-            if not user_lines.is_library_file(frame.file_name):
+            if not user_lines.is_library_file(frame.file_name, frame.function_name):
                 return False
             if frame.function_name in _MEANS:
                 return True

@@ -33,7 +33,7 @@ class Failed:
 
         text = "".join(traceback.format_exception_only(error)).strip()
         entries = traceback.extract_tb(error.__traceback__)
-        own = [entry for entry in entries if not is_library_file(entry.filename)]
+        own = [entry for entry in entries if not is_library_file(entry.filename, entry.name)]
         lines = "".join(traceback.format_list(own))
         try:
             return cls(cloudpickle.dumps(error), text, lines)

@@ -56,6 +56,27 @@ def require_call(
     return tuple(args), dict(kwargs or {})
 
 
+def add_merge_note(
+    error: Exception, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Adds a note to the error of a merge function that takes its arguments, but no strategy."""
+    if not isinstance(error, TypeError) or _takes(merge_fn, (None, *args), kwargs):
+        return
+    if _takes(merge_fn, args, kwargs):
+        error.add_note(
+            "merge_call passes the strategy first, then args.\n"
+            "  Fix: merge_call(lambda strategy, x: ..., args=(x,))"
+        )
+
+
+def _takes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def require_finished(result: PyTree, fn: Callable[..., Any]) -> Any:
     """Returns what ``fn`` returned.
 

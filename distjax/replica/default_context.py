@@ -12,7 +12,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame, mixing_text, other_call_text
 from distjax.errors import ContextError, MergeError, StrategyMismatchError, message
-from distjax.replica.call_checks import require_call
+from distjax.replica.call_checks import add_merge_note, require_call
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 
 
@@ -53,7 +53,11 @@ class DefaultReplicaContext:
         self._require_current("merge_call")
         frame = Frame(self._strategy, state=frames.current().state)
         with frames.with_frame(frame):
-            return merge_fn(self._strategy, *args, **kwargs)
+            try:
+                return merge_fn(self._strategy, *args, **kwargs)
+            except TypeError as error:
+                add_merge_note(error, merge_fn, args, kwargs)
+                raise
 
     def all_reduce(self, op: ReduceOpLike, value: PyTree) -> Any:
         """Returns `value`."""

@@ -23,7 +23,7 @@ from distjax.errors import (
     message,
 )
 from distjax.placement.per_replica import PerReplica, require_local
-from distjax.replica.call_checks import require_call
+from distjax.replica.call_checks import add_merge_note, require_call
 from distjax.replica.tracer_localities import TracerLocalities
 from distjax.replica.user_merge import UserMerge, bind_merge
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
@@ -109,6 +109,7 @@ class ReplicaContext:
         except Exception as error:
             # A failed merge fails for all replicas, so none can continue without it.
             self.merge_error = error
+            add_merge_note(error, merge_fn, args, kwargs)
             raise
 
     def all_reduce(self, op: ReduceOpLike, value: PyTree) -> Any:

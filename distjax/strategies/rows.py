@@ -25,6 +25,8 @@ from distjax.variables.variable import Variable
 def stack_rows(extended: ExtendedLike, tree: PyTree) -> Any:
     """Returns a tree of [R, ...] arrays as PerReplica: see `Strategy.per_replica`."""
     topology = extended.topology
+    is_list = isinstance(tree, (tuple, list)) and len(tree) == topology.num_replicas
+    fix = "strategy.per_replica(jnp.stack(values)) for a list of R values" if is_list else _AS_IT_IS
 
     def stack(path: tuple[Any, ...], leaf: PyTree) -> Any:
         where = f"per_replica: the value{jax.tree_util.keystr(path)}"
@@ -33,7 +35,7 @@ def stack_rows(extended: ExtendedLike, tree: PyTree) -> Any:
             return leaf
         if not is_array(leaf):
             return leaf
-        require_rows(leaf, where, topology)
+        require_rows(leaf, where, topology, fix)
         return place_rows(extended, leaf)
 
     _require_arrays(tree)
@@ -64,7 +66,10 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     return PerReplica(transfer(without_alias(rows), topology.per_replica), topology)
 
 
-def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:
+_AS_IT_IS = "pass trees without that dimension to run as they are"
+
+
+def require_rows(leaf: PyTree, where: str, topology: Topology, fix: str = _AS_IT_IS) -> None:
     """Raises a LocalityError unless `leaf` has a leading dimension of R."""
     if leaf.ndim and leaf.shape[0] == topology.num_replicas:
         return
@@ -73,7 +78,7 @@ def require_rows(leaf: PyTree, where: str, topology: Topology) -> None:
             f"{where} needs a leading dimension of {topology.num_replicas}, a row per replica",
             got=describe_value(leaf),
             why="row r is the value of replica r, as jax_utils.replicate and pmap stack them",
-            fix="pass trees without that dimension to run as they are",
+            fix=fix,
         )
     )
 

@@ -329,3 +329,19 @@ def test_gradient_through_a_merge_is_the_same_reduction(pair, how, op):
     scale = 1.0 if op == "sum" else 0.5
     assert local(pair, grad) == [scale * 4 * 2 * 3, scale * 4 * 2 * 5]
     assert local(pair, tangent) == [scale * 1 * 16, scale * 3 * 16]
+
+
+@pytest.mark.parametrize("where", ["replica", "default"])
+def test_a_merge_function_that_does_not_take_the_strategy(pair, where):
+    def merged(merge_fn):
+        call = lambda x: dj.get_replica_context().merge_call(merge_fn, args=(x,))
+        with pytest.raises(TypeError) as caught:
+            pair.run(call, args=(1.0,)) if where == "replica" else call(1.0)
+        return getattr(caught.value, "__notes__", [""])[0]
+
+    assert merged(lambda x: x) == (
+        "merge_call passes the strategy first, then args.\n"
+        "  Fix: merge_call(lambda strategy, x: ..., args=(x,))"
+    )
+    for other in (lambda strategy, x, y: x, lambda strategy, x: x + "text"):
+        assert not merged(other).startswith("merge_call")

@@ -64,6 +64,15 @@ def test_an_array_without_a_row_per_replica(pair, method, rows):
     )
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_values_is_to_be_stacked(pair, kind):
+    with pytest.raises(LocalityError) as info:
+        pair.per_replica(kind([jnp.ones(3)] * 2))
+    assert str(info.value).splitlines()[-1] == (
+        "  Fix: strategy.per_replica(jnp.stack(values)) for a list of R values"
+    )
+
+
 def test_numbers_are_no_rows(pair):
     with pytest.raises(LocalityError) as info:
         pair.per_replica([1.0, 2.0])

@@ -7,6 +7,7 @@ the function writes to them is a traced one. Both are found around the trace, by
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -94,27 +95,24 @@ class ObjectArguments:
 
 def _find_arrays(value: object, name: str) -> dict[str, jax.Array]:
     """Returns the arrays of JAX that an object holds, by their names: "state.w"."""
-    return dict(_arrays_in(value, name, 0, set()))
-
-
-def _arrays_in(
-    value: object, name: str, depth: int, seen: set[int]
-) -> Iterator[tuple[str, jax.Array]]:
-    if isinstance(value, jax.Array):
-        yield name, value
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    for part, inner, inner_depth in _parts(value, depth):
-        yield from _arrays_in(inner, name + part, inner_depth, seen)
+    found: dict[str, jax.Array] = {}
+    seen: set[int] = set()
+    queue = collections.deque([(name, value, 0)])
+    while queue:
+        name, value, depth = queue.popleft()
+        if isinstance(value, jax.Array):
+            found[name] = value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
+    return found
 
 
 def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
     """Yields what `value` holds: the end of its name, the part, and its depth."""
     if isinstance(value, (tuple, list, dict)):
         if len(value) <= MAX_ITEMS:
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
                 yield f"[{key!r}]", item, depth
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__, depth

@@ -205,3 +205,20 @@ def test_wrong_options(options, text):
 def test_numbers_of_numpy_are_numbers():
     strategy = ParameterServerStrategy(workers=np.int64(2), servers=np.int64(3))
     assert (strategy.num_workers, len(strategy.servers)) == (2, 3)
+
+
+def test_arrays_of_an_object_that_is_no_pytree(ps, v):
+    class State:
+        w = None
+
+    state = State()
+    state.w = jnp.ones(3)
+
+    def writes(state):
+        state.w = v.value + 1
+
+    text = "argument state needs to be a pytree, since the function reads arrays of it."
+    assert_refused(ValueError, text, ps.run, lambda state: v.assign_add(state.w), args=(state,))
+    text = "writes needs to return what it computes, or to assign it to variables."
+    assert_refused(dj.errors.TraceLeakError, text, ps.run, writes, args=(state,))
+    np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])

@@ -98,8 +98,7 @@ class Strategy:
         Cost: one compilation per signature; the collectives that ``fn`` asks for.
 
         Raises:
-          ValueError: args or kwargs of the wrong type, an unhashable object, or one that is no
-            pytree and whose arrays ``fn`` reads.
+          ValueError: args or kwargs of the wrong type; objects unhashable, or that hold arrays.
           LocalityError: a PerReplica of other replicas, or an array that is split over the
             replicas without being a PerReplica.
           ContextError, StrategyMismatchError: in a replica, or under another strategy.

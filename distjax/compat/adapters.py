@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Self
 
 from distjax.strategies.strategy import Strategy
-from distjax.typing import DatasetLike, PyTree
+from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
 
 
 class Adapter:
@@ -24,6 +24,9 @@ class Adapter:
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":  # not set yet, while copying or unpickling
             raise AttributeError(name)
+        return self._find(name)
+
+    def _find(self, name: str) -> Any:
         return getattr(self.wrapped, name)
 
     def __eq__(self, other: object) -> bool:
@@ -44,6 +47,27 @@ class StrategyAdapter(Adapter):
         """`dj.Strategy.scope`."""
         with self.wrapped.scope():
             yield self
+
+
+class ReplicaContextAdapter(Adapter):
+    """A replica context whose strategy uses the names of a version.
+
+    Attributes:
+      strategy_type: the strategy adapter of that version.
+    """
+
+    strategy_type: type[StrategyAdapter]
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
+    ) -> Any:
+        """`dj.ReplicaContext.merge_call`; `merge_fn` receives a strategy of that version."""
+        return self.wrapped.merge_call(with_adapter(self.strategy_type, merge_fn), args, kwargs)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy."""
+        return self.strategy_type(self.wrapped.strategy)
 
 
 def adapt_or_none(adapter: Callable[[Any], Any], wrapped: object) -> Any:

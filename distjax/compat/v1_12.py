@@ -68,11 +68,9 @@ class DistributionStrategy(StrategyAdapter):
       strategy: a distjax strategy.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # not set yet, while copying or unpickling
-            raise AttributeError(name)
-        extended = super().__getattr__("extended")
-        return getattr(extended, name) if hasattr(extended, name) else super().__getattr__(name)
+    def _find(self, name: str) -> Any:
+        extended = self.wrapped.extended
+        return getattr(extended if hasattr(extended, name) else self.wrapped, name)
 
     def distribute_dataset(self, dataset: DatasetLike) -> PerDeviceDataset:
         """`Strategy.distribute_dataset`, of a dataset or a function returning one."""

@@ -25,13 +25,12 @@ import jax
 from distjax.compat import v1_12
 from distjax.compat.adapters import (
     Adapter,
+    ReplicaContextAdapter,
     StrategyAdapter,
     adapt_or_none,
     iterator_of,
-    with_adapter,
 )
 from distjax.context import scoping
-from distjax.context.contracts import Destinations
 from distjax.context.scoping import has_strategy, in_cross_replica_context
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
@@ -128,18 +127,6 @@ class Strategy(StrategyAdapter):
         args = () if input_iterator is None else (next(input_iterator),)
         return self.wrapped.run(fn, args)
 
-    def broadcast(self, tensor: PyTree, destinations: Destinations = None) -> Any:
-        """`extended.broadcast_to`."""
-        return self.wrapped.extended.broadcast_to(tensor, destinations)
-
-    def unwrap(self, value: PyTree) -> list[Any]:
-        """`dj.Strategy.local_results`, as a list."""
-        return list(self.wrapped.local_results(value))
-
-    def group(self, value: PyTree, name: str | None = None) -> Any:
-        """Blocks until `value` has been computed, and returns it (there is no graph)."""
-        return jax.block_until_ready(self.unwrap(value))
-
     def experimental_initialize(self) -> list[Any]:
         """Returns []: nothing is left to initialize."""
         return []
@@ -148,20 +135,15 @@ class Strategy(StrategyAdapter):
         """Returns []: nothing is left to finalize."""
         return []
 
+    broadcast = v1_12.DistributionStrategy.broadcast
+    unwrap = v1_12.DistributionStrategy.unwrap
+    group = v1_12.DistributionStrategy.group
 
-class ReplicaContext(Adapter):
+
+class ReplicaContext(ReplicaContextAdapter):
     """A replica context whose strategy uses the names of 1.13."""
 
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
-    ) -> Any:
-        """`dj.ReplicaContext.merge_call`; `merge_fn` receives a 1.13 Strategy."""
-        return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-        return Strategy(self.wrapped.strategy)
+    strategy_type = Strategy
 
 
 def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:

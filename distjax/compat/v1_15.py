@@ -20,7 +20,12 @@ from typing import Any
 import jax
 
 from distjax.compat import v1_13
-from distjax.compat.adapters import Adapter, StrategyAdapter, adapt_or_none, with_adapter
+from distjax.compat.adapters import (
+    Adapter,
+    ReplicaContextAdapter,
+    StrategyAdapter,
+    adapt_or_none,
+)
 from distjax.compat.v1_13 import StrategyExtended
 from distjax.context import scoping
 from distjax.context.scoping import has_strategy, in_cross_replica_context
@@ -93,19 +98,10 @@ class Strategy(StrategyAdapter):
     experimental_run = v1_13.Strategy.experimental_run
 
 
-class ReplicaContext(Adapter):
+class ReplicaContext(ReplicaContextAdapter):
     """A replica context whose strategy uses the names of 1.15."""
 
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
-    ) -> Any:
-        """`dj.ReplicaContext.merge_call`; `merge_fn` receives a 1.15 Strategy."""
-        return self.wrapped.merge_call(with_adapter(Strategy, merge_fn), args, kwargs)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-        return Strategy(self.wrapped.strategy)
+    strategy_type = Strategy
 
 
 def MirroredStrategy(devices: Sequence[jax.Device] | None = None) -> Strategy:

@@ -17,6 +17,7 @@ from distjax.context.findings import calling_line, report
 from distjax.errors import ReductionWarning
 from distjax.jax_compat import JaxprEqn
 from distjax.placement.topology import Topology
+from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import EQUAL, Fact, FactWalk, Site, SiteRecord, Where
 from distjax.typing import PyTree
@@ -70,8 +71,8 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
         return EQUAL.having(gathered=walk.site(eqn))
     if op == "MEAN" and not x.differs:  # free, and the identity
         return x
-    total = findings.summed(walk, eqn, x)
-    return findings.divided(walk, eqn, total) if op == "MEAN" else total
+    total = reductions.summed(walk, eqn, x)
+    return reductions.divided(walk, eqn, total) if op == "MEAN" else total
 
 
 # -- between two runs ----------------------------------------------------------

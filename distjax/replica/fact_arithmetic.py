@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distjax.jax_compat import JaxprEqn
+from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unknown
 
@@ -91,7 +92,7 @@ def _scaled(
     x = x.without("count")
     if is_close(factor, 1 / count):
         is_rate = is_product and x.find("whole") and not findings.names_replicas(walk.site(eqn))
-        return x if is_rate else findings.divided(walk, eqn, x)
+        return x if is_rate else reductions.divided(walk, eqn, x)
     if is_close(factor, count):
         return x.without("share", "averaged", "total", "added")
     is_tagged = x.find("times_R") or x.find("mean")

@@ -27,6 +27,7 @@ from typing import TypeAlias
 from distjax.jax_compat import JaxprEqn
 from distjax.replica import cross_facts
 from distjax.replica import fact_arithmetic as arithmetic
+from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
 from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, size_of, unknown
@@ -170,7 +171,7 @@ def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | No
     if eqn.params.get("axis_index_groups") is not None:
         return [DIFFERS] * len(ins)
     walk.tells_means_apart |= any(x.find("mean_square") for x in ins)
-    return [findings.summed(walk, eqn, x) for x in ins]
+    return [reductions.summed(walk, eqn, x) for x in ins]
 
 
 def _equalised(tag: str | None) -> Rule:

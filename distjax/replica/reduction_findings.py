@@ -11,7 +11,7 @@ from distjax.context.finding import Finding
 from distjax.context.findings import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
-from distjax.replica.facts import EQUAL, UNKNOWN, Fact, FactWalk, Times, Where, shape_of
+from distjax.replica.facts import UNKNOWN, Fact, FactWalk, Times, Where, shape_of
 from distjax.replica.unreducible import OF_EXAMPLES, UNREDUCIBLE
 from distjax.variables.variable import Variable
 
@@ -48,92 +48,6 @@ def find(
     walk.found[rule, source] = Finding(level, rule, text, source, reason)
 
 
-# -- sums over the replicas, and their division by R --------------------------
-
-
-def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
-    """Returns the fact of the sum of `x` over the replicas."""
-    if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
-        return _summed_in_derivative(walk, x)
-    site, walk.combines = walk.site(eqn), True
-    variable = written_variable(walk, site)
-    if variable is not None:
-        return _summed_by_variable(walk, variable, site, x)
-    if x.number is not None:
-        return Fact(number=x.number * walk.num_replicas)
-    if x.differs:
-        find_unreducible(walk, site, x)
-        if x.find("share"):
-            return EQUAL.having(whole=x.find("share"))
-        if x.find("mean"):
-            return EQUAL.having(times_R=("mean", x.find("mean"), site))
-        count, num_axes = x.find("total") or (0, 0)
-        added = x.find("added") or (count if num_axes == 1 and count in walk.leading else None)
-        out = EQUAL.having(summed=site)
-        out = out.having(count=site) if x.find("total_site") else out
-        return out.having(added=added) if added else out
-    made = _reduction(x)
-    if made is not None:
-        return EQUAL.having(times_R=(made[0], made[1], site))
-    if grad := x.find("grad"):
-        _find_equal_batch(walk, [site, grad])
-    return EQUAL
-
-
-#: Tags that a division by the number of replicas removes.
-_UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "count", "times_R", "whole")
-
-
-def _summed_in_derivative(walk: FactWalk, x: Fact) -> Fact:
-    """Returns the fact of a cotangent summed over the replicas."""
-    if x.number is not None:
-        return Fact(False, x.number * walk.num_replicas, x.tags)
-    if not x.differs and x.find("share"):  # R equal shares
-        return x.only("grad").having(mean=x.find("share"))
-    return Fact(False, None, x.only("grad", "mean", "share").tags)
-
-
-def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
-    """Returns the fact of `x` divided by the number of replicas."""
-    site, rest = walk.site(eqn), x.without(*_UNTIL_DIVIDED)
-    if x.differs:
-        return rest
-    times, whole = x.find("times_R"), x.find("whole")
-    if whole is not None:
-        _find_averaged_share(walk, site, whole)
-        return rest.having(averaged=site)
-    if times is not None:
-        kind, inner, reduction = times
-        is_write = walk.is_transposed(eqn) or written_variable(walk, site) is not None
-        if kind == "averaged" and not is_write:
-            find(
-                walk,
-                "note",
-                "averaged twice",
-                [reduction, inner],
-                "a mean over the replicas needs values that differ",
-                got="a mean of a mean",
-                why="the second one changes nothing and costs a reduction",
-                fix="use the first mean as it is",
-            )
-        return rest.having(averaged=site)
-    if x.find("summed"):  # unless the division may be by a local batch of R examples
-        return rest if x.find("added") == walk.num_replicas else rest.having(averaged=site)
-    averaged = x.find("averaged")
-    if averaged is not None and names_replicas(site):
-        find(
-            walk,
-            "note",
-            "divided by the number of replicas twice",
-            [site, averaged],
-            "a mean over the replicas needs no further division",
-            got="a division by the number of replicas",
-            why="the mean is already divided by R: the step learns R times too slowly",
-            fix="updates = -learning_rate * grads, of the mean gradient as it is",
-        )
-    return rest
-
-
 def names_replicas(site: Where) -> bool:
     """Returns whether the user's line mentions the number of replicas, not merely R's value."""
     return bool(_COUNT.search(_line(site)))
@@ -150,7 +64,7 @@ def _line(site: Where) -> str:
     return linecache.getline(file, int(line)).split("#")[0] if line.isdigit() else ""
 
 
-def _reduction(x: Fact) -> tuple[str, Where] | None:
+def reduction_of(x: Fact) -> tuple[str, Where] | None:
     """Returns the reduction that made an equal value, and where."""
     times = x.find("times_R")
     if times is not None:
@@ -158,6 +72,9 @@ def _reduction(x: Fact) -> tuple[str, Where] | None:
     if x.find("whole") is not None:
         return "summed", x.find("whole")
     return next(((n, x.find(n)) for n in ("averaged", "summed", "gathered") if x.find(n)), None)
+
+
+# -- reductions ---------------------------------------------------------------
 
 
 def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
@@ -171,7 +88,8 @@ def find_unreducible(walk: FactWalk, site: Where, x: Fact) -> None:
             find(walk, level, rule, [site, made], expected, got=got, why=why, fix=fix)
 
 
-def _find_averaged_share(walk: FactWalk, site: Where, share: Where) -> None:
+def find_averaged_share(walk: FactWalk, site: Where, share: Where) -> None:
+    """Reports a mean of what needs a sum over the replicas."""
     find(
         walk,
         "warning",
@@ -186,7 +104,8 @@ def _find_averaged_share(walk: FactWalk, site: Where, share: Where) -> None:
     )
 
 
-def _find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
+def find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
+    """Reports gradients that are equal before any reduction."""
     find(
         walk,
         "note",
@@ -196,6 +115,34 @@ def _find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
         got="gradients that are equal on every replica",
         why="every replica computes the same: R devices do the work of one",
         fix="for batch in strategy.distribute_dataset(batches): strategy.run(step, args=(batch,))",
+    )
+
+
+def find_averaged_twice(walk: FactWalk, sites: Sequence[Where]) -> None:
+    """Reports a mean over the replicas of such a mean."""
+    find(
+        walk,
+        "note",
+        "averaged twice",
+        sites,
+        "a mean over the replicas needs values that differ",
+        got="a mean of a mean",
+        why="the second one changes nothing and costs a reduction",
+        fix="use the first mean as it is",
+    )
+
+
+def find_divided_twice(walk: FactWalk, sites: Sequence[Where]) -> None:
+    """Reports a mean over the replicas that is divided by their number."""
+    find(
+        walk,
+        "note",
+        "divided by the number of replicas twice",
+        sites,
+        "a mean over the replicas needs no further division",
+        got="a division by the number of replicas",
+        why="the mean is already divided by R: the step learns R times too slowly",
+        fix="updates = -learning_rate * grads, of the mean gradient as it is",
     )
 
 
@@ -243,7 +190,7 @@ def find_times_r(walk: FactWalk, times: Times, use: str) -> None:
 
 def find_repeated_total(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
     """Reports a total over the replicas that is added to each replica's component."""
-    made = _reduction(amount)
+    made = reduction_of(amount)
     if made is None or made[0] == "averaged":
         return
     variable = written_variable(walk, walk.site(eqn))
@@ -316,34 +263,18 @@ def written_variable(walk: FactWalk, site: Where) -> Variable | None:
     return walk.written.get(int(found[1])) if found else None
 
 
-def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact) -> Fact:
-    rule = variable.aggregation.name
-    if rule == "ONLY_FIRST_REPLICA":
-        if x.find("data") and x.find("grad") and variable.trainable:
-            find(
-                walk,
-                "warning",
-                "updates of other replicas dropped",
-                [site],
-                f"trainable variable {variable.name!r} needs updates of all replicas",
-                got="a value that differs, with aggregation ONLY_FIRST_REPLICA",
-                why="R - 1 of R replicas compute an update that nobody uses",
-                fix="aggregation=dj.VariableAggregation.MEAN; or reduce the value first",
-            )
-        return EQUAL
-    if x.differs:
-        find_unreducible(walk, site, x)
-    made = _reduction(x)
-    if rule == "MEAN":
-        share = x.find("share")
-        return EQUAL.having(whole=share) if share else EQUAL
-    if x.differs and x.find("mean"):
-        walk.sums.append((variable, ("mean", x.find("mean"), site)))
-    elif made is not None:
-        walk.sums.append((variable, (*made, site)))
-    elif not x.differs and x.number is not None:
-        walk.counts.append((variable, x.number, site))
-    return EQUAL
+def find_dropped_updates(walk: FactWalk, site: Where, variable: Variable) -> None:
+    """Reports an update of which only replica 0's is used."""
+    find(
+        walk,
+        "warning",
+        "updates of other replicas dropped",
+        [site],
+        f"trainable variable {variable.name!r} needs updates of all replicas",
+        got="a value that differs, with aggregation ONLY_FIRST_REPLICA",
+        why="R - 1 of R replicas compute an update that nobody uses",
+        fix="aggregation=dj.VariableAggregation.MEAN; or reduce the value first",
+    )
 
 
 def find_sums(walk: FactWalk) -> None:
@@ -371,13 +302,13 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
     """Reports gradients that do not fit an optimizer with reduction `op`."""
     site = walk.site(eqn)
     find_unreducible(walk, site, x)
-    made = _reduction(x)
+    made = reduction_of(x)
     if made is not None and op == "SUM":
         find_times_r(walk, (*made, site), "by an optimizer with reduce_op='sum'")
     elif x.find("mean") and x.differs and op == "SUM":
         times = ("mean", x.find("mean"), site)
         find_times_r(walk, times, "by an optimizer with reduce_op='sum'")
     elif x.find("share") and op == "MEAN":
-        _find_averaged_share(walk, site, x.find("share"))
+        find_averaged_share(walk, site, x.find("share"))
     elif not x.differs and x.find("grad") and made is None:
-        _find_equal_batch(walk, [site, x.find("grad")])
+        find_equal_batch(walk, [site, x.find("grad")])

@@ -1,0 +1,97 @@
+"""The effect on facts of sums over the replicas, and of their division by R.
+
+The tags are listed in `fact_rules`.
+"""
+
+from __future__ import annotations
+
+from distjax.jax_compat import JaxprEqn
+from distjax.replica import reduction_findings as findings
+from distjax.replica.facts import EQUAL, Fact, FactWalk, Where
+from distjax.variables.variable import Variable
+
+
+def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
+    """Returns the fact of the sum of `x` over the replicas."""
+    if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
+        return _summed_in_derivative(walk, x)
+    site, walk.combines = walk.site(eqn), True
+    variable = findings.written_variable(walk, site)
+    if variable is not None:
+        return _summed_by_variable(walk, variable, site, x)
+    if x.number is not None:
+        return Fact(number=x.number * walk.num_replicas)
+    if x.differs:
+        findings.find_unreducible(walk, site, x)
+        if x.find("share"):
+            return EQUAL.having(whole=x.find("share"))
+        if x.find("mean"):
+            return EQUAL.having(times_R=("mean", x.find("mean"), site))
+        count, num_axes = x.find("total") or (0, 0)
+        added = x.find("added") or (count if num_axes == 1 and count in walk.leading else None)
+        out = EQUAL.having(summed=site)
+        out = out.having(count=site) if x.find("total_site") else out
+        return out.having(added=added) if added else out
+    made = findings.reduction_of(x)
+    if made is not None:
+        return EQUAL.having(times_R=(made[0], made[1], site))
+    if grad := x.find("grad"):
+        findings.find_equal_batch(walk, [site, grad])
+    return EQUAL
+
+
+#: Tags that a division by the number of replicas removes.
+_UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "count", "times_R", "whole")
+
+
+def _summed_in_derivative(walk: FactWalk, x: Fact) -> Fact:
+    """Returns the fact of a cotangent summed over the replicas."""
+    if x.number is not None:
+        return Fact(False, x.number * walk.num_replicas, x.tags)
+    if not x.differs and x.find("share"):  # R equal shares
+        return x.only("grad").having(mean=x.find("share"))
+    return Fact(False, None, x.only("grad", "mean", "share").tags)
+
+
+def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
+    """Returns the fact of `x` divided by the number of replicas."""
+    site, rest = walk.site(eqn), x.without(*_UNTIL_DIVIDED)
+    if x.differs:
+        return rest
+    times, whole = x.find("times_R"), x.find("whole")
+    if whole is not None:
+        findings.find_averaged_share(walk, site, whole)
+        return rest.having(averaged=site)
+    if times is not None:
+        kind, inner, reduction = times
+        is_write = walk.is_transposed(eqn) or findings.written_variable(walk, site) is not None
+        if kind == "averaged" and not is_write:
+            findings.find_averaged_twice(walk, [reduction, inner])
+        return rest.having(averaged=site)
+    if x.find("summed"):  # unless the division may be by a local batch of R examples
+        return rest if x.find("added") == walk.num_replicas else rest.having(averaged=site)
+    averaged = x.find("averaged")
+    if averaged is not None and findings.names_replicas(site):
+        findings.find_divided_twice(walk, [site, averaged])
+    return rest
+
+
+def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact) -> Fact:
+    rule = variable.aggregation.name
+    if rule == "ONLY_FIRST_REPLICA":
+        if x.find("data") and x.find("grad") and variable.trainable:
+            findings.find_dropped_updates(walk, site, variable)
+        return EQUAL
+    if x.differs:
+        findings.find_unreducible(walk, site, x)
+    made = findings.reduction_of(x)
+    if rule == "MEAN":
+        share = x.find("share")
+        return EQUAL.having(whole=share) if share else EQUAL
+    if x.differs and x.find("mean"):
+        walk.sums.append((variable, ("mean", x.find("mean"), site)))
+    elif made is not None:
+        walk.sums.append((variable, (*made, site)))
+    elif not x.differs and x.number is not None:
+        walk.counts.append((variable, x.number, site))
+    return EQUAL

@@ -17,7 +17,7 @@ from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unkn
 
 #: Tags kept by a linear operation with one tagged operand.
 SCALES = ("mean", "share", "ratio", "added")
-REDUCED = ("averaged", "summed", "gathered", "times_R")
+REDUCED = ("averaged", "summed", "gathered", "times_R", "gradient")
 
 
 def is_close(a: float | None, b: float) -> bool:

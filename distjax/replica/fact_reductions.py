@@ -21,6 +21,11 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
         return _summed_by_variable(walk, variable, site, x)
     if x.number is not None:
         return Fact(number=x.number * walk.num_replicas)
+    out, grad = _summed_over_replicas(walk, site, x), x.find("grad") or x.find("gradient")
+    return out.having(gradient=grad) if grad else out
+
+
+def _summed_over_replicas(walk: FactWalk, site: Where, x: Fact) -> Fact:
     if x.differs:
         findings.find_unreducible(walk, site, x)
         if x.find("share"):

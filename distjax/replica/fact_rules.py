@@ -12,9 +12,9 @@ Tags; most hold the site where they originated:
   replicas less this one's part), `completed` (computed from the global batch: this replica's rows
   among those that others computed), `logarithm` (of a local mean);
 - of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `count` (a sum
-  over all examples), `whole` (a sum of shares), `times_R` (a sum of R equal parts), `random` (bits
-  from an equal key), `divisor` (the number that a constant was divided by), `over_R` (a constant
-  over the number of replicas);
+  over all examples), `whole` (a sum of shares), `times_R` (a sum of R equal parts), `gradient` (a
+  sum or mean of gradients), `random` (bits from an equal key), `divisor` (the number that a
+  constant was divided by), `over_R` (a constant over the number of replicas);
 - of both: `added` (a sum over this number of a replica's examples, or its gradient), `base` (the
   argument or variable that it updates).
 """

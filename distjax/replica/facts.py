@@ -123,7 +123,7 @@ class Fact(NamedTuple):
 
 EQUAL, DIFFERS = Fact(), Fact(differs=True)
 #: Tags that a sum has if its parts have them.
-_OF_SUMS = ("mean", "share", "grad", "averaged", "summed", "times_R")
+_OF_SUMS = ("mean", "share", "grad", "averaged", "summed", "times_R", "gradient")
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -162,7 +162,7 @@ class FactWalk:
       on_merge: returns the facts of a merge's results.
       found: the findings, by (rule, the user's line).
       written: the variables that the function writes, by serial number.
-      updates, totals: sums of R equal parts that update state: arrays, and numbers.
+      updates, totals: sums of R equal parts that update state: arrays of gradients, and others.
       counts_replicas: whether a number in the state grows by a multiple of R.
       sums, counts: sums of R equal parts, and of an equal number, that variables take.
       combines: whether the function reduces or merges anything over the replicas.

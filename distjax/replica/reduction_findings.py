@@ -157,7 +157,7 @@ def find_update_times_r(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> None
         if own.number and own.number % walk.num_replicas == 0:
             walk.counts_replicas = True  # sums kept beside it may be read as quotients by it
         if own.find("times_R") and not own.find("base"):
-            is_total = not shape_of(eqn.outvars[0])
+            is_total = not (shape_of(eqn.outvars[0]) and own.find("gradient"))
             (walk.totals if is_total else walk.updates).append(own.find("times_R"))
 
 

@@ -7,11 +7,13 @@ import pytest
 from jax import lax, nn
 
 import distjax as dj
+from distjax.errors import ReductionWarning
 from tests.wrong_programs.batches import summed_gradient
 from tests.wrong_programs.program import (
     BATCH,
     ctx,
     errors_of,
+    gradient,
     inputs,
     mean,
     require_silence,
@@ -125,6 +127,18 @@ def running_sums_of_means_and_their_count(s):
     return step
 
 
+def running_sums_of_rows_and_their_count(s):
+    """Of arrays; beside them the number of examples, or of batches."""
+
+    def step(w, x):
+        sums = {"features": w, "examples": w[0], "batches": w[1]}
+        features = sums["features"] + total(jnp.mean(x, axis=0))
+        examples = sums["examples"] + BATCH * ctx().num_replicas_in_sync
+        return features, examples, sums["batches"] + total(1)
+
+    return step
+
+
 def sum_divided_by_rows_and_replicas(s):
     return _step(lambda w, x: total(summed_gradient(w, x) / ctx().num_replicas_in_sync) / len(x))
 
@@ -143,6 +157,7 @@ RIGHT = [
     temperature_of_as_many_as_examples,
     entropy_of_a_mean_over_members,
     running_sums_of_means_and_their_count,
+    running_sums_of_rows_and_their_count,
     sum_divided_by_rows_and_replicas,
 ]
 
@@ -152,3 +167,13 @@ RIGHT = [
 def test_a_right_factor_is_silent(build, num_replicas):
     s = dj.VirtualStrategy(num_replicas)
     require_silence(s, build(s), weights(), inputs(s))
+
+
+def test_a_count_does_not_excuse_a_sum_of_gradients():
+    s = dj.VirtualStrategy(4)
+
+    def step(w, seen, x):
+        return w - 0.1 * total(gradient(w, x)), seen + BATCH * 4
+
+    with pytest.warns(ReductionWarning, match="its sum, which updates equal state"):
+        s.run(step, args=(weights(), np.int32(0), inputs(s)))

@@ -294,7 +294,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if which.number is not None:
         return [cases[min(int(which.number), len(cases) - 1)]]
     tensors = [c for c in cases if c.number is None or c.find("grad")] or list(cases)
-    tags = frozenset.intersection(*(c.tags for c in tensors))
+    tags = frozenset.intersection(*(c.without("only_first").tags for c in tensors))
     for name in ("clipped", "norm"):
         tags |= next((c.only(name).tags for c in tensors if c.find(name)), frozenset())
     differs = any(x.differs for x in ins)
@@ -307,6 +307,9 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
         out = out.having(data=walk.site(eqn))
         if which.find("rank") and any(c.find("mean") or c.find("total") for c in cases):
             out = out.having(chosen=walk.site(eqn))
+    numbers = [case.number for case in cases if case.number is not None]
+    if which.find("rank") and len(numbers) == len(cases) and 0.0 in numbers:
+        out = out.having(only_first=sum(numbers))
     random = _random([which]) if not differs else None
     return [out.having(random=random) if random else out]
 

@@ -69,8 +69,9 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
         return rest.having(averaged=site)
     if times is not None:
         kind, inner, reduction = times
-        is_write = walk.is_transposed(eqn) or findings.written_variable(walk, site) is not None
-        if kind == "averaged" and not is_write:
+        if findings.written_variable(walk, site) is not None:
+            return x  # a variable's mean of R equal values
+        if kind == "averaged" and not walk.is_transposed(eqn):
             findings.find_averaged_twice(walk, [reduction, inner])
         return rest.having(averaged=site)
     if x.find("summed"):  # unless the division may be by a local batch of R examples
@@ -86,17 +87,28 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
     if rule == "ONLY_FIRST_REPLICA":
         if x.find("data") and x.find("grad") and variable.trainable:
             findings.find_dropped_updates(walk, site, variable)
-        return EQUAL
+        number = x.find("only_first")
+        return _as_written(x) if number is None else Fact(number=number)
     if x.differs:
         findings.find_unreducible(walk, site, x)
     made = findings.reduction_of(x)
     if rule == "MEAN":
-        share = x.find("share")
-        return EQUAL.having(whole=share) if share else EQUAL
+        if x.number is not None:
+            return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
+        return EQUAL.having(whole=x.find("share")) if x.find("share") else _as_written(x)
     if x.differs and x.find("mean"):
         walk.sums.append((variable, ("mean", x.find("mean"), site)))
     elif made is not None:
         walk.sums.append((variable, (*made, site)))
     elif not x.differs and x.number is not None:
         walk.counts.append((variable, x.number, site))
+        walk.counts_replicas |= x.number == 1.0
     return EQUAL
+
+
+def _as_written(x: Fact) -> Fact:
+    """Returns the fact of what a variable takes of R equal values: one of them.
+
+    Of a new value computed from the old one, the sum was seen where it was added.
+    """
+    return EQUAL if x.find("base") else x.only("times_R", "gradient")._replace(differs=False)

@@ -8,9 +8,10 @@ Tags; most hold the site where they originated:
   `curved` (a function of a local mean), `centered`, `squares`, `variance`, `grad` (part of the
   backward pass), `grad_squares`, `norm` (of local gradients), `clipped`, `rank` (the replica's
   index), `component` (of the variable of that name), `data` (selected by a predicate that differs),
-  `chosen` (selected by rank), `scattered` (a replica's shard of a sum), `others` (a sum over the
-  replicas less this one's part), `completed` (computed from the global batch: this replica's rows
-  among those that others computed), `logarithm` (of a local mean);
+  `chosen` (selected by rank), `only_first` (this number on one replica, and 0 on the others),
+  `scattered` (a replica's shard of a sum), `others` (a sum over the replicas less this one's part),
+  `completed` (computed from the global batch: this replica's rows among those that others
+  computed), `logarithm` (of a local mean);
 - of equal values: `averaged`, `summed`, `gathered` (the reduction that made it), `count` (a sum
   over all examples), `whole` (a sum of shares), `times_R` (a sum of R equal parts), `gradient` (a
   sum or mean of gradients), `random` (bits from an equal key), `divisor` (the number that a

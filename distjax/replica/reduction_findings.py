@@ -190,11 +190,12 @@ def find_times_r(walk: FactWalk, times: Times, use: str) -> None:
 
 def find_repeated_total(walk: FactWalk, eqn: JaxprEqn, amount: Fact) -> None:
     """Reports a total over the replicas that is added to each replica's component."""
-    made = reduction_of(amount)
-    if made is None or made[0] == "averaged":
-        return
     variable = written_variable(walk, walk.site(eqn))
     if variable is None or variable.aggregation.name != "SUM":
+        return
+    walk.counts_replicas |= amount.number == 1.0
+    made = reduction_of(amount)
+    if made is None or made[0] == "averaged":
         return
     find(
         walk,

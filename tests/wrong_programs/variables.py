@@ -132,6 +132,38 @@ def local_mean_into_a_variable_that_sums(s, right):
     return _written(s, variable(s, MEAN if right else SUM), gradient)
 
 
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_of_means_taken_from_a_variable_that_averages(s, right):
+    reduce = mean if right else total
+    return _written(s, variable(s, MEAN), lambda w, x: reduce(gradient(w, x)))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_of_means_taken_from_a_variable_of_the_first_replica(s, right):
+    reduce = mean if right else total
+    return _written(s, variable(s, FIRST), lambda w, x: reduce(gradient(w, x)))
+
+
+@program(WARNING, MEANS, LEGAL_SUM, more=True)
+def sum_of_means_taken_from_a_variable_in_a_loop(s, right):
+    w, reduce = variable(s, MEAN), mean if right else total
+
+    def step(x):
+        def descend(i, loss):
+            w.assign_sub(0.1 * reduce(gradient(w.value, x)))
+            return mean(loss_of(w.value, x))
+
+        return dj.lax.fori_loop(0, 3, descend, 0.0)
+
+    return Case(step, (inputs(s),))
+
+
+@program(WARNING, TWICE, LEGAL_SUM, more=True)
+def sum_of_a_mean_in_a_variable_that_averages(s, right):
+    reduce = mean if right else lambda grads: total(mean(grads))
+    return _written(s, variable(s, MEAN), lambda w, x: reduce(gradient(w, x)))
+
+
 @program(WARNING, SHARE, "a small rate may be meant", more=True)
 def share_into_an_optimizer_that_averages(s, right):
     share = lambda w, x: jax.grad(lambda w: dj.losses.average_loss(errors_of(w, x)))(w)

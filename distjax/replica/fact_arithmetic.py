@@ -89,7 +89,7 @@ def _scaled(
 ) -> Fact:
     """Returns the fact of `x` times a number."""
     count = walk.num_replicas
-    x = x.without("count")
+    x = x.without("count", "old")
     if is_close(factor, 1 / count):
         is_rate = is_product and x.find("whole") and not findings.names_replicas(walk.site(eqn))
         return x if is_rate else reductions.divided(walk, eqn, x)
@@ -125,7 +125,7 @@ def _product(walk: FactWalk, eqn: JaxprEqn, a: Fact, b: Fact) -> Fact:
     if a.differs or b.differs:
         own, other = (a, b) if a.differs else (b, a)
         scales = other.only("grad", *SCALES)
-        return Fact(True, None, own.without("total").tags | scales.tags)
+        return Fact(True, None, own.without("total", "old").tags | scales.tags)
     kept = (*REDUCED, "random", "grad", *SCALES)
     base = a if b.find("base") is None else b if a.find("base") is None else EQUAL
     return Fact(False, None, a.only(*kept).tags | b.only(*kept).tags | base.only("base").tags)
@@ -197,6 +197,21 @@ def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
 
 def add(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A sum or difference."""
+    [out] = _sum(walk, eqn, ins)
+    a, b = ins
+    is_negative = eqn.primitive.name == "sub"
+    old = a if _is_part(b) else b if _is_part(a) and not is_negative else EQUAL
+    tags = frozenset(pair for pair in out.tags if pair[0] != "old") | old.only("old").tags
+    return [out._replace(tags=tags)]
+
+
+def _is_part(x: Fact) -> bool:
+    """Returns whether a value is known to be added to state, and is not computed from state."""
+    made = x.number is not None or any(map(x.find, ("grad", "total_site", *SCALES, *REDUCED)))
+    return made and not x.find("base")
+
+
+def _sum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     a, b = ins
     if a.number is not None and b.number is not None:
         sign = -1 if eqn.primitive.name == "sub" else 1
@@ -302,7 +317,7 @@ def select(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if completes(cases):
         out = out.having(completed=walk.site(eqn))
     if which.differs and len(tensors) < len(cases):  # a mask, as in dropout, updates nothing
-        out = out.without("base")
+        out = out.without("base", "old")
     if any(c.differs for c in cases) and which.differs:
         out = out.having(data=walk.site(eqn))
         if which.find("rank") and any(c.find("mean") or c.find("total") for c in cases):

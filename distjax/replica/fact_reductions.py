@@ -88,7 +88,7 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
         if x.find("data") and x.find("grad") and variable.trainable:
             findings.find_dropped_updates(walk, site, variable)
         number = x.find("only_first")
-        return _as_written(x) if number is None else Fact(number=number)
+        return _as_written(x._replace(differs=False)) if number is None else Fact(number=number)
     if x.differs:
         findings.find_unreducible(walk, site, x)
     made = findings.reduction_of(x)
@@ -96,9 +96,11 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
         return EQUAL.having(whole=x.find("share")) if x.find("share") else _as_written(x)
-    if x.differs and x.find("mean"):
+    if x.find("old") == variable.serial_number:
+        findings.find_old_value_summed(walk, site, variable)
+    elif x.differs and x.find("mean"):
         walk.sums.append((variable, ("mean", x.find("mean"), site)))
-    elif made is not None:
+    elif made is not None and not x.differs:
         walk.sums.append((variable, (*made, site)))
     elif not x.differs and x.number is not None:
         walk.counts.append((variable, x.number, site))
@@ -111,4 +113,4 @@ def _as_written(x: Fact) -> Fact:
 
     Of a new value computed from the old one, the sum was seen where it was added.
     """
-    return EQUAL if x.find("base") else x.only("times_R", "gradient")._replace(differs=False)
+    return EQUAL if x.differs or x.find("base") else x.only("times_R", "gradient")

@@ -17,7 +17,8 @@ Tags; most hold the site where they originated:
   sum or mean of gradients), `random` (bits from an equal key), `divisor` (the number that a
   constant was divided by), `over_R` (a constant over the number of replicas);
 - of both: `added` (a sum over this number of a replica's examples, or its gradient), `base` (the
-  argument or variable that it updates).
+  argument or variable that it updates), `old` (the value of the variable of that serial number,
+  which sums; parts may have been added to it).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _same(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     if len(eqn.outvars) > 1:  # one operand per output, as in an optimization barrier
         return list(ins) if len(eqn.outvars) == len(ins) else [unknown(ins)] * len(eqn.outvars)
     rest = unknown(ins[1:])
-    return [ins[0]._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
+    kept = ins[0].without("old") if rest.differs else ins[0]
+    return [kept._replace(differs=ins[0].differs or rest.differs)] * len(eqn.outvars)
 
 
 def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -196,7 +198,9 @@ def _variable(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     variable = eqn.params["variable"]()
     if variable.policy.stacked:
         return [DIFFERS.having(component=variable.name)]
-    return [EQUAL.having(base=f"variable {variable.name}")]
+    out = EQUAL.having(base=f"variable {variable.name}")
+    is_sum = variable.aggregation.name == "SUM"
+    return [out.having(old=variable.serial_number) if is_sum else out]
 
 
 def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:

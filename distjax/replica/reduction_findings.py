@@ -278,6 +278,21 @@ def find_dropped_updates(walk: FactWalk, site: Where, variable: Variable) -> Non
     )
 
 
+def find_old_value_summed(walk: FactWalk, site: Where, variable: Variable) -> None:
+    """Reports a sum over the replicas of the value that the variable already has."""
+    find(
+        walk,
+        "warning",
+        "the old value summed",
+        [site],
+        f"variable {variable.name!r}, which sums over the replicas, needs each replica's own part",
+        got="its old value, in what every replica writes",
+        why="the sum over the replicas holds the old value R times",
+        fix="v.assign_add(part), where parts are added up; or "
+        "aggregation=dj.VariableAggregation.MEAN, where a new value is computed",
+    )
+
+
 def find_sums(walk: FactWalk) -> None:
     """Reports sums of R equal parts in state, unless a count beside it may make it a mean."""
     for times in walk.updates + ([] if walk.counts_replicas else walk.totals):

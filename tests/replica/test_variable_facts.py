@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.errors import ReductionWarning
+from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
     BATCH,
     FIRST,
@@ -233,3 +235,177 @@ OF_EQUAL_VALUES = [
 def test_what_a_variable_takes_of_equal_values(build, rule, num_replicas):
     s = dj.VirtualStrategy(num_replicas)
     require_silence(s, build(s, rule), inputs(s))
+
+
+def test_a_mean_of_a_sum_on_one_replica_and_zeros():
+    s = dj.VirtualStrategy(4)
+
+    def reduced(w, x):
+        grads = total(gradient(w, x))
+        return jnp.where(ctx().replica_id_in_sync_group == 0, grads, jnp.zeros_like(grads))
+
+    require_silence(s, _descent(s, MEAN, reduced), inputs(s))
+
+
+# -- sums ----------------------------------------------------------------------
+
+
+def _written(s, value, old=None):
+    """A variable that sums, and takes `value` of its own value and of the batch."""
+    v = variable(s, SUM, old)
+    return lambda x: v.assign(value(v.value, x))
+
+
+def share_of_the_old_value(s):
+    return _written(s, lambda v, x: v / s.num_replicas_in_sync - 0.1 * gradient_of_the_share(v, x))
+
+
+def share_of_the_new_value(s):
+    return _written(s, lambda v, x: (v - 0.1 * gradient(v, x)) / s.num_replicas_in_sync)
+
+
+def share_by_a_factor(s):
+    part = 1 / s.num_replicas_in_sync
+    return _written(s, lambda v, x: part * (v - 0.1 * gradient(v, x)))
+
+
+def share_by_a_computed_factor(s):
+    def value(v, x):
+        return v * (1 / total(jnp.ones_like(v))) + gradient_of_the_share(v, x)
+
+    return _written(s, value)
+
+
+def old_value_of_one_replica(s):
+    def value(v, x):
+        old = jnp.where(ctx().replica_id_in_sync_group == 0, v, 0.0)
+        return old - 0.1 * gradient_of_the_share(v, x)
+
+    return _written(s, value)
+
+
+def old_value_times_an_indicator(s):
+    def value(v, x):
+        is_first = (ctx().replica_id_in_sync_group == 0).astype(v.dtype)
+        return v * is_first - 0.1 * gradient_of_the_share(v, x)
+
+    return _written(s, value)
+
+
+def new_value_of_one_replica(s):
+    def value(v, x):
+        new = v - 0.1 * mean(gradient(v, x))
+        return jnp.where(ctx().replica_id_in_sync_group == 0, new, jnp.zeros_like(new))
+
+    return _written(s, value)
+
+
+def old_value_subtracted(s):
+    """What is left of a budget, which each replica writes anew."""
+    return _written(s, lambda v, x: jnp.sum(x, axis=0) - v / s.num_replicas_in_sync)
+
+
+def difference_from_the_old_value(s):
+    def value(v, x):
+        new = jnp.sum(x, axis=0)
+        return v + (new - v)
+
+    return _written(s, value)
+
+
+def decay_until_a_share_is_left(s):
+    count = s.num_replicas_in_sync
+    return _written(s, lambda v, x: v - (1 - 1 / count) * v + jnp.sum(x, axis=0))
+
+
+def fresh_value(s):
+    return _written(s, lambda v, x: jnp.sum(x, axis=0))
+
+
+def value_of_another_variable(s):
+    v, w = variable(s, SUM, np.zeros(3, np.float32)), variable(s, MEAN)
+
+    def step(x):
+        v.assign((w.value - 0.1 * gradient(w.value, x)) / ctx().num_replicas_in_sync)
+        w.assign(v.value)
+
+    return step
+
+
+def part_added(s):
+    v = variable(s, SUM)
+    return lambda x: v.assign_add(jnp.sum(x, axis=0))
+
+
+def decay_added(s):
+    v = variable(s, SUM)
+    count = s.num_replicas_in_sync
+    return lambda x: v.assign_sub(0.1 * v.value / count + gradient_of_the_share(v.value, x))
+
+
+def component_of_each_replica(s):
+    v = variable(s, SUM, synchronization=ON_READ)
+    return lambda x: v.assign(v.value + jnp.sum(x, axis=0))
+
+
+def written_in_a_branch(s):
+    v = variable(s, SUM)
+
+    def step(x):
+        old, count = v.value, ctx().num_replicas_in_sync
+        part = lambda: old / count - 0.1 * gradient_of_the_share(old, x)
+        v.assign(dj.lax.cond(jnp.all(old > -1e6), part, lambda: old / count))
+
+    return step
+
+
+IN_SUMS = [
+    share_of_the_old_value,
+    share_of_the_new_value,
+    share_by_a_factor,
+    share_by_a_computed_factor,
+    old_value_of_one_replica,
+    old_value_times_an_indicator,
+    new_value_of_one_replica,
+    old_value_subtracted,
+    difference_from_the_old_value,
+    decay_until_a_share_is_left,
+    fresh_value,
+    value_of_another_variable,
+    part_added,
+    decay_added,
+    component_of_each_replica,
+    written_in_a_branch,
+]
+
+
+@pytest.mark.parametrize("num_replicas", (2, 3, 4))
+@pytest.mark.parametrize("build", IN_SUMS, ids=lambda f: f.__name__)
+def test_what_a_variable_that_sums_takes(build, num_replicas):
+    s = dj.VirtualStrategy(num_replicas)
+    require_silence(s, build(s), inputs(s))
+
+
+def test_one_replica_may_add_to_the_old_value():
+    s = dj.VirtualStrategy(1)
+    require_silence(s, _written(s, lambda v, x: v + jnp.sum(x, axis=0)), inputs(s))
+
+
+def test_the_text_of_an_old_value_that_is_summed():
+    s = dj.VirtualStrategy(4)
+    seen = variable(s, SUM, 0.0)
+
+    def step(x):
+        seen.assign(seen.value + jnp.sum(x > 0))  # the old value
+
+    with pytest.warns(ReductionWarning) as caught:
+        s.run(step, args=(inputs(s),))
+    [warning] = caught
+    line = line_of(__file__, "the old value")
+    assert str(warning.message).replace(step.__qualname__, "step") == (
+        "variable 'v', which sums over the replicas, needs each replica's own part.\n"
+        f"  Got: its old value, in what every replica writes, at {line} (step).\n"
+        "  Why: the sum over the replicas holds the old value R times.\n"
+        "  Fix: v.assign_add(part), where parts are added up; or "
+        "aggregation=dj.VariableAggregation.MEAN, where a new value is computed"
+    )

@@ -29,6 +29,7 @@ from tests.wrong_programs.program import (
 )
 
 MEANS, TWICE, SHARE = "a sum of local means", "summed twice", "a share averaged"
+OLD = "the old value summed"
 APART, DROPPED = "each replica trains on its own", "updates of other replicas dropped"
 LEGAL_SUM = "a larger rate may be meant"
 
@@ -162,6 +163,26 @@ def sum_of_means_taken_from_a_variable_in_a_loop(s, right):
 def sum_of_a_mean_in_a_variable_that_averages(s, right):
     reduce = mean if right else lambda grads: total(mean(grads))
     return _written(s, variable(s, MEAN), lambda w, x: reduce(gradient(w, x)))
+
+
+def _updated(s, w, amount):
+    return Case(lambda x: w.assign(w.value - 0.1 * amount(w.value, x)), (inputs(s),))
+
+
+@program(WARNING, OLD, "a total that grows may be meant", more=True)
+def old_value_and_a_gradient_in_a_variable_that_sums(s, right):
+    return _updated(s, variable(s, MEAN if right else SUM), gradient)
+
+
+@program(WARNING, OLD, "a total that grows may be meant", more=True)
+def old_total_and_each_replicas_part_in_a_variable_that_sums(s, right):
+    seen = variable(s, SUM, value=0.0, trainable=False)
+
+    def step(x):
+        found = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
+        seen.assign_add(found) if right else seen.assign(seen.value + found)
+
+    return Case(step, (inputs(s),))
 
 
 @program(WARNING, SHARE, "a small rate may be meant", more=True)

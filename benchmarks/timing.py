@@ -2,7 +2,7 @@
 
 A shared machine drifts by more than the differences looked for here. So the
 alternatives take turns in batches, each batch of one is compared with its
-neighbour of the other, and what is reported is the median over these pairs.
+neighbor of the other, and what is reported is the median over these pairs.
 """
 
 import gc
@@ -19,7 +19,7 @@ _UNTIMED_CALLS = 3
 
 
 class Medians(NamedTuple):
-    """Medians over pairs of neighbouring batches.
+    """Medians over pairs of neighboring batches.
 
     Attributes:
       ours_seconds: Of our batches.
@@ -43,7 +43,7 @@ def interleave(
       num_pairs: How often each runs, an even number: who goes first alternates.
 
     Returns:
-      Pairs `(ours, baseline)` of neighbouring batches.
+      Pairs `(ours, baseline)` of neighboring batches.
     """
     pairs = []
     for _ in range(num_pairs // 2):

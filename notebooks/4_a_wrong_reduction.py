@@ -195,7 +195,7 @@ except TypeError as error:
     print(error)
 
 # %% [markdown]
-# ## The cure
+# ## The fix
 #
 # The line that the message gives, or a link in the optax chain.
 

@@ -184,10 +184,10 @@ def _require_in_time(settings: Settings) -> None:
     first_use = jax_compat.first_use_of_a_backend()
     if jax_compat.coordination_client() is not None:
         got = "jax.distributed.initialize has been called"
-        cure = "call dj.initialize in place of jax.distributed.initialize, with the same arguments"
+        fix = "call dj.initialize in place of jax.distributed.initialize, with the same arguments"
     elif first_use is not None:
         got = f"a backend that is in use since {first_use}"
-        cure = "call dj.initialize first: before jax.devices(), arrays and strategies"
+        fix = "call dj.initialize first: before jax.devices(), arrays and strategies"
     else:
         return
     raise ClusterError(
@@ -195,6 +195,6 @@ def _require_in_time(settings: Settings) -> None:
             f"initialize of process {settings.process_id} needs to come before JAX is used",
             got=got,
             why="the devices of a process become part of a job when its backend starts",
-            fix=cure,
+            fix=fix,
         )
     )

@@ -202,7 +202,7 @@ def _find_wrong(came: list[Record]) -> dict[str, list[str]]:
         "give each process a process_id (DISTJAX_PROCESS_ID) of its own": twice,
         "start all with the same arguments, code and versions": different,
     }
-    return {cure: texts for cure, texts in wrong.items() if texts}
+    return {fix: texts for fix, texts in wrong.items() if texts}
 
 
 # -- the other processes ------------------------------------------------------

@@ -71,7 +71,7 @@ class CommunicationOptions:
                 f"CommunicationOptions: devices_per_host needs to divide the {num_replicas} "
                 "replicas",
                 got=f"{inside}, which leaves {num_replicas % inside} over",
-                why="a reduction in two levels has as many replicas on each host",
+                why="a reduction in two levels needs the same number of replicas on every host",
                 fix="dj.CommunicationOptions(devices_per_host=0), one level; or the number of "
                 "devices of one host",
             )

@@ -1,4 +1,4 @@
-"""Maps over the replicas that follow each other, joined into one.
+"""Fuses consecutive replica maps into one.
 
 In a trace, what the replicas compute is one `shard_map`, and its reduction is another. Between the
 two, XLA puts each array together and takes it apart again. The compiled program does neither, but

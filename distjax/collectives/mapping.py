@@ -49,11 +49,15 @@ def map_replicas(
 
     def on_blocks(*blocks: jax.Array) -> list[Any]:
         local = [
-            lax.squeeze(b, (0,)) if t else b for b, t in zip(blocks, args_varying, strict=True)
+            lax.squeeze(block, (0,)) if varies else block
+            for block, varies in zip(blocks, args_varying, strict=True)
         ]
         outs = list(fn(*local))
         flags = _per_output(outs_varying, len(outs))
-        return [lax.expand_dims(o, (0,)) if t else o for o, t in zip(outs, flags, strict=True)]
+        return [
+            lax.expand_dims(out, (0,)) if varies else out
+            for out, varies in zip(outs, flags, strict=True)
+        ]
 
     on_blocks.__name__ = on_blocks.__qualname__ = _NAME
 
@@ -63,10 +67,10 @@ def map_replicas(
     mapped = jax.shard_map(
         on_blocks,
         mesh=topology.mesh,
-        in_specs=tuple(spec(t) for t in args_varying),
+        in_specs=tuple(map(spec, args_varying)),
         out_specs=spec(outs_varying)
         if isinstance(outs_varying, bool)
-        else [spec(t) for t in outs_varying],
+        else list(map(spec, outs_varying)),
         axis_names={topology.axis_name},
         check_vma=False,
     )
@@ -98,11 +102,11 @@ def _map_on_one_device(
 ) -> list[Any]:
     mapped = jax.vmap(
         lambda *local: list(fn(*local)),
-        in_axes=tuple(0 if t else None for t in args_varying),
+        in_axes=tuple(0 if varies else None for varies in args_varying),
         out_axes=0,
         axis_name=topology.axis_name,
         axis_size=topology.num_replicas,
     )
     outs = mapped(*args)
     flags = _per_output(outs_varying, len(outs))
-    return [o if t else o[0] for o, t in zip(outs, flags, strict=True)]
+    return [out if varies else out[0] for out, varies in zip(outs, flags, strict=True)]

@@ -27,12 +27,12 @@ def sum_over_replicas(
       all-to-all and an all-gather, each of half the bytes); three in two levels, of which the one
       across hosts is two if compressed.
     """
-    one = _one_sum(topology, options)
+    sum_one = _make_sum(topology, options)
     if options.bytes_per_pack == 0:
-        return [one(x) for x in arrays]
+        return [sum_one(x) for x in arrays]
     summed: dict[int, jax.Array] = {}
     for pack in packs(arrays, options.bytes_per_pack):
-        joined = one(jnp.concatenate([arrays[i].reshape(-1) for i in pack]))
+        joined = sum_one(jnp.concatenate([arrays[i].reshape(-1) for i in pack]))
         start = 0
         for i in pack:
             summed[i] = joined[start : start + arrays[i].size].reshape(arrays[i].shape)
@@ -58,12 +58,14 @@ def packs(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
     return made
 
 
-def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax.Array], jax.Array]:
+def _make_sum(
+    topology: Topology, options: CommunicationOptions
+) -> Callable[[jax.Array], jax.Array]:
     axis, num_replicas, inside = topology.axis_name, topology.num_replicas, options.devices_per_host
     # Groups of replicas require replicas with devices of their own.
     has_levels = topology.mesh is not None and 1 < inside < num_replicas
 
-    def one(x: jax.Array) -> jax.Array:
+    def sum_one(x: jax.Array) -> jax.Array:
         is_wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 2
         is_compressed = options.compress is not None and is_wide
         if has_levels and x.size:
@@ -72,7 +74,7 @@ def _one_sum(topology: Topology, options: CommunicationOptions) -> Callable[[jax
             return _sum_compressed(x, axis, num_replicas)
         return lax.psum(x, axis)
 
-    return one
+    return sum_one
 
 
 def _in_chunks(x: jax.Array, count: int) -> jax.Array:
@@ -90,8 +92,8 @@ def _sum_compressed(
     """
     chunks = _in_chunks(x, count).astype(jnp.bfloat16)
     received = lax.all_to_all(chunks, axis, 0, 0, axis_index_groups=groups)
-    mine = jnp.sum(received.astype(jnp.float32), axis=0).astype(jnp.bfloat16)
-    flat = lax.all_gather(mine, axis, axis_index_groups=groups, tiled=True)
+    own_chunk = jnp.sum(received.astype(jnp.float32), axis=0).astype(jnp.bfloat16)
+    flat = lax.all_gather(own_chunk, axis, axis_index_groups=groups, tiled=True)
     return flat[: x.size].reshape(x.shape).astype(x.dtype)
 
 
@@ -103,14 +105,14 @@ def _two_level_sum(
     Compressed is what travels across hosts, where links are slow.
     """
     hosts = range(num_replicas // inside)
-    neighbours = [[h * inside + d for d in range(inside)] for h in hosts]
+    neighbors = [[h * inside + d for d in range(inside)] for h in hosts]
     across = [[h * inside + d for h in hosts] for d in range(inside)]
     part = lax.psum_scatter(
-        _in_chunks(x, inside), axis, scatter_dimension=0, axis_index_groups=neighbours
+        _in_chunks(x, inside), axis, scatter_dimension=0, axis_index_groups=neighbors
     )
     if is_compressed:
         part = _sum_compressed(part, axis, len(hosts), across)
     else:
         part = lax.psum(part, axis, axis_index_groups=across)
-    flat = lax.all_gather(part, axis, axis_index_groups=neighbours, tiled=True)
+    flat = lax.all_gather(part, axis, axis_index_groups=neighbors, tiled=True)
     return flat[: x.size].reshape(x.shape)

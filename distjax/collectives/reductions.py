@@ -46,26 +46,29 @@ def reduce_arrays(
     """
     count = topology.num_replicas
     splits = splits or (None,) * len(varying)
-    scattered = [d and s is not None for d, s in zip(varying, splits, strict=True)]
+    scattered = [
+        varies and split is not None for varies, split in zip(varying, splits, strict=True)
+    ]
 
     def on_replica(*local: jax.Array) -> list[Any]:
         inner = [_as_summand(op, _within(op, x, axes)) for x in local]
-        whole = [x for x, d, s in zip(inner, varying, scattered, strict=True) if d and not s]
+        kinds = list(zip(inner, varying, scattered, splits, strict=True))
+        whole = [x for x, varies, is_scattered, _ in kinds if varies and not is_scattered]
         summed = iter(sum_over_replicas(whole, topology, options))
         totals = []
-        for x, d, s, split in zip(inner, varying, scattered, splits, strict=True):
-            if not d:
+        for x, varies, is_scattered, split in kinds:
+            if not varies:
                 totals.append(x * count if op is ReduceOp.SUM else x)
                 continue
-            total = split.reduce(ReduceOp.SUM, x, topology) if s else next(summed)
+            total = split.reduce(ReduceOp.SUM, x, topology) if is_scattered else next(summed)
             totals.append(total if op is ReduceOp.SUM else total / count)
         return totals
 
     arrays = [jnp.asarray(a) for a in arrays]
     outs = map_replicas(topology, on_replica, arrays, varying, scattered)
     return [
-        split.from_replicas(x) if s else x
-        for x, s, split in zip(outs, scattered, splits, strict=True)
+        split.from_replicas(x) if is_scattered else x
+        for x, is_scattered, split in zip(outs, scattered, splits, strict=True)
     ]
 
 
@@ -124,9 +127,9 @@ def gather_arrays(
     def on_replica(*local: jax.Array) -> list[Any]:
         return [
             ops.all_gather(x, axis, topology.axis_name)
-            if d
+            if varies
             else jnp.concatenate([x] * topology.num_replicas, axis)
-            for x, d in zip(local, varying, strict=True)
+            for x, varies in zip(local, varying, strict=True)
         ]
 
     arrays = [jnp.asarray(a) for a in arrays]

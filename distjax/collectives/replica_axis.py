@@ -51,13 +51,13 @@ def _evaluate(
         if eqn.primitive.name == "jit":
             outs = _evaluate(*jax_compat.called_jaxpr(eqn), ins, names)
         else:
-            params = {key: _exchange(value, names) for key, value in eqn.params.items()}
+            params = {key: _rename_axes(value, names) for key, value in eqn.params.items()}
             outs = jax_compat.bind_equation(eqn, ins, params)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _exchange(value: object, names: dict[str, str]) -> Any:
+def _rename_axes(value: object, names: dict[str, str]) -> Any:
     if isinstance(value, tuple):
         return tuple(names.get(x, x) if isinstance(x, str) else x for x in value)
     return names.get(value, value) if isinstance(value, str) else value

@@ -92,10 +92,10 @@ def set_default_frame(frame: Frame) -> None:
 
 def current() -> Frame:
     """Returns the current frame."""
-    stack = _stack.get()
-    if not stack:
+    frames = _stack.get()
+    if not frames:
         return _default_frame[0]
-    frame = stack[-1]
+    frame = frames[-1]
     if frame.state is not None and jax_compat.current_trace() is not frame.state.trace:
         # An inner function reads state that is not part of JAX's cache key.
         inner_traces.forget_inner_traces(frame.state.trace)

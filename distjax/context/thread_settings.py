@@ -1,4 +1,4 @@
-"""Thread-local settings that must be carried over to code run on another thread."""
+"""Settings of a thread that code run on another thread needs: its frames and its JAX modes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MODES_OF_CALLS: _Contexts = {
 def settings_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Returns a context factory that gives another thread this thread's context.
 
-    That is the stack of frames and the JAX settings that change values and placement, such as
+    That is the stack of frames and the JAX modes that change values and placement, such as
     64-bit mode, the implementation of random keys and the default device.
     """
     stack, enter_modes = frames.stack(), _modes_of_this_thread(_MODES)
@@ -62,10 +62,10 @@ def modes_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[Non
     return _modes_of_this_thread(_MODES_OF_CALLS)
 
 
-def probe_settings() -> Callable[[], bool]:
-    """Returns a function that tells whether its caller's JAX settings differ from this thread's.
+def probe_modes() -> Callable[[], bool]:
+    """Returns a function that tells whether its caller's JAX modes differ from this thread's.
 
-    It covers all settings in JAX's cache key: it asks whether a `jit` traced here is traced again.
+    It covers all modes in JAX's cache key: it asks whether a `jit` traced here is traced again.
     """
     num_traces = 0
 

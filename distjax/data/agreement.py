@@ -20,7 +20,7 @@ from distjax.cluster.facts import describe_structure
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
 from distjax.data.elements import HostTree
-from distjax.data.options import DROP, PAD
+from distjax.data.options import DROP, PAD, Partial
 from distjax.data.splitting import as_batch
 from distjax.errors import (
     AgreementError,
@@ -78,14 +78,14 @@ def describe_elements(tree: HostTree, *, is_own: bool) -> Report:
     return Report(ELEMENT, text, checksum, len(tree.leaves[0]))
 
 
-def agree_on_elements(joined: Job, said: Report, partial: str, *, is_own: bool) -> Next:
+def agree_on_elements(job: Job, own_report: Report, partial: Partial, *, is_own: bool) -> Next:
     """Returns what all processes do next.
 
     With "pad", a process that has fewer elements than others adds masked copies.
 
     Args:
-      joined: the job.
-      said: this process's report.
+      job: the job.
+      own_report: this process's report.
       partial: what to do if some processes run out of data first.
       is_own: whether each process reads its own data.
 
@@ -94,35 +94,35 @@ def agree_on_elements(joined: Job, said: Report, partial: str, *, is_own: bool) 
       BatchError: some processes run out of data first, and `partial` does not allow it.
       PeerLostError: the source of another process failed; includes its error text.
     """
-    texts = exchange(joined, _OCCASION, json.dumps(said), joined.timeouts.phase)
-    everyone = [Report(*json.loads(text)) for text in texts]
-    failed = [i for i, other in enumerate(everyone) if other.kind == FAILED]
-    if failed and said.kind != FAILED:
-        raise PeerLostError(_failed_text(joined, failed[0], everyone[failed[0]].text))
-    ended = [i for i, other in enumerate(everyone) if other.kind == ENDED]
-    if failed or len(ended) == len(everyone):
+    texts = exchange(job, _OCCASION, json.dumps(own_report), job.timeouts.phase)
+    reports = [Report(*json.loads(text)) for text in texts]
+    failed = [i for i, other in enumerate(reports) if other.kind == FAILED]
+    if failed and own_report.kind != FAILED:
+        raise PeerLostError(_failed_text(job, failed[0], reports[failed[0]].text))
+    ended = [i for i, other in enumerate(reports) if other.kind == ENDED]
+    if failed or len(ended) == len(reports):
         return Next(0)
-    _require_equal(joined, everyone, is_own=is_own)
-    counts = [other.num_elements for other in everyone]
+    _require_equal(job, reports, is_own=is_own)
+    counts = [other.num_elements for other in reports]
     if len(set(counts)) == 1:
         return Next(counts[0])
     if not is_own:
-        raise AgreementError(_shorter_text(joined, ended))
+        raise AgreementError(_shorter_text(job, ended))
     if partial == DROP:
         return Next(min(counts))
     if partial == PAD:
-        is_empty = any(everyone[i].text == EMPTY for i in ended)
+        is_empty = any(reports[i].text == EMPTY for i in ended)
         return Next(max(counts), counts.index(max(counts)) if is_empty else None)
-    raise BatchError(_uneven_text(joined, [i for i, n in enumerate(counts) if n < max(counts)]))
+    raise BatchError(_uneven_text(job, [i for i, n in enumerate(counts) if n < max(counts)]))
 
 
-def receive_example(joined: Job, sender: int, tree: HostTree | None, num_rows: int) -> HostTree:
+def receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int) -> HostTree:
     """Returns copies of another process's example, for a process that never had any.
 
     The example is sent as numbers, through the coordination service.
 
     Args:
-      joined: the job.
+      job: the job.
       sender: the process that sends it.
       tree: this process's element, leaves [R, B, ...], or None.
       num_rows: R.
@@ -130,14 +130,15 @@ def receive_example(joined: Job, sender: int, tree: HostTree | None, num_rows: i
     Raises:
       BatchError: its structure is not made of dicts, lists and tuples.
     """
-    said = ""
-    if joined.process_id == sender:
+    packed = ""
+    if job.process_id == sender:
         assert tree is not None, "the sender has an element"
-        said = _pack_example(tree)
-    told = exchange(joined, "an example for who has none", said, joined.timeouts.phase)[sender]
-    if not told:
-        raise BatchError(_untold_text(joined, sender))
-    structure, leaves = json.loads(told)
+        packed = _pack_example(tree)
+    occasion = "an example for a process that has none"
+    received = exchange(job, occasion, packed, job.timeouts.phase)[sender]
+    if not received:
+        raise BatchError(_unserializable_text(job, sender))
+    structure, leaves = json.loads(received)
     decode, registry = base64.b64decode, jax.tree_util.default_registry
     data = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, decode(structure))
     *arrays, mask = [
@@ -157,10 +158,9 @@ def require_position_of(process: list[int] | None, state: object) -> None:
     saved = state.get("process") if isinstance(state, Mapping) else None
     if saved == process:
         return
-    name = lambda of: "all processes alike" if of is None else f"process {of[0]} of {of[1]}"
     raise ValueError(
         message(
-            f"set_state needs a position of {name(process)}, not of {name(saved)}",
+            f"set_state needs a position of {_readers(process)}, not of {_readers(saved)}",
             got=describe_value(state),
             why="what was read of data that each process has of its own says nothing of others'",
             fix="resume with as many processes, or let all read the same global batches: "
@@ -169,13 +169,21 @@ def require_position_of(process: list[int] | None, state: object) -> None:
     )
 
 
+def _readers(process: list[int] | None) -> str:
+    """Returns whose position it is, for an error text."""
+    return "all processes alike" if process is None else f"process {process[0]} of {process[1]}"
+
+
 def _pack_example(tree: HostTree) -> str:
     """Returns the first example as JSON; "" if its structure cannot be serialized."""
     try:
         structure = tree.treedef.children()[0].serialize_using_proto()  # of a `Batch`
     except Exception:  # unregistered nodes: whatever JAX raises for them
         return ""
-    text = lambda content: base64.b64encode(content).decode()
+
+    def text(content: bytes) -> str:
+        return base64.b64encode(content).decode()
+
     first = (slice(1),) * tree.leaves[-1].ndim  # the mask's
     examples = [leaf[first] for leaf in tree.leaves]
     leaves = [
@@ -185,19 +193,24 @@ def _pack_example(tree: HostTree) -> str:
     return json.dumps([text(structure), leaves])
 
 
-def _require_equal(joined: Job, everyone: Sequence[Report], *, is_own: bool) -> None:
-    what = lambda said: said._replace(num_elements=0) if is_own else said
-    (first, expected), *others = [(i, s) for i, s in enumerate(everyone) if s.kind != ENDED]
-    for process, said in others:
-        if what(said) != what(expected):
-            raise AgreementError(_different_text(joined, (first, expected), (process, said)))
+def _require_equal(job: Job, reports: Sequence[Report], *, is_own: bool) -> None:
+    def compared(report: Report) -> Report:
+        return report._replace(num_elements=0) if is_own else report
+
+    (first, expected), *others = [(i, s) for i, s in enumerate(reports) if s.kind != ENDED]
+    for process, report in others:
+        if compared(report) != compared(expected):
+            raise AgreementError(_different_text(job, (first, expected), (process, report)))
 
 
-def _different_text(joined: Job, first: tuple[int, Report], second: tuple[int, Report]) -> str:
+def _different_text(job: Job, first: tuple[int, Report], second: tuple[int, Report]) -> str:
     is_value = first[1].text == second[1].text
-    show = lambda said: f"values of checksum {said.checksum:08x}" if is_value else said.text
+
+    def show(report: Report) -> str:
+        return f"values of checksum {report.checksum:08x}" if is_value else report.text
+
     return message(
-        f"{_OCCASION} needs to be equal on all processes, but {joined.name_process(second[0])} "
+        f"{_OCCASION} needs to be equal on all processes, but {job.name_process(second[0])} "
         "has a different one",
         got=f"{show(second[1])} there; {show(first[1])} on process {first[0]}",
         why="each process takes its rows of one global batch: of different batches some examples "
@@ -207,40 +220,40 @@ def _different_text(joined: Job, first: tuple[int, Report], second: tuple[int, R
     )
 
 
-def _shorter_text(joined: Job, ended: Sequence[int]) -> str:
+def _shorter_text(job: Job, ended: Sequence[int]) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes",
-        got=f"the end of the data on {', '.join(map(joined.name_process, ended))}",
+        got=f"the end of the data on {', '.join(map(job.name_process, ended))}",
         why="all processes read the same global batches, and the others have more of them",
         fix="give every process the same data; where each reads files of its own: "
         "dj.InputOptions(shard='own', partial='pad')",
     )
 
 
-def _uneven_text(joined: Job, ended: Sequence[int]) -> str:
+def _uneven_text(job: Job, ended: Sequence[int]) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes",
-        got=f"the end of the data on {', '.join(map(joined.name_process, ended))}",
+        got=f"the end of the data on {', '.join(map(job.name_process, ended))}",
         why="all replicas run one program, and none may be without input",
         fix="dj.InputOptions(partial='pad'): a process whose data has ended goes on with its last "
         "element, which a mask leaves out; or partial='drop': all stop there",
     )
 
 
-def _untold_text(joined: Job, sender: int) -> str:
+def _unserializable_text(job: Job, sender: int) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes, or to consist of dicts, lists and tuples",
-        got=f"no element at all on some, another structure on {joined.name_process(sender)}",
+        got=f"no element at all on some, another structure on {job.name_process(sender)}",
         why="a process that never had an element goes on with a copy of another's, which a mask "
         "leaves out; other classes cannot be sent",
         fix="give each process an element, or yield {'x': x, 'y': y}",
     )
 
 
-def _failed_text(joined: Job, process: int, text: str) -> str:
+def _failed_text(job: Job, process: int, text: str) -> str:
     return message(
         f"{_OCCASION} needs to be there on all processes",
-        got=f"an error of the data source on {joined.name_process(process)}: {as_part(text)}",
+        got=f"an error of the data source on {job.name_process(process)}: {as_part(text)}",
         why="all replicas run one program, and none may be without input",
         fix="fix what that process reads, and start the job again",
     )

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distjax.data.elements import HostTree, read_element, require_leading_size
-from distjax.data.options import DROP, ERROR, PAD
+from distjax.data.options import DROP, ERROR, PAD, Partial
 from distjax.data.source import find_length, size_text
 from distjax.data.splitting import (
     Position,
@@ -31,7 +31,7 @@ class GlobalBatches(Splitter):
     """
 
     num_replicas: int
-    partial: str
+    partial: Partial
 
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:
         former, dropped = position, None

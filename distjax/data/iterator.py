@@ -35,7 +35,7 @@ from distjax.data.chunks import Chunk, Steps, make_chunk, outcomes_of, peek_chun
 from distjax.data.elements import HostTree
 from distjax.data.input_layout import InputLayout
 from distjax.data.options import PAD, InputOptions
-from distjax.data.prefetch import Direct, Pipeline, Prefetcher
+from distjax.data.prefetch import OnDemand, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, describe_value, message
 from distjax.integers import is_int
@@ -270,7 +270,7 @@ class DistributedIterator:
         leaves = [] if block is None else [leaf[:count] for leaf in block.tree.leaves]
         missing = count - (0 if block is None else len(block))
         if missing > 0:
-            assert self._latest is not None, "who never had an element was told an example"
+            assert self._latest is not None, "without an element, one receives an example"
             treedef, (*data, mask) = self._latest  # of a `Batch`
             masked = [np.stack([leaf] * missing) for leaf in (*data, np.zeros_like(mask))]
             leaves = [*map(np.concatenate, zip(leaves, masked, strict=True))] if leaves else masked
@@ -307,7 +307,7 @@ class DistributedIterator:
         claim = self._claims.get(thread)
         ahead = [*outcomes_of([] if claim is None else [claim]), *self._stream.ahead]
         peek = functools.partial(peek_chunk, self._stream, self._layout, steps)
-        pipeline: Pipeline = Direct(self._stream, peek)
+        pipeline: Pipeline = OnDemand(self._stream, peek)
         if self._options.prefetch:
             depth = max(1, self._options.prefetch // (steps or 1))
             pipeline = Prefetcher(self._stream, peek, depth)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final, Literal, get_args
 
 from distjax.errors import describe_value, message
 from distjax.integers import is_int
 
-ERROR, DROP, PAD = PARTIAL = ("error", "drop", "pad")
-ROWS, OWN = SHARDS = ("rows", "own")
+Partial = Literal["error", "drop", "pad"]
+Shard = Literal["rows", "own"]
+
+ERROR: Final = "error"
+DROP: Final = "drop"
+PAD: Final = "pad"
+ROWS: Final = "rows"
+OWN: Final = "own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +45,13 @@ class InputOptions:
       InputOptions(partial='pad', prefetch=2, shard='rows', copy=True)
     """
 
-    partial: str = ERROR
+    partial: Partial = ERROR
     prefetch: int = 2
-    shard: str = ROWS
+    shard: Shard = ROWS
     copy: bool = True
 
     def __post_init__(self) -> None:
-        if self.partial not in PARTIAL:
+        if self.partial not in get_args(Partial):
             raise ValueError(
                 message(
                     "InputOptions(partial=...) needs 'error', 'drop' or 'pad'",
@@ -62,7 +69,7 @@ class InputOptions:
                     fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
                 )
             )
-        if self.shard not in SHARDS:
+        if self.shard not in get_args(Shard):
             raise ValueError(
                 message(
                     "InputOptions(shard=...) needs 'rows' or 'own'",

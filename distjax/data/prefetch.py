@@ -63,7 +63,7 @@ class Pipeline(Protocol):
         ...
 
 
-class Direct:
+class OnDemand:
     """Produces each item on demand, in the caller's thread.
 
     Args:
@@ -102,7 +102,7 @@ class Prefetcher:
 
     Args:
       stream: the stream that items are made from.
-      peek: as for `Direct`.
+      peek: as for `OnDemand`.
       depth: how many items may wait.
     """
 

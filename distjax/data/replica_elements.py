@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distjax.data.elements import HostTree, leaf_path, read_element
-from distjax.data.options import DROP, ERROR, PAD
+from distjax.data.options import DROP, ERROR, PAD, Partial
 from distjax.data.source import find_length, size_text
 from distjax.data.splitting import (
     Position,
@@ -32,7 +32,7 @@ class ReplicaElements(Splitter):
     """
 
     num_replicas: int
-    partial: str
+    partial: Partial
     copies: bool = dataclasses.field(default=True, repr=False)
 
     def pull(self, source: Iterator[Any], position: Position) -> tuple[HostTree, Position]:

@@ -65,7 +65,7 @@ class Source:
     def __init__(self, dataset: DatasetLike, iterator: Iterator[Any] | None = None):
         self._dataset: Any = dataset
         self._iterator: Any = _open(dataset) if iterator is None else iterator
-        self._is_once = self._iterator is dataset  # its own iterator: gives its elements once
+        self._is_one_shot = self._iterator is dataset  # its own iterator: gives its elements once
         self.was_set = False
         self._is_unread = True
         self._moved_from: Any = None  # the own state to return to, if another source has left it
@@ -103,22 +103,22 @@ class Source:
           ValueError: it is too short, its elements have another size, or it cannot be
             read again.
         """
-        if self._is_once:
-            return self._once_at(state)
+        if self._is_one_shot:
+            return self._one_shot_at(state)
         # An unread iterator is passed on: making another may advance a dataset's shuffle order.
         former, unread = self._iterator, self._iterator if self._is_unread else None
         if self._is_unread:
             self._iterator = None
         opened = Source(self._dataset, unread)
         if opened._iterator is former and unread is None:
-            raise ValueError(_once_text(self._dataset))
+            raise ValueError(_one_shot_text(self._dataset))
         if not opened._set_own_state(state):
             opened._skip_to(state)
             opened.start()
         opened._is_unread = False
         return opened
 
-    def _once_at(self, state: Mapping[str, Any]) -> Source:
+    def _one_shot_at(self, state: Mapping[str, Any]) -> Source:
         opened = Source(self._dataset, self._dataset)
         if "source" in state and keeps_position(self._dataset):
             if self._moved_from is None:
@@ -127,7 +127,7 @@ class Source:
         elif self._is_unread:
             opened._skip_to(state)  # when it is read: until then, another state can be set
         else:
-            raise ValueError(_once_text(self._dataset))
+            raise ValueError(_one_shot_text(self._dataset))
         return opened
 
     def _set_own_state(self, state: Mapping[str, Any]) -> bool:
@@ -212,7 +212,7 @@ def size_text(needed: str, size: int | None, saved: int | None) -> str:
     )
 
 
-def _once_text(dataset: object) -> str:
+def _one_shot_text(dataset: object) -> str:
     return message(
         "set_state needs a dataset that can be iterated again, or whose iterator has "
         "get_state and set_state",

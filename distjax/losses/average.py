@@ -72,7 +72,7 @@ def _weights(losses: jax.Array, mask: ArrayLike | None) -> jax.Array:
             message(
                 "average_loss needs a loss for each example, [B, ...]",
                 got=describe_value(losses),
-                why="a loss that is averaged already does not say over how many examples",
+                why="an already averaged loss does not carry its number of examples",
                 fix="losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)",
             )
         )

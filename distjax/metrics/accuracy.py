@@ -1,4 +1,4 @@
-"""Accuracy: how often the largest logit is the label's."""
+"""Accuracy: how often the argmax of the logits equals the label."""
 
 from __future__ import annotations
 

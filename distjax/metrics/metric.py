@@ -82,7 +82,7 @@ class Metric(abc.ABC):
 
         Args:
           *args: the arguments of `measure`. In cross-replica context a PerReplica
-            is added component by component, a Mirrored array as R equal copies, and
+            is added component by component, a mirrored array as R equal copies, and
             Python and numpy values once.
           **kwargs: likewise.
 

@@ -25,7 +25,7 @@ from distjax import jax_compat
 from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import own_programs
 from distjax.collectives.throttle import awaiting, count_launch, record_completion, throttle
-from distjax.context.thread_settings import modes_of_this_thread, probe_settings
+from distjax.context.thread_settings import modes_of_this_thread, probe_modes
 from distjax.errors import TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.program.build import Build, NotCompiled
@@ -111,7 +111,7 @@ def start_uninterrupted(
     Raises:
       NotCompiled: the caller has JAX settings that no other thread has; nothing has happened.
     """
-    are_others, modes = probe_settings(), modes_of_this_thread()
+    are_others, modes = probe_modes(), modes_of_this_thread()
 
     def start_first() -> tuple[Any, OutputSpec]:
         if are_others():

@@ -43,7 +43,7 @@ from distjax.variables.creation_log import CreationLog, require_no_trace
 from distjax.variables.donation import copy_handles, handed_out, require_undeleted
 
 #: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
-Cure = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+Fix = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 
 #: Raises for (args, kwargs) that a trace, which does not see layouts, cannot reject.
 Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -200,7 +200,7 @@ class Program:
         `jit` accepts.
         """
         self._require(args, kwargs)
-        cures = iter((self._compile_anew, _leave_explicit_meshes, self._place))
+        fixes = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         try:
             while True:
                 require_no_nan(error, self._step.name)
@@ -208,7 +208,7 @@ class Program:
                     with self._tracing, phase(f"tracing {self._step.name}"):
                         self._rebuild(error.discovered, args, kwargs)
                 elif not isinstance(error, NotCompiled):
-                    args, kwargs = self._retry_args(error, args, kwargs, cures)
+                    args, kwargs = self._retry_args(error, args, kwargs, fixes)
                 try:
                     return self._start_compiled(args, kwargs, finish)
                 except Exception as again:
@@ -234,7 +234,7 @@ class Program:
         return trace_and_start(build, args, kwargs, finish)
 
     def _retry_args(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], cures: Iterator[Cure]
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], fixes: Iterator[Fix]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments that `jit` accepts in place of these, or raises `error`.
 
@@ -242,7 +242,7 @@ class Program:
           error: the error that `jit` raised.
           args: positional arguments.
           kwargs: keyword arguments.
-          cures: the remedies not yet tried in this call.
+          fixes: those not yet tried in this call.
         """
         build = self._build
         if build is not None:
@@ -256,10 +256,10 @@ class Program:
             marked = self._mark_objects(args, kwargs)
             if self._marks_objects:
                 return marked
-        for cure in cures:
-            cured = cure(error, args, kwargs)
-            if cured is not None:
-                return cured
+        for fix in fixes:
+            fixed = fix(error, args, kwargs)
+            if fixed is not None:
+                return fixed
         raise error
 
     def _compile_anew(

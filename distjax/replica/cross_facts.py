@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from distjax.context import frames
-from distjax.context.findings import calling_line, report
+from distjax.context.reporting import calling_line, report
 from distjax.errors import ReductionWarning
 from distjax.jax_compat import JaxprEqn
 from distjax.placement.topology import Topology

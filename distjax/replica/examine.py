@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
-from distjax.context.findings import (
+from distjax.context.reporting import (
     LOCAL_VARIANCES,
     STATE,
     STATE_FIX,

@@ -15,7 +15,7 @@ import numpy as np
 
 from distjax.context.expectation import without_expectations
 from distjax.context.finding import Finding
-from distjax.context.findings import (
+from distjax.context.reporting import (
     STATE,
     STATE_WHY,
     calling_line,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
-from distjax.context.findings import calling_line
+from distjax.context.reporting import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
 from distjax.replica.facts import UNKNOWN, Fact, FactWalk, Times, Where, shape_of

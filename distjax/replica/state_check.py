@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distjax.context.finding import Finding
-from distjax.context.findings import (
+from distjax.context.reporting import (
     STATE,
     STATE_FIX,
     STATE_WHY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distjax.context.findings import LOCAL_VARIANCES
+from distjax.context.reporting import LOCAL_VARIANCES
 
 _MEAN_FIX = "grads = dj.get_replica_context().all_reduce('mean', grads)"
 

@@ -178,7 +178,7 @@ class Strategy:
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns the values of this process's replicas, in replica order.
 
-        R arrays for a PerReplica or a Mirrored array, a variable's components,
+        R arrays for a PerReplica or a mirrored array, a variable's components,
         a 1-tuple for anything else; for a tree, a tuple of trees.
 
         Context: any. Cost: none.

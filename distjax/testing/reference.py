@@ -92,8 +92,8 @@ class ReferenceStrategy(Strategy):
     """
 
     def __init__(self, num_replicas: int):
-        self._inside = inside = ReferenceExtended(num_replicas)
-        super().__init__(inside)  # pyright: ignore[reportArgumentType]: it compiles nothing
+        self._reference = extended = ReferenceExtended(num_replicas)
+        super().__init__(extended)  # pyright: ignore[reportArgumentType]: it compiles nothing
 
     def describe(self) -> StrategyDescription:
         """Returns a table of the replicas and variables: see `Strategy.describe`.
@@ -101,7 +101,7 @@ class ReferenceStrategy(Strategy):
         The bytes of a variable are those of its components; components that share an array
         count once.
         """
-        return describe(self._extended, [v.describe() for v in self._inside.variables])
+        return describe(self._extended, [v.describe() for v in self._reference.variables])
 
     def __repr__(self) -> str:
         return f"ReferenceStrategy({self.num_replicas_in_sync})"

@@ -90,7 +90,7 @@ class ReplicaThread(threading.Thread):
             raise _Aborted
         return self._answer
 
-    def go_on(self, answer: PyTree) -> None:
+    def resume(self, answer: PyTree) -> None:
         """Lets the replica run up to its next meeting; re-raises its exceptions."""
         self._answer = answer
         self._turn.release()
@@ -125,7 +125,7 @@ def run_replicas(strategy: StrategyLike, calls: Sequence[Callable[[], Any]]) -> 
         answers: Sequence[Any] = [None] * len(threads)
         while True:
             for thread, answer in zip(threads, answers, strict=True):
-                thread.go_on(answer)
+                thread.resume(answer)
             if all(thread.meeting is None for thread in threads):
                 return [thread.result for thread in threads]
             answers = _hold_meeting(strategy, [thread.meeting for thread in threads])

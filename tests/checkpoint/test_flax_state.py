@@ -116,7 +116,7 @@ def test_what_is_saved_is_what_a_variable_holds(checkpointer):
 
 
 def test_a_per_replica_value_in_an_nnx_variable(checkpointer, pair):
-    """Statistics that nobody synchronised stay one per replica."""
+    """Statistics that nobody synchronized stay one per replica."""
     values = pair.distribute_values_from_function(
         lambda ctx: np.float32([ctx.replica_id_in_sync_group])
     )

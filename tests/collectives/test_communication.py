@@ -72,7 +72,7 @@ def test_hosts_of_unequal_size(count):
     assert str(caught.value).splitlines() == [
         f"CommunicationOptions: devices_per_host needs to divide the {count} replicas.",
         f"  Got: {count - 1}, which leaves 1 over.",
-        "  Why: a reduction in two levels has as many replicas on each host.",
+        "  Why: a reduction in two levels needs the same number of replicas on every host.",
         "  Fix: dj.CommunicationOptions(devices_per_host=0), one level; or the number of "
         "devices of one host",
     ]

@@ -37,7 +37,7 @@ def nothing_proved():
 
 @contextlib.contextmanager
 def rules_counted(counts):
-    """Adds to `counts` each primitive analysed, with what was proved of its results."""
+    """Adds to `counts` each primitive analyzed, with what was proved of its results."""
     outputs = Analysis._outputs
 
     def counted(self, eqn, ins):

@@ -119,7 +119,7 @@ def train_digits(strategy, seed, num_epochs, halfway=lambda coordinator: None):
 
 
 def judge_digits(num_workers, accuracy, stats, num_steps):
-    """Returns a text, and whether it was learnt, by all workers, one of which was lost."""
+    """Returns a text, and whether it was learned, by all workers, one of which was lost."""
     mean = sum(k * n for k, n in stats["staleness"].items()) / num_steps
     is_shared = num_workers == 1 or (mean > 0 and all(w["closures"] for w in stats["workers"]))
     is_killed = sum(w["restarts"] for w in stats["workers"]) == 1

@@ -1,4 +1,4 @@
-"""The cart and pole: its physics in closed form, and that it is learnt."""
+"""The cart and pole: its physics in closed form, and that it is learned."""
 
 import jax.numpy as jnp
 import numpy as np

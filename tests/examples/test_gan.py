@@ -7,7 +7,7 @@ from tests.examples.scripts import last_line
 JUDGEMENT = re.compile(r"\w+: a judge is (\d+)% sure of the images, and sees (\d+) digits")
 
 
-def judgement(strategy: str) -> tuple[str, str]:
+def judgment(strategy: str) -> tuple[str, str]:
     """How sure the judge is after a few steps, and how many digits it sees."""
     line = last_line("gan/train.py", "--strategy", strategy, "--replicas", "4", "--steps", "60")
     found = JUDGEMENT.fullmatch(line)
@@ -17,4 +17,4 @@ def judgement(strategy: str) -> tuple[str, str]:
 
 def test_split_moments_draw_the_same_images():
     """Four replicas on one device, and on four with split moments."""
-    assert judgement("virtual") == judgement("sharded")
+    assert judgment("virtual") == judgment("sharded")

@@ -1,4 +1,4 @@
-"""A generator that waits in a scope and is finalised elsewhere changes nothing there."""
+"""A generator that waits in a scope and is finalized elsewhere changes nothing there."""
 
 import contextvars
 
@@ -14,7 +14,7 @@ from tests.own_threads import on_own_thread
 def suspended():
     """A list that holds a generator, started in another context, which waits in two blocks.
 
-    Its strategy is VirtualStrategy(2). The generator is finalised when the list is cleared.
+    Its strategy is VirtualStrategy(2). The generator is finalized when the list is cleared.
     """
     strategy, held = dj.VirtualStrategy(2), []
     with strategy.scope():

@@ -84,7 +84,7 @@ def make_batches(count, size=BATCH):
 
 
 def axis_of(strategy):
-    """The axis over which batch statistics are synchronised; None where there is one replica."""
+    """The axis over which batch statistics are synchronized; None where there is one replica."""
     return strategy.axis_name if strategy.num_replicas_in_sync > 1 else None
 
 

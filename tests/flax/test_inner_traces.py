@@ -124,7 +124,7 @@ def with_split(scan):
     return step
 
 
-CURES = {
+FIXES = {
     "nnx.scan": with_nnx_scan,
     "nnx.cond": with_nnx_cond,
     "nnx.jit": with_nnx_jit,
@@ -134,8 +134,8 @@ CURES = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("cure", CURES)
-def test_what_the_error_names_works(mirrored, program, cure):
+@pytest.mark.parametrize("fix", FIXES)
+def test_what_the_error_names_works(mirrored, program, fix):
     model = Counter()
-    PROGRAMS[program](mirrored, CURES[cure])(model)
+    PROGRAMS[program](mirrored, FIXES[fix])(model)
     np.testing.assert_array_equal(model.count[...], 3.0)

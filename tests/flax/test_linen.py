@@ -102,7 +102,7 @@ def test_an_overflow_on_one_replica_is_skipped_by_all():
     stacked = np.array(broken["image"].stacked)
     stacked[1] = np.inf
     broken["image"] = dj.PerReplica(stacked, broken["image"].topology)
-    with pytest.warns(LocalityWarning, match="batch_stats"):  # no one synchronised them
+    with pytest.warns(LocalityWarning, match="batch_stats"):  # no one synchronized them
         after, _ = strategy.run(train_step, args=(state, broken))
     for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(a, b)

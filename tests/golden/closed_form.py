@@ -20,7 +20,7 @@ def smooth(shape, seed=0):
     return np.round(np.sin(1.3 * index + 0.7 * seed + 0.1), 4).reshape(shape).astype(np.float32)
 
 
-def labelled(count):
+def labeled(count):
     """Returns logits [count, 3] and labels [count]; some agree."""
     index = np.arange(count)
     return numbers([count, 3]), (index * index // 2 % 3).astype(np.int32)

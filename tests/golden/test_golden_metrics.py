@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from tests.golden.closed_form import labelled
+from tests.golden.closed_form import labeled
 from tests.golden.distjax_side import make_strategy, make_variable, plain
 from tests.golden.records import Ruling, check, difference, load
 
@@ -17,7 +17,7 @@ def fills_in_turn(record):
     """Returns the outcome with the last, smaller batch in blocks of the full size."""
     case, r = record.case, int(record.case["strategy"][-1])
     share = -(-case["batch_size"] // r)
-    logits, labels = labelled(case["num_examples"])
+    logits, labels = labeled(case["num_examples"])
     hits = logits.argmax(-1) == labels
     index = np.arange(case["num_examples"]) % case["batch_size"] // share
     mine = [index == i for i in range(r)]
@@ -52,7 +52,7 @@ def test_library_metrics_give_the_same_results(record):
 
 
 def input_of(strategy, num_examples, batch_size):
-    logits, labels = labelled(num_examples)
+    logits, labels = labeled(num_examples)
     starts = range(0, num_examples, batch_size)
     batches = [(logits[i : i + batch_size], labels[i : i + batch_size]) for i in starts]
     return strategy.distribute_dataset(batches, PAD)

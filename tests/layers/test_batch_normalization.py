@@ -1,4 +1,4 @@
-"""Batch normalisation: R replicas compute what one device does with the whole batch."""
+"""Batch normalization: R replicas compute what one device does with the whole batch."""
 
 import jax
 import jax.numpy as jnp

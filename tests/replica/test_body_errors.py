@@ -1,4 +1,4 @@
-"""Errors in a replica function whose cause JAX does not know: each has a cure that works."""
+"""Errors in a replica function whose cause JAX does not know: each has a fix that works."""
 
 import functools
 
@@ -33,8 +33,8 @@ def test_a_number_as_a_shape_or_length(pair, step):
     note = "\n".join(found.value.__notes__)
     assert f"Inside {step.__name__}, argument count is an array" in note
     assert f"functools.partial({step.__name__}, count=3)" in note
-    cured = functools.partial(step, count=3)
-    assert float(jnp.sum(pair.run(cured, args=(1.0,)))) == 3
+    fixed = functools.partial(step, count=3)
+    assert float(jnp.sum(pair.run(fixed, args=(1.0,)))) == 3
     mapped = dj.pmap(step, strategy=pair, static_broadcasted_argnums=1)
     assert float(jnp.sum(mapped(np.ones(2, np.float32), 3))) == 6
 
@@ -55,8 +55,8 @@ def test_pmap_and_shard_map_inside_of_a_body(pair):
     for inner in (jax.pmap(lambda x: 2 * x), jax.jit(sharded)):
         with pytest.raises(dj.errors.MergeError, match=text):
             pair.run(lambda x, inner=inner: inner(x), args=(jnp.ones(2),))
-    cured = pair.run(lambda x: jax.vmap(lambda x: 2 * x)(x), args=(jnp.ones(2),))
-    assert cured.tolist() == [2, 2]
+    fixed = pair.run(lambda x: jax.vmap(lambda x: 2 * x)(x), args=(jnp.ones(2),))
+    assert fixed.tolist() == [2, 2]
 
 
 def test_a_shard_map_over_the_model_axes_is_no_other_mesh():

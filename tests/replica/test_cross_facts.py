@@ -1,4 +1,4 @@
-"""Facts in cross-replica code: right programs that look like wrong ones, and the cures."""
+"""Facts in cross-replica code: right programs that look like wrong ones, and the fixes."""
 
 import gc
 import warnings

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.context.findings import expected_state_fix
+from distjax.context.reporting import expected_state_fix
 from distjax.errors import CheckError, ReductionWarning
 from tests.diagnostics.lines import line_of
 from tests.wrong_programs.program import (
@@ -157,7 +157,7 @@ def layer_norm(s):
     return lambda w, x: w - 0.1 * mean(jax.grad(loss)(w, x))
 
 
-def synchronised_batch_norm(s):
+def synchronized_batch_norm(s):
     def loss(w, x):
         first, second = mean((x.mean(0), (x**2).mean(0)))
         return loss_of(w, (x - first) / jnp.sqrt(second - first**2 + 1e-5))
@@ -273,7 +273,7 @@ TRAPS = [
     clip_after_the_mean,
     equal_noise_on_equal_gradients,
     layer_norm,
-    synchronised_batch_norm,
+    synchronized_batch_norm,
     weighted_by_the_local_count,
     variances_within_and_between,
     law_of_total_variance,

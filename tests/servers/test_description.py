@@ -80,8 +80,8 @@ def explained_in_a_group(strategy):
         loss, grad = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(w.value)
         optimizer.apply_gradients([(grad, w)])
         total = context.merge_call(add, args=(loss,))
-        neighbour = lax.ppermute(x, "replica", [(0, 1), (1, 0)])  # before
-        return neighbour, context.all_reduce("sum", total * x[0, :2])  # after
+        neighbor = lax.ppermute(x, "replica", [(0, 1), (1, 0)])  # before
+        return neighbor, context.all_reduce("sum", total * x[0, :2])  # after
 
     (x,) = strategy.distribute_dataset([np.ones((4, 3), np.float32)])
     return dj.explain(step, x, strategy=strategy)

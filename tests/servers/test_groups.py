@@ -134,9 +134,9 @@ def test_replicas_meet_in_the_group():
         last.assign(x)
         mean.assign_add(x)
         number = context.replica_id_in_sync_group
-        neighbour = lax.ppermute(x, "batch", [(0, 1), (1, 2), (2, 0)])
+        neighbor = lax.ppermute(x, "batch", [(0, 1), (1, 2), (2, 0)])
         same = lax.psum(x, "batch") + context.all_reduce("sum", y)
-        return {"a": total, "b": answer, "c": number, "d": neighbour, "e": same, "f": y}
+        return {"a": total, "b": answer, "c": number, "d": neighbor, "e": same, "f": y}
 
     x = strategy.per_replica(np.array([10.0, 20.0, 40.0], np.float32))
     with dj.Coordinator(strategy) as coordinator:

@@ -1,4 +1,4 @@
-"""extended.update and its neighbours: values and refusals (decisions 11, 13, 14)."""
+"""extended.update and its neighbors: values and refusals (decisions 11, 13, 14)."""
 
 import jax
 import jax.numpy as jnp

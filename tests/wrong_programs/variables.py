@@ -87,7 +87,7 @@ def gradients_of_other_replicas_dropped(s, right):
     SILENT,
     "",
     "an average of moving variances is what tf.distribute computes: batch norm without "
-    "synchronisation has it in every published network",
+    "synchronization has it in every published network",
 )
 def moments_left_in_a_mean(s, right):
     variance = variable(s, MEAN)

@@ -100,7 +100,7 @@ def assemble_plan(
     jaxpr, consts = open_calls(traced.jaxpr, traced.consts, topology)
     localities = find_localities(jaxpr, consts, args_varying, topology)
     constants: dict[Any, Any] = dict(zip(jaxpr.constvars, map(off_devices, consts), strict=True))
-    results = _normalise(jaxpr.outvars[: len(traced.result.leaves)], constants)
+    results = _normalize(jaxpr.outvars[: len(traced.result.leaves)], constants)
     stages = split_stages(jaxpr, results)
     used = _names(results).union(*map(_uses, stages))
     snapshot = {v: x for v, x in find_snapshot(jaxpr).items() if v in used}
@@ -154,7 +154,7 @@ def _rebuild(
     return combine([PerReplica(x, topology) if varying else x for x, varying in pairs])
 
 
-def _normalise(atoms: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
+def _normalize(atoms: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
     """Returns a name for each result; each constant result gets a new one."""
     names: list[Any] = []
     for number, atom in enumerate(atoms):

@@ -4,7 +4,7 @@ import itertools
 
 import tensorflow as tf
 
-from tests.golden.closed_form import labelled
+from tests.golden.closed_form import labeled
 from tests.golden.recording import tensorflow_side as side
 
 
@@ -20,7 +20,7 @@ def records():
 def ask(strategy, num_examples, batch_size):
     """Returns after each step mean and accuracy so far, and components and values at the end."""
     strategy = side.make_strategy(strategy)
-    data = tf.data.Dataset.from_tensor_slices(labelled(num_examples)).batch(batch_size)
+    data = tf.data.Dataset.from_tensor_slices(labeled(num_examples)).batch(batch_size)
     with strategy.scope():
         names = ("total", "count", "hits", "seen")
         state = {

@@ -32,7 +32,7 @@ def net(params, images):
     return x
 
 
-optimiser = optax.adam(1e-3)
+optimizer = optax.adam(1e-3)
 
 
 def loss(params, images, labels):
@@ -45,7 +45,7 @@ def loss(params, images, labels):
 def update(state, images, labels):
     value, grads = jax.value_and_grad(loss)(state.params, images, labels)
     grads, value = jax.lax.pmean((grads, value), axis_name="i")
-    updates, opt_state = optimiser.update(grads, state.opt_state)
+    updates, opt_state = optimizer.update(grads, state.opt_state)
     params = optax.apply_updates(state.params, updates)
     avg_params = optax.incremental_update(params, state.avg_params, step_size=0.001)
     return TrainingState(params, avg_params, opt_state), value
@@ -61,7 +61,7 @@ def main(num_steps):
     num_devices = jax.local_device_count()
     random = np.random.default_rng(1)
     params = init_net(jax.random.PRNGKey(42))
-    state = TrainingState(params, params, optimiser.init(params))
+    state = TrainingState(params, params, optimizer.init(params))
     state = jax.tree.map(lambda x: jnp.stack([x] * num_devices), state)
     losses = []
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation on devices, as the Anakin examples have it: rollout and update."""
+"""Proximal policy optimization on devices, as the Anakin examples have it: rollout and update."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Self-supervised learning with a target network: moving average, synchronised batch norm."""
+"""Self-supervised learning with a target network: moving average, synchronized batch norm."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Findings: what a trace shows to be probably wrong.
+"""Reporting findings: what a trace shows to be probably wrong.
 
 A finding is an error, a warning or a note. Notes may also apply to correct programs, so only
 `dj.explain` and `dj.check` show them. Anything declared by `dj.expect` is shown but not raised.

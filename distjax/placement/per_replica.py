@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -23,18 +23,26 @@ AuxData = tuple[Topology, tuple[int, ...]]
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def _refuse(self: PerReplica, *_: object) -> NoReturn:
-    if not isinstance(self.stacked, _ARRAYS):
-        raise TypeError(_no_array_text("an operator", self))
-    raise TypeError(
-        message(
-            "an operator needs one value, not one value per replica",
-            got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
-            why="in cross-replica context nothing says how the values combine",
-            fix="reduce it: strategy.reduce('sum', x); or use it inside "
-            "strategy.run(fn, args=(x,))",
-        )
-    )
+#: What needs one value, and the methods by which Python asks a PerReplica for it.
+_REFUSED = {
+    "an operator": (
+        *"add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split(),
+        *"radd rsub rmul rtruediv rfloordiv rmod rdivmod rpow rmatmul".split(),
+        *"rand ror rxor rlshift rrshift neg pos abs invert lt le gt ge eq ne".split(),
+    ),
+    "float(x)": ("float",),
+    "int(x)": ("int",),
+    "complex(x)": ("complex",),
+    "round(x)": ("round",),
+    "len(x)": ("len",),
+    "a length or an index": ("index",),
+    "a condition": ("bool",),
+    "a loop or unpacking": ("iter",),
+    "`in`": ("contains",),
+    "x[...]": ("getitem", "setitem"),
+}
+_WHY_REFUSED = "in cross-replica context nothing says how the values combine"
+_REDUCE = "strategy.reduce('mean', x) for a loss ('sum' for counts)"
 
 
 class PerReplica:
@@ -170,23 +178,50 @@ class PerReplica:
             raise TypeError(_no_conversion_text(self))
         return inspect.unwrap(function)(*args, **kwargs)
 
-    def __getitem__(self, key: object) -> NoReturn:
-        _refuse(self)
-
     def __format__(self, spec: str) -> str:
-        return _refuse(self) if spec else str(self)
+        return _refuse(self, "a number format") if spec else str(self)
 
-    __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = __complex__ = _refuse
-    __contains__ = __setitem__ = _refuse
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Libraries ask for underscored names, and `copy` for slots that are not set yet.
+            is_of_arrays = name[:1] != "_" and name not in PerReplica.__slots__
+            if not is_of_arrays or not hasattr(type(self.stacked), name):
+                raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name)
+            raise AttributeError(
+                message(
+                    f"'PerReplica' object has no attribute {name!r}: it is one value per replica",
+                    got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
+                    why=_WHY_REFUSED,
+                    fix=f"{_REDUCE}; x.stacked, the array [R, ...] of all of them, has {name!r}",
+                ),
+                name=name,
+            )
+
     __hash__ = object.__hash__
 
 
-_OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-for _name in _OPERATORS:
-    setattr(PerReplica, f"__{_name}__", _refuse)
-    setattr(PerReplica, f"__r{_name}__", _refuse)
-for _name in "neg pos abs invert round lt le gt ge eq ne".split():
-    setattr(PerReplica, f"__{_name}__", _refuse)
+def _refuse(value: PerReplica, what: str) -> NoReturn:
+    if not isinstance(value.stacked, _ARRAYS):
+        raise TypeError(_no_array_text(what, value))
+    raise TypeError(
+        message(
+            f"{what} needs one value, not one value per replica",
+            got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
+            why=_WHY_REFUSED,
+            fix=f"{_REDUCE}; strategy.local_results(x) for each of them; or use it inside "
+            "strategy.run(fn, args=(x,))",
+        )
+    )
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    return lambda self, *_: _refuse(self, what)
+
+
+for _what, _names in _REFUSED.items():
+    for _name in _names:
+        setattr(PerReplica, f"__{_name}__", _refusing(_what))
 
 
 def with_aux(stacked: PyTree, aux: AuxData) -> PerReplica:

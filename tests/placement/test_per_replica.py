@@ -44,14 +44,60 @@ REFUSED = {
 }
 
 
+SUBJECTS = {
+    "float": "float(x)",
+    "int": "int(x)",
+    "complex": "complex(x)",
+    "round": "round(x)",
+    "index": "a length or an index",
+    "bool": "a condition",
+    "in if": "a condition",
+    "len": "len(x)",
+    "iter": "a loop or unpacking",
+    "unpack": "a loop or unpacking",
+    "contains": "`in`",
+    "setitem": "x[...]",
+    "getitem": "x[...]",
+    "format": "a number format",
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_r257_arithmetic_is_refused(pair, name):
     x = per_replica(pair, [np.int32([1, 2]), np.int32([3, 4])])
     with pytest.raises(TypeError) as info:
         REFUSED[name](x)
     text = str(info.value)
-    assert text.startswith("an operator needs one value, not one value per replica"), text
-    assert "strategy.reduce('sum', x)" in text and "strategy.run(fn, args=(x,))" in text
+    assert text == (
+        f"{SUBJECTS.get(name, 'an operator')} needs one value, not one value per replica.\n"
+        "  Got: a PerReplica of 2 values of shape (2,).\n"
+        "  Why: in cross-replica context nothing says how the values combine.\n"
+        "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); "
+        "strategy.local_results(x) for each of them; or use it inside strategy.run(fn, args=(x,))"
+    )
+
+
+@pytest.mark.parametrize("name", ["mean", "item", "block_until_ready", "ndim", "sharding"])
+def test_an_attribute_of_an_array_is_refused_by_name(pair, name):
+    x = ids(pair)
+    with pytest.raises(AttributeError) as info:
+        getattr(x, name)
+    assert str(info.value) == (
+        f"'PerReplica' object has no attribute '{name}': it is one value per replica.\n"
+        "  Got: a PerReplica of 2 values of shape ().\n"
+        "  Why: in cross-replica context nothing says how the values combine.\n"
+        "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); x.stacked, the array "
+        f"[R, ...] of all of them, has '{name}'"
+    )
+    assert hasattr(x.stacked, name) and not hasattr(x, name)
+
+
+@pytest.mark.parametrize("name", ["__jax_array__", "_cache", "aval_of", "stackd"])
+def test_other_attributes_are_missing_as_in_any_object(pair, name):
+    with pytest.raises(AttributeError, match=f"^'PerReplica' object has no attribute '{name}'$"):
+        getattr(ids(pair), name)
+    with pytest.raises(AttributeError, match="^'PerReplica' object has no attribute 'aux'$"):
+        _ = object.__new__(dj.PerReplica).aux  # as `copy` and `pickle` make it
 
 
 @pytest.mark.parametrize("fn", [np.asarray, np.array, np.sin, lambda x: np.ones(2) + x])

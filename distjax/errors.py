@@ -6,6 +6,9 @@ instead; why; and the fix, as code. The first line makes sense on its own.
 
 from __future__ import annotations
 
+import jax
+from jax.core import Tracer
+
 
 class ContextError(RuntimeError):
     """A call was made in the wrong context (replica, cross-replica, update)."""
@@ -151,8 +154,16 @@ def as_part(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns the type, shape and dtype of `value`, never its full contents."""
+    """Returns the type, shape and dtype of `value`, never its full contents.
+
+    Example:
+      >>> describe_value(jnp.ones((4, 2))), describe_value(np.ones(4)), describe_value(4)
+      ('jax.Array float32[4, 2]', 'ndarray of shape (4,) and dtype float64', 'int (4)')
+    """
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(value, jax.Array):
+        kind = "traced" if isinstance(value, Tracer) else "jax.Array"
+        return f"{kind} {dtype}{list(value.shape)}"
     if shape is not None and dtype is not None:
         return f"{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}"
     text = " ".join(repr(value).split())

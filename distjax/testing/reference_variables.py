@@ -84,7 +84,7 @@ class ReferenceVariable(Variable):
         inside.variables[self] = None
         return self
 
-    @property
+    @Variable.value.getter
     def value(self) -> jax.Array:
         """The array [...] that the current context sees."""
         number = self._own_component("read")

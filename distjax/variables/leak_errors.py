@@ -39,6 +39,11 @@ def leak_text(variable: StoredVariable, action: str, place: str) -> str:
         fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
     elif place.startswith("an inner") or construct not in (None, "jit"):
         fix = "return the new value from the inner function and assign it outside"
+        if construct == "jit":
+            fix = (
+                "distjax.jit in place of jax.jit, or leave jit out: run and distjax.jit compile "
+                f"what they call; or {fix}"
+            )
     else:
         fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"
     return message(

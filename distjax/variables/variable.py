@@ -14,7 +14,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.context import frames
-from distjax.errors import message
+from distjax.errors import describe_value, message
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.transfer import require_wholly_here
 from distjax.typing import DTypeLike, PyTree
@@ -132,6 +132,11 @@ class Variable(StoredVariable):
         """
         return access.read(self)
 
+    @value.setter
+    def value(self, value: PyTree) -> None:
+        text = _no_write_text(self, "v.value = x", value, "v.assign(x)")
+        raise AttributeError(text, name="value")
+
     def assign(self, value: PyTree) -> jax.Array:
         """Sets the variable to `value`; returns the new value as the context sees it.
 
@@ -217,6 +222,10 @@ class Variable(StoredVariable):
     def __getitem__(self, key: PyTree) -> jax.Array:
         return self.value[key]
 
+    def __setitem__(self, key: PyTree, value: PyTree) -> NoReturn:
+        whole = "v.assign(x); of a part: v.assign(v.value.at[index].set(x))"
+        raise TypeError(_no_write_text(self, "v[...] = x", value, whole))
+
     def __iter__(self) -> Any:
         return iter(self.value)
 
@@ -264,6 +273,16 @@ class Variable(StoredVariable):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         memo[id(self)] = made = copy.copy(self)
         return made
+
+
+def _no_write_text(variable: Variable, written: str, value: PyTree, fix: str) -> str:
+    return message(
+        f"variable {variable.name!r} needs {fix.split(';')[0]} in place of {written}",
+        got=describe_value(value),
+        why="a write is a call that returns the new value: in a replica, the values of all "
+        "replicas are combined as the aggregation of the variable says",
+        fix=f"{fix}; v.assign_add(x), v.assign_sub(x)",
+    )
 
 
 def _is_of_numbers(value: object) -> bool:

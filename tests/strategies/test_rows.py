@@ -156,8 +156,7 @@ def split(request, mirrored):
 def text(where):
     return (
         f"{where} needs to be a PerReplica, or one value that each replica holds.\n"
-        "  Got: an array that is split over the 2 replicas: ArrayImpl of shape (2, 2) and dtype "
-        "float32.\n"
+        "  Got: an array that is split over the 2 replicas: jax.Array float32[2, 2].\n"
         "  Why: its rows may be values of the replicas, as after pmap, or copies of one value, or "
         "all of it may be one value.\n"
         "  Fix: strategy.per_replica(x) if row r is the value of replica r; strategy.first(x) if "

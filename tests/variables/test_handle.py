@@ -272,6 +272,32 @@ def test_in_place_operators_are_refused(pair, name):
     assert float(v.value) == 2.0
 
 
+WHY_NO_WRITE = (
+    "  Got: jax.Array float32[3].\n"
+    "  Why: a write is a call that returns the new value: in a replica, the values of all "
+    "replicas are combined as the aggregation of the variable says.\n"
+    "  Fix: v.assign(x); "
+)
+
+
+def test_the_writes_of_other_libraries_name_assign(pair):
+    v = make(pair, jnp.zeros(3), name="v")
+    with pytest.raises(AttributeError) as info:
+        v.value = jnp.ones(3)
+    assert str(info.value) == (
+        "variable 'v' needs v.assign(x) in place of v.value = x.\n"
+        f"{WHY_NO_WRITE}v.assign_add(x), v.assign_sub(x)"
+    )
+    with pytest.raises(TypeError) as info:
+        v[...] = jnp.ones(3)
+    assert str(info.value) == (
+        "variable 'v' needs v.assign(x) in place of v[...] = x.\n"
+        f"{WHY_NO_WRITE}of a part: v.assign(v.value.at[index].set(x)); v.assign_add(x), "
+        "v.assign_sub(x)"
+    )
+    assert v.assign(v.value.at[0].set(1)).tolist() == [1, 0, 0]
+
+
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
 def test_a_copy_in_a_trace_is_refused(pair, how):
     """It would hold a traced value."""

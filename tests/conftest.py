@@ -91,8 +91,11 @@ OF_GROUPS = ("test_merging", "test_running", "test_updating")
 
 
 def pytest_generate_tests(metafunc):
-    """Laws (`tests/conformance`) run over the whole table, other tests over the sample."""
-    if "strategy" in metafunc.fixturenames:
+    """Laws (`tests/conformance`) run over the whole table, other tests over the sample.
+
+    A module that has a fixture ``strategy`` of its own chooses itself.
+    """
+    if "strategy" in metafunc.fixturenames and "strategy" not in vars(metafunc.module):
         is_law = metafunc.definition.path.parent.name == "conformance"
         rows = [*STRATEGIES, *SPANNING] if is_law else SAMPLE
         if metafunc.function.__name__ in NOT_AT_SERVERS:

@@ -38,7 +38,9 @@ def add_number_note(
 
 
 def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
-    """Raises if a replica function has a `shard_map` or `pmap` over other devices.
+    """Raises if a replica function has a `shard_map` or `pmap` over devices of its strategy.
+
+    Only one over model axes may stay: XLA rejects a second one over the replica axis, or aborts.
 
     Raises:
       MergeError: naming the axes and the line.
@@ -46,7 +48,10 @@ def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
     own = topology.mesh.axis_names if topology.mesh is not None else ()
     for outer, eqn in ((e, s) for e in jaxpr.eqns for s in _shard_maps(e)):
         axes = tuple(eqn.params["mesh"].axis_names)
-        if set(axes) <= set(own) or holds_merge(eqn):  # the emitter reports merges
+        mapped = eqn.params["newly_manual_axes"]
+        maps_replicas = topology.axis_name in mapped and topology.num_replicas > 1
+        # The emitter reports merges.
+        if (set(axes) <= set(own) and not maps_replicas) or holds_merge(eqn):
             continue
         raise MergeError(
             message(

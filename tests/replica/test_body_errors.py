@@ -59,6 +59,34 @@ def test_pmap_and_shard_map_inside_of_a_body(pair):
     assert fixed.tolist() == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "make", [dj.MirroredStrategy, dj.VirtualStrategy, dj.CentralStorageStrategy]
+)
+def test_pmap_and_shard_map_over_the_replica_axis_itself(make):
+    own = make(2 if make is dj.VirtualStrategy else jax.devices()[:2], axis_name="batch")
+    text = r"needs to leave devices to its strategy.\n  Got: .* over axes \('batch',\), at .*py:"
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    mean = lambda x: lax.pmean(x, "batch")
+    sharded = jax.shard_map(mean, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))
+    for inner in (jax.pmap(mean, axis_name="batch"), jax.jit(sharded)):
+        body = lambda x, inner=inner: inner(x * 1.0)
+        with pytest.raises(dj.errors.MergeError, match=text):
+            own.run(body, args=(own.per_replica(np.ones((2, 2))),))
+        with pytest.raises(dj.errors.MergeError, match=text):
+            dj.pmap(body, axis_name="batch")(np.ones((2, 2)))
+
+
+def test_a_shard_map_over_the_axis_of_one_replica():
+    single = dj.MirroredStrategy(jax.devices()[:1])
+    inner = jax.shard_map(
+        lambda x: lax.pmean(x, "replica"),
+        mesh=single.mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+    )
+    assert single.run(lambda x: inner(x * 2), args=(jnp.ones(1),)).tolist() == [2]
+
+
 def test_a_shard_map_over_the_model_axes_is_no_other_mesh():
     strategy = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
 

@@ -26,12 +26,13 @@ from distjax.cluster.ledger import Launch, ledger
 from distjax.cluster.phases import own_programs
 from distjax.collectives.throttle import awaiting, count_launch, record_completion, throttle
 from distjax.context.thread_settings import modes_of_this_thread, probe_modes
-from distjax.errors import TraceLeakError, message
+from distjax.errors import ContextError, TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.program.build import Build, NotCompiled
 from distjax.program.host_arguments import checksum
 from distjax.program.output_spec import OutputSpec, completion_of, spec_of
 from distjax.program.signatures import Signature
+from distjax.program.step import Step
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
 
@@ -125,23 +126,62 @@ def start_uninterrupted(
     return call_uninterrupted(start_first)
 
 
-def require_no_nan(error: Exception, name: str) -> None:
+def require_no_nan(error: Exception | None, step: Step, build: Build | None) -> None:
     """Raises a FloatingPointError if `error` comes from `jax.debug_nans` or `debug_infs`.
 
     JAX then calls the function again, operation by operation, with arrays that are gone.
+
+    Args:
+      error: the error of an attempt to start the program, if any.
+      step: what the program compiles.
+      build: the program.
     """
-    cause = error.__context__
+    cause = None if error is None else error.__context__
     if not isinstance(error, NotCompiled) or "FloatingPoint" not in type(cause).__name__:
         return
-    raise FloatingPointError(
-        message(
-            f"{name} needs finite values while jax.debug_nans or jax.debug_infs is on",
-            got="nan or inf in a result, or in a variable that it writes",
-            why="the step has run: variables that it writes have no value now",
-            fix="restore a checkpoint or assign them; to find the operation, call a part of the "
-            "step that writes no variable",
+    raise FloatingPointError(_nan_text(step, build)) from cause
+
+
+def _nan_text(step: Step, build: Build | None) -> str:
+    writes = build is not None and build.writes
+    if writes:
+        fix = (
+            "restore a checkpoint or assign them; to find the operation, call a part of the "
+            "step that writes no variable"
         )
-    ) from cause
+    else:
+        fix = (
+            "jax.jit(part)(rows of one replica) for a part of the step without reductions: JAX "
+            "then names the operation"
+        )
+    gone = "variables that it writes have no value now" if writes else "JAX looks at its results"
+    if step.donate_argnums:
+        gone += ", and arguments named in donate_argnums are gone"
+    return message(
+        f"{step.name} needs finite values while jax.debug_nans or jax.debug_infs is on",
+        got="nan or inf in a result" + (", or in a variable that it writes" if writes else ""),
+        why=f"the step has run: {gone}",
+        fix=fix,
+    )
+
+
+def require_guarded(name: str, recreated: tuple[str, ...]) -> None:
+    """Raises if variables are `recreated` by every trace of the step of that name.
+
+    Raises:
+      ContextError: naming them.
+    """
+    if not recreated:
+        return
+    raise ContextError(
+        message(
+            f"{name} needs to create its variables once",
+            got=f"in a second call, an unguarded constructor of {', '.join(map(repr, recreated))}",
+            why="the constructor runs at every trace, but a compiled call runs none",
+            fix="create the variables outside, or guard them: "
+            "`if self.v is None: self.v = dj.Variable(...)`",
+        )
+    )
 
 
 def trace_and_start(

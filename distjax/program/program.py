@@ -17,7 +17,6 @@ import jax
 
 from distjax import jax_compat, user_mesh
 from distjax.cluster.phases import phase
-from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StatefulObjectFound
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
@@ -25,6 +24,7 @@ from distjax.program.agreement import agree_on_program
 from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
 from distjax.program.calls import (
     Finish,
+    require_guarded,
     require_no_nan,
     require_outside_traces,
     start,
@@ -113,6 +113,7 @@ class Program:
           kwargs: keyword arguments.
           error: the error of an attempt to start the build, if any.
         """
+        require_no_nan(error, self._step, self._build)  # first: it donated the arguments
         if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
             self._meets_user_mesh, self._is_plain = True, False
             return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs)
@@ -169,8 +170,7 @@ class Program:
         build = self._build
         if build is None or self._marks_objects:
             args, kwargs = self._mark_objects(args, kwargs)
-        if self._recreated:
-            raise ContextError(_unguarded_text(self._step.name, self._recreated))
+        require_guarded(self._step.name, self._recreated)
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
         started = None
@@ -199,11 +199,12 @@ class Program:
         Each round makes progress: a compiled signature, more variables, or arguments that
         `jit` accepts.
         """
+        require_no_nan(error, self._step, self._build)
         self._require(args, kwargs)
         fixes = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         try:
             while True:
-                require_no_nan(error, self._step.name)
+                require_no_nan(error, self._step, self._build)
                 if isinstance(error, UnknownVariables):
                     with self._tracing, phase(f"tracing {self._step.name}"):
                         self._rebuild(error.discovered, args, kwargs)
@@ -388,13 +389,3 @@ def _leave_explicit_meshes(
     if not user_mesh.has_explicit_mesh((args, kwargs)):
         return None
     return user_mesh.off_explicit_meshes((args, kwargs))  # JAX raises a KeyError, and more
-
-
-def _unguarded_text(name: str, variables: tuple[str, ...]) -> str:
-    return message(
-        f"{name} needs to create its variables once",
-        got=f"in a second call, an unguarded constructor of {', '.join(map(repr, variables))}",
-        why="the constructor runs at every trace, but a compiled call runs none",
-        fix="create the variables outside, or guard them: "
-        "`if self.v is None: self.v = dj.Variable(...)`",
-    )

@@ -78,6 +78,35 @@ def test_another_thread_has_its_own(pair):
     assert dtypes == {True: {"float64"}, False: {"float32"}} and float(v.value) == 20
 
 
+@pytest.mark.parametrize("is_donated", [False, True])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["jit", "pmap"])
+def test_a_nan_in_a_step_that_writes_no_variable(pair, is_mapped, is_donated):
+    def step(w, x):
+        return w - jax.lax.pmean(jnp.log(x).mean(), "replica")
+
+    numbers = 0 if is_donated else ()
+    call = pair.jit(step, donate_argnums=numbers)
+    if is_mapped:
+        call = dj.pmap(
+            step, strategy=pair, in_axes=(None, 0), out_axes=None, donate_argnums=numbers
+        )
+    good = np.ones((2, 2)) if is_mapped else pair.per_replica(np.ones((2, 2)))
+    w = pair.extended.broadcast_to(jnp.ones(3))
+    with jax.debug_nans(True):
+        for _ in range(3):
+            w = call(w, good)
+        with pytest.raises(FloatingPointError) as caught:
+            call(w, jax.tree.map(lambda x: -x, good))
+    gone = ", and arguments named in donate_argnums are gone" if is_donated else ""
+    assert str(caught.value) == (
+        f"{step.__qualname__} needs finite values while jax.debug_nans or jax.debug_infs is on.\n"
+        "  Got: nan or inf in a result.\n"
+        f"  Why: the step has run: JAX looks at its results{gone}.\n"
+        "  Fix: jax.jit(part)(rows of one replica) for a part of the step without reductions: JAX "
+        "then names the operation"
+    )
+
+
 @pytest.mark.parametrize("check", [jax.debug_nans, jax.debug_infs])
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("wrap", [False, True], ids=["run", "jit"])

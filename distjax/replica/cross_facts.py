@@ -80,7 +80,7 @@ def follow(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Fact:
 #: Tags that are carried over to other functions: of reductions, and of values not to be reduced.
 _CARRIED = frozenset(
     "averaged summed gathered times_R whole mean share ratio curved variance norm clipped chosen "
-    "grad gradient".split()
+    "grad gradient repeated".split()
 )
 #: Facts about live arrays, by identity. The arrays are results of first calls.
 _known: dict[int, tuple[weakref.ref[Any], Fact]] = {}

@@ -16,7 +16,7 @@ from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, unknown
 
 #: Tags kept by a linear operation with one tagged operand.
-SCALES = ("mean", "share", "ratio", "added")
+SCALES = ("mean", "share", "ratio", "added", "repeated")
 REDUCED = ("averaged", "summed", "gathered", "times_R", "gradient")
 
 

@@ -14,7 +14,7 @@ from distjax.variables.variable import Variable
 def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of the sum of `x` over the replicas."""
     if walk.is_transposed(eqn):  # the derivative of a reduction, which the user did not write
-        return _summed_in_derivative(walk, x)
+        return _summed_in_derivative(walk, walk.site(eqn), x)
     site, walk.combines = walk.site(eqn), True
     variable = findings.written_variable(walk, site)
     if variable is not None:
@@ -31,7 +31,8 @@ def _summed_over_replicas(walk: FactWalk, site: Where, x: Fact) -> Fact:
         if x.find("share"):
             return EQUAL.having(whole=x.find("share"))
         if x.find("mean"):
-            return EQUAL.having(times_R=("mean", x.find("mean"), site))
+            out = EQUAL.having(times_R=("mean", x.find("mean"), site))
+            return out.having(repeated=x.find("repeated")) if x.find("repeated") else out
         count, num_axes = x.find("total") or (0, 0)
         added = x.find("added") or (count if num_axes == 1 and count in walk.leading else None)
         out = EQUAL.having(summed=site)
@@ -46,13 +47,17 @@ def _summed_over_replicas(walk: FactWalk, site: Where, x: Fact) -> Fact:
 
 
 #: Tags that a division by the number of replicas removes.
-_UNTIL_DIVIDED = ("mean", "share", "total", "added", "summed", "count", "times_R", "whole")
+_UNTIL_DIVIDED = (
+    *("mean", "share", "total", "added", "summed", "count", "times_R", "whole", "repeated"),
+)
 
 
-def _summed_in_derivative(walk: FactWalk, x: Fact) -> Fact:
+def _summed_in_derivative(walk: FactWalk, site: Where, x: Fact) -> Fact:
     """Returns the fact of a cotangent summed over the replicas."""
     if x.number is not None:
-        return Fact(False, x.number * walk.num_replicas, x.tags)
+        out = Fact(False, x.number * walk.num_replicas, x.tags)
+        is_loss = x.number == 1.0 and not x.find("over_R")  # a factor may be meant for R
+        return out.having(repeated=site) if is_loss else out
     if not x.differs and x.find("share"):  # R equal shares
         return x.only("grad").having(mean=x.find("share"))
     return Fact(False, None, x.only("grad", "mean", "share").tags)
@@ -69,6 +74,8 @@ def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
         return rest.having(averaged=site)
     if times is not None:
         kind, inner, reduction = times
+        if x.find("repeated"):
+            return rest.having(times_R=("derivative", x.find("repeated"), site))
         if findings.written_variable(walk, site) is not None:
             return x  # a variable's mean of R equal values
         if kind == "averaged" and not walk.is_transposed(eqn):
@@ -95,6 +102,8 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
     if rule == "MEAN":
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R
+        if x.differs and x.find("mean") and x.find("repeated"):
+            walk.sums.append((variable, ("derivative", x.find("repeated"), site)))
         return EQUAL.having(whole=x.find("share")) if x.find("share") else _as_written(x)
     if x.find("old") == variable.serial_number:
         findings.find_old_value_summed(walk, site, variable)

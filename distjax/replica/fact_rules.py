@@ -18,7 +18,8 @@ Tags; most hold the site where they originated:
   constant was divided by), `over_R` (a constant over the number of replicas);
 - of both: `added` (a sum over this number of a replica's examples, or its gradient), `base` (the
   argument or variable that it updates), `old` (the value of the variable of that serial number,
-  which sums; parts may have been added to it).
+  which sums; parts may have been added to it), `repeated` (beside `mean`: the derivative of a sum
+  over the replicas, which is one too, so each part is R times as large).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def _broadcast(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]
 def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     """Returns the fact of the first cotangent of a sum over `count` elements: their weight."""
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
+    repeated, x = x.find("repeated"), x._replace(tags=x.without("repeated").tags)
     divisor, is_mean = x.find("divisor") or (None, False)
     shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
@@ -75,7 +77,9 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     is_divided = x.find("over_R") or arithmetic.may_average(walk, weight)
     is_mean_of_rows = is_close(weight, 1.0) and len(summed) == 1 or is_weighted
     if is_local and is_mean_of_rows and not is_divided:
-        return x.having(mean=seed, grad=seed)
+        x = x.having(mean=seed, grad=seed)
+        is_repeated = repeated and is_weighted and is_close(weight, walk.num_replicas)
+        return x.having(repeated=repeated) if is_repeated else x
     if is_local and is_close(x.number, 1.0) and len(summed) == 1 and count in walk.leading:
         return x.having(added=count, grad=seed)
     is_share = is_close(weight * walk.num_replicas, 1.0)

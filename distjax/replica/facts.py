@@ -123,7 +123,7 @@ class Fact(NamedTuple):
 
 EQUAL, DIFFERS = Fact(), Fact(differs=True)
 #: Tags that a sum has if its parts have them.
-_OF_SUMS = ("mean", "share", "grad", "averaged", "summed", "times_R", "gradient")
+_OF_SUMS = ("mean", "repeated", "share", "grad", "averaged", "summed", "times_R", "gradient")
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -314,7 +314,7 @@ def _keep_completed(outs: Sequence[Fact], ins: Sequence[Fact]) -> Sequence[Fact]
 def _of_cotangents(ins: Sequence[Fact]) -> Fact:
     """Returns the fact of a result in a backward pass, which is linear in the cotangents."""
     parts = [x for x in ins if x.find("grad")]
-    names = [n for n in ("grad", "mean", "share") if all(x.find(n) for x in parts)]
+    names = [n for n in ("grad", "mean", "repeated", "share") if all(x.find(n) for x in parts)]
     return unknown(ins)._replace(tags=parts[0].only(*names).tags if parts else frozenset())
 
 

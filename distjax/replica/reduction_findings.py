@@ -176,6 +176,19 @@ def find_times_r(walk: FactWalk, times: Times, use: str) -> None:
             fix="ctx.all_reduce('mean', grads), or sum gradients of dj.losses.average_loss",
         )
         return
+    if kind == "derivative":
+        find(
+            walk,
+            "warning",
+            "the gradient of a sum averaged",
+            [site, inner],
+            "a mean over each replica's batch needs no sum over the replicas before its gradient",
+            got=f"the mean of gradients of its sum, {use}",
+            why="the derivative of all_reduce('sum', ...) is a sum as well: each gradient is R "
+            "times its own part, and the step learns at R times the rate",
+            fix="grads = ctx.all_reduce('mean', jax.grad(loss)(params)), of the local mean",
+        )
+        return
     find(
         walk,
         "warning",
@@ -324,6 +337,9 @@ def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> Non
     elif x.find("mean") and x.differs and op == "SUM":
         times = ("mean", x.find("mean"), site)
         find_times_r(walk, times, "by an optimizer with reduce_op='sum'")
+    elif x.find("mean") and x.find("repeated") and x.differs and op == "MEAN":
+        times = ("derivative", x.find("repeated"), site)
+        find_times_r(walk, times, "by an optimizer with reduce_op='mean'")
     elif x.find("share") and op == "MEAN":
         find_averaged_share(walk, site, x.find("share"))
     elif not x.differs and x.find("grad") and made is None:

@@ -31,6 +31,7 @@ SHARE, CLIPPED, NORM = (
     "the norm of local gradients",
 )
 SHARED_KEY = "the same random numbers on every replica"
+SUMMED_LOSS = "the gradient of a sum averaged"
 LEGAL_SUM = "a larger rate may be meant"
 
 
@@ -336,3 +337,10 @@ def sum_of_means_with_a_penalty(s, right):
     op = "mean" if right else "sum"
     loss = lambda w, x: loss_of(w, x) + 1e-3 * jnp.sum(w**2)
     return _update(s, lambda w, x: ctx().all_reduce(op, jax.grad(loss)(w, x)))
+
+
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
+def mean_of_gradients_of_a_summed_mean(s, right):
+    op = "mean" if right else "sum"
+    loss = lambda w, x: ctx().all_reduce(op, loss_of(w, x))
+    return _update(s, lambda w, x: mean(jax.grad(loss)(w, x)))

@@ -29,7 +29,7 @@ from tests.wrong_programs.program import (
 )
 
 MEANS, TWICE, SHARE = "a sum of local means", "summed twice", "a share averaged"
-OLD = "the old value summed"
+OLD, SUMMED_LOSS = "the old value summed", "the gradient of a sum averaged"
 APART, DROPPED = "each replica trains on its own", "updates of other replicas dropped"
 LEGAL_SUM = "a larger rate may be meant"
 
@@ -183,6 +183,26 @@ def old_total_and_each_replicas_part_in_a_variable_that_sums(s, right):
         seen.assign_add(found) if right else seen.assign(seen.value + found)
 
     return Case(step, (inputs(s),))
+
+
+def _gradient_of_all(op):
+    loss = lambda w, x: ctx().all_reduce(op, loss_of(w, x))
+    return lambda w, x: jax.grad(loss)(w, x)
+
+
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
+def summed_mean_and_an_optimizer(s, right):
+    return _optimized(s, "mean", _gradient_of_all("mean" if right else "sum"))
+
+
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
+def summed_mean_and_a_variable_that_averages(s, right):
+    return _written(s, variable(s, MEAN), _gradient_of_all("mean" if right else "sum"))
+
+
+@program(WARNING, SUMMED_LOSS, LEGAL_SUM, more=True)
+def summed_mean_and_a_new_value_that_is_averaged(s, right):
+    return _updated(s, variable(s, MEAN), _gradient_of_all("mean" if right else "sum"))
 
 
 @program(WARNING, SHARE, "a small rate may be meant", more=True)

@@ -35,7 +35,7 @@ def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
             "case), VariableAggregation.SUM or VariableAggregation.MEAN",
             got=f"{op!r} is not a valid ReduceOp" if isinstance(op, str) else describe_value(op),
             why="these are the two ways in which values of replicas combine",
-            fix="strategy.reduce('sum', value)",
+            fix="the operation comes first: strategy.reduce('sum', x), ctx.all_reduce('sum', x)",
         )
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from distjax.errors import BatchError, describe_value, message
 from distjax.placement.host_values import require_no_mask
-from distjax.placement.per_replica import is_per_replica
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
 
 
@@ -103,11 +103,13 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
         cause = error
     raise BatchError(
         message(
-            f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is none",
+            f"{name} needs arrays of numbers, leaf {leaf_path(treedef, index)} is not an array",
             got=describe_value(leaf),
             why="the values of the replicas are slices of one array: sparse, ragged, text and "
             "Python-object values, PRNG keys and values that are already distributed cannot be",
-            fix="turn it into a dense array (padded, or as ids) in the dataset",
+            fix="iterate over it as it is: it is distributed already"
+            if isinstance(leaf, PerReplica)
+            else "turn it into a dense array (padded, or as ids) in the dataset",
         )
     ) from cause
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from distjax.data.elements import HostTree, read_element, require_leading_size
@@ -74,11 +75,13 @@ class GlobalBatches(Splitter):
         if divided % self.num_replicas:
             self._refuse(name, divided, full)
 
-    def _refuse(self, name: str, size: int, full: int) -> NoReturn:
+    def _refuse(self, name: str, size: int, full: int, is_rows: bool = False) -> NoReturn:
         r = self.num_replicas
         other = "dj.InputOptions(partial='drop') to leave smaller batches out"
         if size == full:  # dropping would not help
             other = f"batches of {-(-size // r) * r} examples"
+        if is_rows:
+            other += "; [x] in place of an array x, of which each row is a batch"
         raise BatchError(
             message(
                 f"{name} needs a number of examples that {r} replicas divide",
@@ -96,7 +99,8 @@ class GlobalBatches(Splitter):
                 if size % self.num_replicas:
                     is_all = len(sizes) == find_length(dataset)
                     index = i if is_all or i == 0 else len(dataset) - 1
-                    self._refuse(f"batch {index} of {len(dataset)}", size, sizes[0])
+                    is_rows = isinstance(dataset, (np.ndarray, jax.Array))
+                    self._refuse(f"batch {index} of {len(dataset)}", size, sizes[0], is_rows)
 
     def count(self, dataset: Sequence[PyTree]) -> int:
         length = len(dataset)

@@ -17,7 +17,7 @@ from distjax.diagnostics.notes import Notes
 from distjax.diagnostics.program_collectives import list_compiled, list_lowered
 from distjax.errors import ContextError, message
 from distjax.placement import locality as kinds
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.program.ahead import CompiledProgram, LoweredProgram
 from distjax.program.jit import CompiledFunction, jit
 from distjax.program.run_step import compile_on_replicas
@@ -145,7 +145,8 @@ def lower_step(
         try:
             return step.lower(*args, **kwargs)
         except Exception as error:
-            _add_hint(error, fn, strategy, notes, method)
+            if strategy is None and not notes.runs and _is_cross_replica((args, kwargs)):
+                error.add_note(_cross_replica_note(function_name(fn), method))
             raise
 
 
@@ -169,16 +170,17 @@ def _with_object(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, tu
     return fn, args
 
 
-def _add_hint(
-    error: Exception, fn: Callable[..., Any], strategy: Strategy | None, notes: Notes, method: str
-) -> None:
-    is_cross_replica = not frames.in_replica_context()
-    if strategy is None and is_cross_replica and not notes.runs:
-        name = function_name(fn)
-        error.add_note(
-            f"dj.{method} ran {name} as cross-replica code. If it is a replica function: "
-            f"dj.{method}({name}, ..., strategy=strategy)"
-        )
+def _is_cross_replica(arguments: PyTree) -> bool:
+    """Returns whether code that takes these arguments here can only be cross-replica code."""
+    leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
+    return not frames.in_replica_context() or any(map(is_per_replica, leaves))
+
+
+def _cross_replica_note(name: str, method: str) -> str:
+    return (
+        f"dj.{method} ran {name} as cross-replica code. If it is a replica function, it needs "
+        f"strategy=...: dj.{method}({name}, ..., strategy=strategy)"
+    )
 
 
 # -- parts of the explanation --------------------------------------------------

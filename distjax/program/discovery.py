@@ -7,8 +7,9 @@ last values written its outputs. A build compiles this jaxpr: it does not call t
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +26,12 @@ from distjax.placement.per_replica import PerReplica
 from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
+from distjax.replica.body_errors import add_value_note
 from distjax.replica.cross_facts import recall, remember
 from distjax.replica.facts import Fact
 from distjax.replica.output_layout import AlreadyPlaced, place_output, to_storage
 from distjax.replica.partitioned_tree import PartitionedTree, is_array
+from distjax.replica.user_names import user_path
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
 from distjax.typing import ArrayLike, PyTree
@@ -202,10 +205,8 @@ def discover(
             found.update(error=error, partitioned=None, per_replica=(), writes=[], facts=[])
         return [*outs, *log.take_values()]
 
-    try:
+    with contextlib.closing(log), _naming_arguments(step, args, kwargs):
         jaxpr, consts = inner_traces.trace_jaxpr(traced, list(map(type_of, given)))
-    finally:
-        log.close()
     error = found.pop("error", None)
     signature = signature_of((args, kwargs))
     discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
@@ -239,6 +240,18 @@ def _is_spread(value: object) -> bool:
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
     return len(value.sharding.device_set) > 1
+
+
+@contextlib.contextmanager
+def _naming_arguments(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None]:
+    """Names the arguments in errors of a trace about their values."""
+    try:
+        yield
+    except Exception as error:
+        leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+        paths = [user_path(jax.tree_util.keystr(key), step.argument_names) for key, _ in leaves]
+        add_value_note(error, step.name, paths, [leaf for _, leaf in leaves])
+        raise
 
 
 def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:

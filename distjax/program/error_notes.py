@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-import jax
-
 from distjax.context.contracts import StrategyLike
 from distjax.errors import LocalityError, message
+from distjax.replica.body_errors import add_value_note
 
 
 def explain_devices(error: Exception, name: str) -> Exception:
@@ -29,21 +28,11 @@ def explain_devices(error: Exception, name: str) -> Exception:
 
 def add_argument_note(error: Exception) -> None:
     """Adds a note to an error whose cause is that an argument is traced, or is a struct."""
-    is_traced_value = isinstance(error, _TRACED_VALUE) or re.search(
-        r"of concrete values.*Tracer", str(error)
-    )
+    add_value_note(error)
     is_struct = isinstance(error, (TypeError, AttributeError)) and "ShapeDtypeStruct" in str(error)
-    note = _STATIC_NOTE if is_traced_value else _STRUCT_NOTE if is_struct else None
-    if note is not None and note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    if is_struct and _STRUCT_NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_STRUCT_NOTE)
 
-
-_TRACED_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
-_STATIC_NOTE = (
-    "A number or bool among the arguments is an input of the program: Python cannot see its "
-    "value.\n"
-    "  Fix: dj.static(x) in place of x, for an argument that is a shape, a length or a flag"
-)
 
 _STRUCT_NOTE = (
     "A jax.ShapeDtypeStruct stands for an array where a step is lowered, explained or checked; "

@@ -3,38 +3,81 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from distjax import jax_compat, user_lines
 from distjax.collectives.replica_axis import is_bound_axis
 from distjax.context import frames
 from distjax.errors import MergeError, message
 from distjax.jax_compat import Jaxpr, JaxprEqn
+from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica.analysis import Analysis
 from distjax.replica.emit import holds_merge
-from distjax.replica.partitioned_tree import PartitionedTree
-from distjax.replica.user_names import function_name, user_path
+from distjax.traced_types import type_of
+from distjax.typing import PyTree
 
-#: JAX's messages for a traced number used as a shape, a length or an index.
-_NEEDS_A_NUMBER = re.compile("Shapes must be 1D|concrete value is expected|__index__")
+_TRACED_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+#: JAX's messages for a traced value as a shape, a length or an index.
+_AS_NUMBER = re.compile("Shapes must be 1D|`length`|__index__")
+_START = "Python needs the value of a traced array"
 
 
-def add_number_note(
-    error: Exception, fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str]
+def add_value_note(
+    error: Exception,
+    name: str = "",
+    paths: Sequence[str] = (),
+    leaves: Sequence[Any] = (),
+    *,
+    is_pmap: bool = False,
 ) -> None:
-    """Adds a note to a JAX error that names the traced argument and how to make it static."""
-    found = re.search(r"leaves\[(\d+)\]", str(error))
-    if found is None or not _NEEDS_A_NUMBER.search(str(error)):
+    """Adds a note to an error of JAX about a traced value; at most one, by the innermost trace.
+
+    Args:
+      error: the error.
+      name: the user's name for the function that was traced.
+      paths: the user's paths to the arrays that it was traced with.
+      leaves: these arrays.
+      is_pmap: whether `dj.pmap` traced it.
+    """
+    text = str(error)
+    if not isinstance(error, _TRACED_VALUE) and not re.search("of concrete values.*Trace", text):
         return
-    name = user_path(partitioned.paths[int(found[1])], names)
-    error.add_note(
-        f"Inside {function_name(fn)}, argument {name} is an array, since a number may change from "
-        "call to call.\n"
-        f"  Fix: step = functools.partial({function_name(fn)}, {name}=3), made once; or "
-        "dj.pmap(fn, static_broadcasted_argnums=...)"
-    )
+    if any(note.startswith(_START) for note in getattr(error, "__notes__", ())):
+        return
+    named = [int(i) for i in re.findall(r"(?:leaves|arrays)\[(\d+)\]", text) if int(i) < len(paths)]
+    if named and all(_is_number(leaves[i]) for i in named):
+        numbers = " and ".join(dict.fromkeys(paths[i] for i in named))
+        first = paths[named[0]]
+        fix = f"dj.static({first}) in place of {first}, where the step is called"
+        if is_pmap:
+            fix += f"; or dj.pmap({name}, static_broadcasted_argnums=...)"
+        why = f"argument {numbers} of {name} may change from call to call"
+    elif isinstance(error, jax.errors.TracerBoolConversionError):
+        why = "`if`, `while`, `and` decide once, and one trace serves all calls and replicas"
+        fix = "jnp.where(condition, a, b), or jax.lax.cond (dj.lax.cond where it writes variables)"
+    elif _AS_NUMBER.search(text):
+        why = "shapes, lengths and indices of lists are part of the program"
+        fix = "a number from x.shape; jax.lax.fori_loop for a loop, jnp.take for an index"
+    else:
+        why = "it is known only when the program runs, after float(x), x.item() or NumPy asked"
+        fix = "return it, and read it outside of the step; jax.debug.print('{}', x) to print it"
+    error.add_note(f"{_START}: {why}.\n  Fix: {fix}")
+
+
+def _is_number(leaf: PyTree) -> bool:
+    """Returns whether an argument came in as a Python number or bool, as far as its type shows."""
+    if isinstance(leaf, PerReplica):
+        return False
+    aval: Any = type_of(leaf)
+    return aval.shape == () and (aval.weak_type or aval.dtype == bool)
 
 
 def require_no_other_mesh(name: str, jaxpr: Jaxpr, topology: Topology) -> None:

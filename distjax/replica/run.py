@@ -19,7 +19,7 @@ from distjax.context.expectation import without_expectations
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.body_errors import (
-    add_number_note,
+    add_value_note,
     require_no_other_mesh,
     require_own_axis,
 )
@@ -96,7 +96,7 @@ def run_in_trace(
     _require_same_replicas(fn, partitioned, names, topology)
     global_values = list(map(from_user_value, partitioned.leaves))
     given = Given(function_name(fn), partitioned, names, global_values)
-    traced = _trace_valid(strategy, fn, given, outer, named)
+    traced = _trace_valid(strategy, fn, given, outer, named, options)
     if options.axis_name is not None:
         require_own_axis(given.name, traced.jaxpr, named)
     try:
@@ -216,12 +216,14 @@ def _trace_valid(
     given: Given,
     outer: TraceState,
     topology: Topology,
+    options: RunOptions,
 ) -> ReplicaTrace:
     """Traces ``fn``; raises if it does what a replica cannot do."""
     try:
         traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
     except (TypeError, jax.errors.JAXTypeError) as error:
-        add_number_note(error, fn, given.partitioned, given.names)
+        is_pmap = options.out_axes is not AS_VALUES
+        add_value_note(error, given.name, given.paths, given.partitioned.leaves, is_pmap=is_pmap)
         raise
     require_no_other_mesh(given.name, traced.jaxpr, topology)
     return traced

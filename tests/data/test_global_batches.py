@@ -292,7 +292,7 @@ def test_empty_trees(pair, empty):
 )
 def test_leaves_that_are_no_numbers(pair, leaf):
     text = refused(pair, {"x": leaf})
-    assert text.startswith("batch 1 needs arrays of numbers, leaf ['x'] is none.")
+    assert text.startswith("batch 1 needs arrays of numbers, leaf ['x'] is not an array.")
 
 
 def test_leaves_whose_conversion_fails_keep_the_cause(pair):
@@ -361,3 +361,18 @@ def test_next_in_the_default_strategys_run(pair):
     """It traces nothing, and other strategies work inside it (r023)."""
     iterator = iter(pair.distribute_dataset(batches_of(8, 4)))
     assert local(pair, DEFAULT.run(lambda: next(iterator))) == [[0, 1], [2, 3]]
+
+
+def test_the_rows_of_an_array_are_its_batches(pair):
+    with pytest.raises(dj.errors.BatchError) as info:
+        pair.distribute_dataset(np.ones((4, 3), np.float32))
+    assert str(info.value).endswith(
+        "or batches of 4 examples; [x] in place of an array x, of which each row is a batch"
+    )
+    assert len(pair.distribute_dataset([np.ones((4, 3), np.float32)])) == 1
+
+
+def test_a_dataset_is_distributed_once(pair):
+    once = pair.distribute_dataset([np.ones((4, 3), np.float32)])
+    with pytest.raises(dj.errors.BatchError, match="as it is: it is distributed already$"):
+        next(iter(pair.distribute_dataset(once)))

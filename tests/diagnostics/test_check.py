@@ -246,3 +246,17 @@ def test_a_mapped_function_that_loses_values():
     with pytest.raises(CheckError, match="warning: one value of those that differ") as info:
         dj.check(step, jnp.float32(1), jnp.arange(4.0).reshape(2, 2))
     assert [finding.level for finding in info.value.findings] == ["warning"]
+
+
+@pytest.mark.parametrize("method", ["check", "explain"])
+def test_a_replica_function_without_a_strategy_is_told_so(pair, method):
+    x = ids(pair)
+
+    def step(x):
+        return dj.get_replica_context().all_reduce("mean", x.mean())
+
+    with pytest.raises(AttributeError) as info:
+        getattr(dj, method)(step, x)
+    note = f"it needs strategy=...: dj.{method}("
+    assert any(note in each for each in info.value.__notes__)
+    getattr(dj, method)(lambda x: pair.run(lambda x: 2 * x, args=(x,)), x)

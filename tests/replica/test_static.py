@@ -73,7 +73,8 @@ def test_what_cannot_be_hashed(value):
         dj.static(value)
     lines = str(info.value).splitlines()
     assert lines[0] == "dj.static needs a hashable value."
-    assert lines[1].startswith(f"  Got: {type(value).__name__} ")
+    kind = "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
+    assert lines[1].startswith(f"  Got: {kind} ")
     assert lines[2:] == [
         "  Why: it is part of what a compiled program is looked up by.",
         "  Fix: pass arrays as they are: they are inputs of the program",
@@ -88,22 +89,81 @@ NEEDS_A_VALUE = {
 }
 
 
+START = "Python needs the value of a traced array: "
+STATIC = "  Fix: dj.static(n) in place of n, where the step is called"
+
+
+def value_notes(error):
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(START)]
+
+
 @pytest.mark.parametrize("name", NEEDS_A_VALUE)
 def test_the_error_of_a_traced_number_names_it(pair, how, name):
     with pytest.raises(TypeError) as info:
         how(lambda n: pair.run(NEEDS_A_VALUE[name], args=(n,)))(3)
-    notes = [note for note in info.value.__notes__ if "dj.static" in note]
-    assert notes == [
-        "A number or bool among the arguments is an input of the program: Python cannot see its "
-        "value.\n"
-        "  Fix: dj.static(x) in place of x, for an argument that is a shape, a length or a flag"
+    why = "argument n of <lambda> may change from call to call"
+    assert value_notes(info.value) == [f"{START}{why}.\n{STATIC}"]
+
+
+def trained(x, options):
+    return x if options["train"] else -x
+
+
+def test_the_error_of_a_number_in_cross_replica_code_names_it():
+    with pytest.raises(TypeError) as info:
+        dj.jit(trained)(jnp.ones(2), {"train": True})
+    path = "options['train']"
+    assert value_notes(info.value) == [
+        f"{START}argument {path} of trained may change from call to call.\n"
+        f"  Fix: dj.static({path}) in place of {path}, where the step is called"
     ]
+
+
+def repeated(x, n):
+    return x + sum(range(n))
+
+
+def test_under_pmap_the_error_names_its_own_argument_too(pair):
+    with pytest.raises(TypeError) as info:
+        dj.pmap(repeated, in_axes=(0, None), strategy=pair)(np.ones(2), 3)
+    (note,) = value_notes(info.value)
+    assert note.endswith(f"{STATIC}; or dj.pmap(repeated, static_broadcasted_argnums=...)")
+
+
+BRANCH = (
+    "`if`, `while`, `and` decide once, and one trace serves all calls and replicas.\n"
+    "  Fix: jnp.where(condition, a, b), or jax.lax.cond (dj.lax.cond where it writes variables)"
+)
+SHAPE = (
+    "shapes, lengths and indices of lists are part of the program.\n"
+    "  Fix: a number from x.shape; jax.lax.fori_loop for a loop, jnp.take for an index"
+)
+LATER = (
+    "it is known only when the program runs, after float(x), x.item() or NumPy asked.\n"
+    "  Fix: return it, and read it outside of the step; jax.debug.print('{}', x) to print it"
+)
+ASKS_FOR_AN_ARRAY = {
+    "if": (lambda x: x if x.mean() < 1 else -x, BRANCH),
+    "id": (lambda x: x if dj.get_replica_context().replica_id_in_sync_group else -x, BRANCH),
+    "range": (lambda x: list(range(x.sum().astype(int))), SHAPE),
+    "float": (lambda x: float(x.mean()), LATER),
+    "item": (lambda x: x.mean().item(), LATER),
+    "numpy": (lambda x: np.asarray(x), LATER),
+}
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_AN_ARRAY)
+def test_the_error_of_an_array_says_what_to_use_in_place(pair, how, name):
+    fn, rest = ASKS_FOR_AN_ARRAY[name]
+    with pytest.raises(TypeError) as info:
+        how(lambda x: pair.run(fn, args=(x,)))(jnp.ones(2))
+    assert value_notes(info.value) == [START + rest]
 
 
 def test_other_errors_have_no_such_note(pair):
     with pytest.raises(TypeError) as info:
         pair.run(lambda: jnp.zeros("text"))
-    assert not any("dj.static" in note for note in getattr(info.value, "__notes__", ()))
+    assert not any(note.startswith(START) for note in getattr(info.value, "__notes__", ()))
     with pytest.raises(jax.errors.TracerBoolConversionError) as info:
         jax.jit(lambda x: 1 if x else 2)(True)
-    assert not any("dj.static" in note for note in getattr(info.value, "__notes__", ()))
+    assert not any(note.startswith(START) for note in getattr(info.value, "__notes__", ()))

@@ -397,3 +397,11 @@ def test_local_results_of_a_mirrored_variable(pair):
         v = dj.Variable(1.5)
     assert local(pair, v) == [1.5, 1.5]
     assert [float(x) for x in v.local_results()] == [1.5, 1.5]
+
+
+def test_swapped_arguments_are_told_their_order(pair):
+    with pytest.raises(ValueError) as info:
+        pair.reduce(1.0, "mean")
+    assert str(info.value).endswith(
+        "Fix: the operation comes first: strategy.reduce('sum', x), ctx.all_reduce('sum', x)"
+    )

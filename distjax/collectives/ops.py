@@ -1,4 +1,4 @@
-"""Reductions in the replica view."""
+"""Reductions and gathering in the replica view, and checks of what can be reduced and gathered."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jax import lax
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
+from distjax.integers import is_int
 from distjax.modes import ReduceOp
 from distjax.typing import ArrayLike, DTypeLike, ReduceOpLike
 
@@ -84,6 +85,22 @@ def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:
     as_number = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
     kept = jnp.where(is_first, as_number, jnp.zeros_like(as_number))
     return lax.psum(kept, axis_name).astype(x.dtype)
+
+
+def require_gather_axis(ndim: int, axis: object, method: str) -> None:
+    """Raises a ValueError unless `axis` is an axis of a value with `ndim` axes."""
+    if is_int(axis) and 0 <= axis < ndim:
+        return
+    raise ValueError(
+        message(
+            f"{method} needs an axis between 0 and {ndim - 1}"
+            if ndim
+            else f"{method} needs a value with at least one axis",
+            got=f"axis {describe_value(axis)} of a value with {ndim} axes",
+            why="the replicas' values are put end to end along an axis that they have",
+            fix=f"{method}(value, axis=0); for scalars: x[None] first",
+        )
+    )
 
 
 def all_gather(x: jax.Array, axis: int, axis_name: str) -> jax.Array:

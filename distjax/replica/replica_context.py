@@ -11,7 +11,6 @@ from jax import lax
 
 from distjax.collectives import ops
 from distjax.collectives.dense import require_dense
-from distjax.collectives.gathering import require_gather_axis
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame, mixing_text, other_call_text
@@ -176,7 +175,7 @@ class ReplicaContext:
 
         def leaf(x: PyTree) -> Any:
             x = _local_array(x, "all_gather")
-            require_gather_axis(x.ndim, axis, "all_gather")
+            ops.require_gather_axis(x.ndim, axis, "all_gather")
             return ops.all_gather(x, axis, axis_name)
 
         return jax.tree.map(leaf, value, is_leaf=_is_leaf)

@@ -20,8 +20,7 @@ from distjax.cluster.writes import note_write
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
-from distjax.collectives.gathering import require_gather_axis
-from distjax.collectives.ops import as_reduce_op, require_sums
+from distjax.collectives.ops import as_reduce_op, require_gather_axis, require_sums
 from distjax.collectives.reductions import gather_arrays, reduce_arrays, reduce_masked
 from distjax.context import frames
 from distjax.context.contracts import Destinations

@@ -26,18 +26,18 @@ from distjax.errors import LocalityError, UnsupportedError, describe_value, mess
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
+from distjax.replica.call_checks import require_call
+from distjax.replica.partitioned_tree import is_array
 from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.strategies.values import ValueContext
-from distjax.testing.reference_replicas import require_call, require_no_objects, run_replicas
+from distjax.testing.reference_replicas import require_no_objects, run_replicas
 from distjax.testing.reference_values import (
     combine,
     combine_within,
     components,
     concatenate,
-    is_array,
-    is_number,
     regroup,
     select,
 )
@@ -51,6 +51,7 @@ from distjax.typing import (
     ReduceOpLike,
     VariableModes,
 )
+from distjax.variables.conversion import is_number
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import MirroredPlacement
@@ -139,7 +140,7 @@ class ReferenceExtended:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``fn`` once per replica; replicas pause where they wait for each other."""
-        args, kwargs = without_expectations(*require_call(args, kwargs, "run"))
+        args, kwargs = without_expectations(*require_call(fn, args, kwargs, "run"))
         self._require_context("run")
         require_no_objects(self.strategy, fn, args, kwargs)
         as_arrays = jax.tree.map(
@@ -325,7 +326,7 @@ class ReferenceExtended:
         group: bool = True,
     ) -> Any:
         """Runs ``fn(var, *args, **kwargs)`` once per component of `var`."""
-        args, kwargs = require_call(args, kwargs, "update")
+        args, kwargs = require_call(fn, args, kwargs, "update")
         given = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
         if not var.is_on_read and any(isinstance(x, PerReplica) for x in given):
             raise LocalityError(
@@ -350,7 +351,7 @@ class ReferenceExtended:
         group: bool = True,
     ) -> Any:
         """Runs ``fn(*args, **kwargs)`` once per component."""
-        args, kwargs = require_call(args, kwargs, "update")
+        args, kwargs = require_call(fn, args, kwargs, "update")
         self._require_context("update")
         results = []
         for i in range(self.num_replicas):

@@ -24,6 +24,7 @@ from distjax.errors import ContextError, LocalityError, MergeError, UnsupportedE
 from distjax.modes import ReduceOp
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.replica.call_checks import require_call
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.variable import Variable
@@ -216,7 +217,7 @@ class ReferenceReplicaContext:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Returns ``merge_fn(strategy, *args, **kwargs)``, called once for all replicas."""
-        args, kwargs = require_call(args, kwargs, "merge_call")
+        args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         topology = self._strategy.extended.topology
 
         def hold(values: list[Any]) -> list[Any]:
@@ -293,22 +294,6 @@ def _own(value: PyTree, method: str) -> Any:
             )
         )
     return value.value if isinstance(value, Variable) else value
-
-
-def require_call(
-    args: object, kwargs: object, method: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns args as a tuple and kwargs as a dict, or raises a ValueError."""
-    if isinstance(args, (tuple, list)) and isinstance(kwargs, (dict, type(None))):
-        return tuple(args), dict(kwargs or {})
-    raise ValueError(
-        message(
-            f"{method}: positional args must be a list or tuple, kwargs a dict",
-            got=f"args of type {type(args).__name__}, kwargs of type {type(kwargs).__name__}",
-            why="each item is one argument of the function",
-            fix=f"{method}(fn, args=(x,)): note the comma",
-        )
-    )
 
 
 def require_no_objects(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,22 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
+from distjax.collectives.ops import require_gather_axis
 from distjax.errors import LocalityError, describe_value, message
-from distjax.integers import is_int
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
+from distjax.replica.partitioned_tree import is_array
 from distjax.typing import AxisLike, PyTree
-
-
-def is_array(value: object) -> bool:
-    """Returns whether `value` is an array."""
-    return isinstance(value, (jax.Array, np.ndarray, np.generic))
-
-
-def is_number(value: object) -> bool:
-    """Returns whether `value` is a Python number."""
-    return isinstance(value, numbers.Number) and not isinstance(value, np.generic)
+from distjax.variables.conversion import is_number
 
 
 def select(tree: PyTree, replica: int, topology: Topology, where: str) -> Any:
@@ -147,14 +138,5 @@ def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: Py
 
 def concatenate(values: Sequence[Any], axis: int, method: str) -> jax.Array:
     """Returns the replicas' values concatenated along `axis`."""
-    ndim = jnp.ndim(values[0])
-    if not is_int(axis) or not 0 <= axis < ndim:
-        raise ValueError(
-            message(
-                f"{method} needs an axis between 0 and {ndim - 1}",
-                got=f"axis {axis!r} of a value with {ndim} axes",
-                why="the replicas' values are put end to end along an axis that they have",
-                fix=f"{method}(x[None], axis=0) for scalars",
-            )
-        )
+    require_gather_axis(jnp.ndim(values[0]), axis, method)
     return jnp.concatenate([jnp.asarray(v) for v in values], axis)

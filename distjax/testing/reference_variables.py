@@ -1,8 +1,9 @@
 """Variables of the reference interpreter: a list of R components, changed in place.
 
 The rules are stated anew, from the tables of tf.distribute. Of `distjax.variables` they use the
-class `Variable`, for its operators and `isinstance`. A variable has the policy and the layout of
-its kind, since metrics, optimizers and checkpoints ask for them; the rules here do not.
+class `Variable`, for its operators and `isinstance`, and what counts as a number. A variable has
+the policy and the layout of its kind, since metrics, optimizers and checkpoints ask for them; the
+rules here do not.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from distjax.errors import (
 )
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
-from distjax.testing.reference_values import all_equal, combine, is_array, is_number
+from distjax.replica.partitioned_tree import is_array
+from distjax.testing.reference_values import all_equal, combine
 from distjax.typing import DTypeLike, PyTree, VariableModes
+from distjax.variables.conversion import is_number
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.policy import POLICIES

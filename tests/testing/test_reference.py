@@ -253,8 +253,10 @@ def test_bare_collectives_have_no_axis(strategy):
 def test_arguments_are_a_tuple_and_a_dict(strategy):
     with pytest.raises(ValueError, match="run: positional args must be a list or tuple"):
         strategy.run(lambda x: x, args=3)
-    with pytest.raises(ValueError, match="kwargs a dict"):
+    with pytest.raises(ValueError, match="run: kwargs must be a dict"):
         strategy.run(lambda x: x, kwargs=[3])
+    with pytest.raises(TypeError, match="run needs a function"):
+        strategy.run(3)
 
 
 def test_a_strategy_is_not_copied(strategy):
@@ -330,7 +332,7 @@ def test_gather_by_kind_of_value(strategy):
     assert strategy.gather("host", 0) == "host"
     with pytest.raises(ValueError, match="gather needs an axis between 0 and 0"):
         strategy.gather(own, -1)
-    with pytest.raises(ValueError, match="all_gather needs an axis"):
+    with pytest.raises(ValueError, match="all_gather needs a value with at least one axis"):
         strategy.run(lambda: context().all_gather(1.0, 0))
 
 

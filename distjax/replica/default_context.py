@@ -10,8 +10,16 @@ import jax
 from distjax.collectives import ops
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
+from distjax.context.finding import Finding
 from distjax.context.frames import Frame, mixing_text, other_call_text
-from distjax.errors import ContextError, MergeError, StrategyMismatchError, message
+from distjax.context.reporting import calling_line, report
+from distjax.errors import (
+    ContextError,
+    MergeError,
+    ReductionWarning,
+    StrategyMismatchError,
+    message,
+)
 from distjax.replica.call_checks import add_merge_note, require_call
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
 
@@ -51,6 +59,7 @@ class DefaultReplicaContext:
         """Calls ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context."""
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
         self._require_current("merge_call")
+        _warn_if_mapped("merge_call")
         frame = Frame(self._strategy, state=frames.current().state)
         with frames.with_frame(frame):
             try:
@@ -63,11 +72,13 @@ class DefaultReplicaContext:
         """Returns `value`."""
         ops.as_reduce_op(op)
         self._require_current("all_reduce")
+        _warn_if_mapped("all_reduce")
         return value
 
     def all_gather(self, value: PyTree, axis: int) -> Any:
         """Returns `value`."""
         self._require_current("all_gather")
+        _warn_if_mapped("all_gather")
         return value
 
     def fold_in(self, key: jax.Array) -> jax.Array:
@@ -92,3 +103,24 @@ class DefaultReplicaContext:
                 fix="call it in the replica function, or use strategy.reduce(op, x)",
             )
         )
+
+
+def _warn_if_mapped(what: str) -> None:
+    """Warns in the body of a `jax.pmap` or `shard_map` of the user, whose devices it ignores.
+
+    A body that leaves some mesh axes to JAX may have no replicas: it is a model's own. Nor are
+    replica ids and `fold_in` reported, as every device may have a key of its own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1 or not mesh.manual_axes or set(mesh.manual_axes) != set(mesh.axis_names):
+        return
+    text = message(
+        f"{what} in a jax.pmap or jax.shard_map needs the strategy whose replicas it combines",
+        got=f"no strategy, and {mesh.size} devices that each keep their own value",
+        why="the default strategy has one replica, and knows no axis of jax.pmap or shard_map",
+        fix="dj.pmap in place of jax.pmap, or strategy.run(fn, args); or, where it is meant: "
+        "with dj.expect(reason)",
+    )
+    report(
+        Finding("warning", "a reduction without replicas", text, calling_line()), ReductionWarning
+    )

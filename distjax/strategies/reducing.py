@@ -35,12 +35,14 @@ from distjax.placement.topology import Topology
 from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
 from distjax.replica.output_layout import place_output
+from distjax.replica.partitioned_tree import is_array
 from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.destinations import place_on, reduction_layout, resolve
 from distjax.strategies.values import is_mirrored, off_device
 from distjax.typing import AxisLike, PyTree, ReduceOpLike
 from distjax.variables.access import read_components
+from distjax.variables.conversion import is_number
 from distjax.variables.layouts.local_form import LocalForm
 from distjax.variables.variable import Variable
 
@@ -301,8 +303,12 @@ def _pair_error(got: object) -> ValueError:
 def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destinations) -> Any:
     """Returns copies of the leaves of `value` on `destinations`."""
     target = resolve(extended, destinations, "broadcast_to")
+    ((value,), _) = mark_modules(((value,), {}))
+    has_arrays = any(map(_is_placeable, jax.tree.leaves(value, is_leaf=is_per_replica)))
 
     def leaf(x: PyTree) -> Any:
+        if has_arrays and not _is_placeable(x):
+            return x  # a Python object among arrays, which `run` takes as it is
         if isinstance(x, PerReplica):
             raise LocalityError(
                 message(
@@ -324,7 +330,6 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
             note_write("broadcast_to", x)
         return place_on(x, target)
 
-    ((value,), _) = mark_modules(((value,), {}))
     return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))
 
 
@@ -340,6 +345,10 @@ def _copied(value: PyTree) -> jax.Array:
                 fix="strategy.extended.broadcast_to(...) of the arrays alone",
             )
         ) from error
+
+
+def _is_placeable(leaf: PyTree) -> bool:
+    return is_array(leaf) or is_number(leaf) or isinstance(leaf, (PerReplica, Variable))
 
 
 # -- gather -------------------------------------------------------------------

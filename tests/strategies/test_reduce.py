@@ -352,6 +352,15 @@ def test_broadcast_to(pair, how):
     assert float(pair.extended.broadcast_to(v)) == 3.0
 
 
+def test_broadcast_of_python_objects_among_arrays(pair, how):
+    state = {"w": np.ones(2), "n": 3, "apply": jnp.tanh, "name": "enc", "dtype": jnp.float32}
+    out = how(lambda: pair.extended.broadcast_to(state))()
+    assert [local(pair, out["w"]), local(pair, out["n"])] == [[[1.0, 1.0]] * 2, [3, 3]]
+    assert [out[key] is state[key] for key in ("apply", "name", "dtype")] == [True] * 3
+    with pytest.raises(TypeError):  # no array that a step could use
+        pair.extended.broadcast_to({"apply": jnp.tanh})
+
+
 def test_broadcast_of_a_value_makes_it_reducible(pair):
     assert float(pair.reduce("sum", pair.extended.broadcast_to(3.0))) == 6.0
 
@@ -363,8 +372,9 @@ def test_broadcast_of_a_per_replica_is_refused(pair):
 
 @pytest.mark.parametrize("value", ["abc", np.array(["abc"]), object()])
 def test_broadcast_of_what_is_no_number_is_refused(pair, value):
+    tree = {"a": value, "b": 1.0} if isinstance(value, np.ndarray) else value
     with pytest.raises(TypeError) as caught:
-        pair.extended.broadcast_to({"a": value, "b": 1.0})
+        pair.extended.broadcast_to(tree)
     assert str(caught.value) == (
         "broadcast_to needs arrays and numbers.\n"
         f"  Got: {describe_value(value)}.\n"

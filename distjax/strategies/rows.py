@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.context import frames
@@ -63,7 +64,17 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
         return _place(without_alias(rows[0]), topology)
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)
-    return PerReplica(transfer(without_alias(rows), topology.per_replica), topology)
+    return PerReplica(_copied_to(rows, topology), topology)
+
+
+def _copied_to(rows: PyTree, topology: Topology) -> jax.Array:
+    """Returns [R, ...] on the replicas in memory of its own, since a step may donate it."""
+    if not isinstance(rows, jax.Array):
+        return transfer(without_alias(rows), topology.per_replica)
+    if rows.is_fully_addressable:
+        return jax.device_put(rows, topology.per_replica, may_alias=False)
+    placed = transfer(rows, topology.per_replica)
+    return jnp.copy(placed) if placed.sharding == rows.sharding else placed
 
 
 _AS_IT_IS = "pass trees without that dimension to run as they are"

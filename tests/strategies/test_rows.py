@@ -34,6 +34,19 @@ def test_rows_are_not_compared(pair):
     assert step.calls == 1
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_already_on_the_replicas_are_copied(count):
+    own = dj.MirroredStrategy(jax.devices()[:count])
+    of_pmap = jax.pmap(lambda x: x + 1, devices=jax.devices()[:count])(ROWS[:count])
+    for rows in (of_pmap, own.per_replica(ROWS[:count]), jnp.asarray(ROWS[:count])):
+        rows = rows.stacked if dj.is_per_replica(rows) else rows
+        before = np.asarray(rows)
+        taken = own.per_replica(rows)
+        own.jit(lambda x: x + 1, donate_argnums=0)(taken)
+        assert taken.stacked.is_deleted()
+        assert np.array_equal(np.array(rows), before) and not rows.is_deleted()
+
+
 def test_in_a_trace(pair):
     out = dj.jit(lambda rows: pair.per_replica(rows))(ROWS)
     assert dj.is_per_replica(out) and local(pair, out) == ROWS.tolist()

@@ -1,6 +1,5 @@
 """Iterators with a background thread, and the threads there are, for tests."""
 
-import gc
 import itertools
 import threading
 
@@ -20,11 +19,11 @@ def prefetchers():
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
+def no_thread_is_left(collect_garbage):
     before = prefetchers()
     yield
     if prefetchers() - before:
-        gc.collect()
+        collect_garbage()
     for thread in prefetchers() - before:
         thread.join(SECONDS)
         assert not thread.is_alive(), "the test leaked a thread"

@@ -33,16 +33,15 @@ def growth(call):
 
     for _ in range(3):
         call_new_function()
-    before = count()
-    for _ in range(NUM_CALLS):
-        call_new_function()
-    after = count()
-    return {kind: after[kind] - before[kind] for kind in KINDS}
-
-
-def count():
-    gc.collect()
-    return collections.Counter(type(x).__name__ for x in gc.get_objects())
+    gc.freeze()  # what is there already is not looked at, and not counted
+    try:
+        for _ in range(NUM_CALLS):
+            call_new_function()
+        gc.collect()
+        left = collections.Counter(type(x).__name__ for x in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    return {kind: left[kind] for kind in KINDS}
 
 
 @pytest.fixture(scope="module")

@@ -190,6 +190,7 @@ def test_objects_die_with_the_user():
     assert array() is None
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_what_a_static_attribute_closes_over_dies_with_its_module():
     strategy, refs = dj.VirtualStrategy(2), []
 
@@ -208,6 +209,7 @@ def test_what_a_static_attribute_closes_over_dies_with_its_module():
     assert [ref() for ref in refs] == [None] * 3
 
 
+@pytest.mark.usefixtures("collect_garbage")
 def test_equal_modules_that_die_between_calls_share_one_trace():
     strategy, traces = dj.VirtualStrategy(2), []
 

@@ -36,6 +36,7 @@ from jax._src.interpreters import mlir  # noqa: TID251  (what is reused below ha
 
 import distjax as dj
 from tests.api_table import pytest_addoption, pytest_configure  # noqa: F401  (hooks)
+from tests.pairwise import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from tests.processes.laws import HOW
 from tests.processes.laws import ROWS as SPANNING
 

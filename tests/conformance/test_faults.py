@@ -91,6 +91,7 @@ def in_update(strategy, variables, fails):
     return lambda x: [strategy.extended.update(v, fn) for v in variables] and None
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", [in_run, in_merge, after_a_merge, in_update])
 def test_an_exception_changes_nothing(strategy, how, where):
     """It leaves with its type, contexts and variables are as before, and the next call works."""

@@ -18,6 +18,7 @@ def options(request):
     return dj.InputOptions(prefetch=request.param)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size", [2, 1024, 4096])
 def test_a_source_may_fill_the_same_buffer_again(strategy, options, size):
     """On CPU `device_put` keeps numpy's memory where it is aligned."""

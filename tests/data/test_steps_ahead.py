@@ -184,6 +184,7 @@ def test_run_steps_and_next_can_be_mixed(pair, options):
         run(step, iterator, 4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("position", [0, 1, 3, 4])
 def test_run_steps_raises_the_error_of_the_source(pair, options, position):
     """The steps before it have run."""

@@ -89,6 +89,7 @@ class Weight(nnx.Module):
         self.w = nnx.Param(jnp.ones(4, dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.adam(0.1)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", list(STRATEGIES))

@@ -66,6 +66,7 @@ def values_of_plain_nnx(change):
     return values
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("with_new_attribute", [False, True], ids=["", "and_new_attribute"])

@@ -91,6 +91,7 @@ def test_a_mask_that_keeps_nothing_gives_finite_numbers(pair):
     np.testing.assert_array_equal(norm.moving_mean.value, np.zeros(C))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_a_batch_of_padding_alone_keeps_the_moving_statistics(strategy, how, synchronized):
     """As after a filter of the data: of the batch, and of each replica's part of it."""

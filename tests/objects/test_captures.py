@@ -85,6 +85,7 @@ WAYS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", list(WAYS))
 def test_each_way_to_refer_to_a_module(pair, how, way):
     counter = Counter()

@@ -139,6 +139,7 @@ def test_a_write_of_the_users_during_a_trace_stands(owner):
     assert [float(x.count[...][0]) for x in (old, new)] == [1, 1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("how", [lambda fn: fn, dj.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("use", ["write", "read", "differentiate", "inner_run"])
 def test_a_module_that_is_too_deep_is_refused(owner, how, use):

@@ -88,6 +88,7 @@ def released(model, strategy):
     return not thread.is_alive()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("step", [in_place, in_structure])
 @pytest.mark.parametrize("is_first", [True, False], ids=["first_call", "warm_call"])
 def test_an_interrupt_at_any_line(pair, step, is_first):

@@ -49,6 +49,7 @@ def test_training_equals_optax_on_one_device(pair, name):
     assert_close(variables, plain(tx, 5))
 
 
+@pytest.mark.pairwise
 @pytest.mark.api_row("Optimizer.apply_gradients in a replica context")
 @pytest.mark.parametrize("name", ["adam", "clip_by_global_norm"])
 def test_on_every_strategy(strategy, how, name):

@@ -22,6 +22,7 @@ def make(strategy, tx=None, op="sum", shape=()):
 # -- contexts -----------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.api_row("Optimizer._distributed_apply in cross-replica context")
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_cross_replica_and_default_context(strategy, how, in_scope):

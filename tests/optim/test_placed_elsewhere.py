@@ -31,6 +31,7 @@ def placed(request):
     return PLACED[request.param]()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("steps", [1, 2], ids=["each_step", "accumulated"])
 def test_training_equals_optax_on_one_device(placed, how, steps):
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05))

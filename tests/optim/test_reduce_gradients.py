@@ -12,6 +12,7 @@ from tests.optim.regression import initial, loss_fn, make_data, plain, split
 from tests.replicas import ids, local
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", ["sum", "MEAN", dj.ReduceOp.SUM])
 def test_reduces_a_tree(strategy, how, op):
     tx = dj.optim.reduce_gradients(op)

@@ -389,6 +389,7 @@ USES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("use", USES)
 def test_what_places_a_copy(pair, duplicate, use):
     x = duplicate(ids(pair))
@@ -396,6 +397,7 @@ def test_what_places_a_copy(pair, duplicate, use):
     assert float(pair.reduce("sum", x)) == 1  # no tracer is left in it
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("device", [0, -1])
 def test_what_device_put_moves_away_comes_back(pair, device, use):

@@ -124,6 +124,7 @@ LOWERED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_placed", [False, True])
 @pytest.mark.parametrize("name", LOWERED)
 def test_a_struct_stands_for_an_array(pair, name, is_placed):

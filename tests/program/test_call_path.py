@@ -111,6 +111,7 @@ CALLS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("with_variable", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_results_passed_on_take_the_short_way_through_jax(strategy, call, with_variable):

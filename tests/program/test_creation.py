@@ -55,6 +55,7 @@ def test_the_call_that_creates_can_write(pair, how):
     assert float(layer.v.value) == 6
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 def test_replica_0_has_the_initial_value(pair, how, sync):
     """init 1 + id gives [1, 1]: later replicas' expressions are ignored."""
@@ -155,6 +156,7 @@ CONCRETE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", list(CONCRETE))
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 def test_creation_in_a_merge_function(pair, how, kind, sync):

@@ -81,6 +81,7 @@ INNER = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize("order", ["aabb", "abab", "abba"])
 def test_module_level_functions_under_two_strategies(how, inner, order):

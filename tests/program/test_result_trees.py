@@ -47,6 +47,7 @@ TREES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("writes", [False, True], ids=["reads", "writes"])
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 def test_results_keep_their_tree(strategy, make, writes):

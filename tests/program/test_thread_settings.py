@@ -29,6 +29,7 @@ def described(out):
     return [(x.dtype, np.asarray(x).tolist()) for x in out]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wrap", [False, True], ids=["run", "jit"])
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 def test_law_settings_of_a_block_count(pair, setting, wrap):
@@ -107,6 +108,7 @@ def test_a_nan_in_a_step_that_writes_no_variable(pair, is_mapped, is_donated):
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("check", [jax.debug_nans, jax.debug_infs])
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("wrap", [False, True], ids=["run", "jit"])

@@ -114,6 +114,7 @@ def test_second_derivatives(case, form):
     np.testing.assert_allclose(results(strategy, twice), expected, rtol=1e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 def test_grad_around_run_and_reduce(case, form, how):
     strategy, _, x, total = case

@@ -86,6 +86,7 @@ def test_loops_with_the_default_strategy(context):
     assert float(final) == 10 and ys.tolist() == [1, 3, 6] and float(v.value) == 6
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [dict(reverse=True), dict(unroll=2), dict(length=3)], ids=str)
 def test_scan_has_the_options_of_jax(pair, how, options):
     v = make(pair)

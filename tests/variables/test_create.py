@@ -176,6 +176,7 @@ INITIAL_VALUES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", list(INITIAL_VALUES))
 @pytest.mark.parametrize("as_function", [False, True], ids=["value", "function"])
 def test_initial_value(pair, kind, as_function):
@@ -207,6 +208,7 @@ def test_a_parameter_as_initial_value_keeps_its_array(pair):
     assert parameter.get_value().tolist() == [0, 1, 2] and v.value.tolist() == [2, 3, 4]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 @pytest.mark.parametrize("as_function", [False, True], ids=["value", "function"])
 def test_a_key_as_initial_value(pair, how, sync, as_function):

@@ -41,7 +41,9 @@ _REFUSED = {
     "`in`": ("contains",),
     "x[...]": ("getitem", "setitem"),
 }
-_WHY_REFUSED = "in cross-replica context nothing says how the values combine"
+_WHY_REFUSED = (
+    "nothing says how the values combine; a replica has a value of its own only of an argument"
+)
 _REDUCE = "strategy.reduce('mean', x) for a loss ('sum' for counts)"
 
 

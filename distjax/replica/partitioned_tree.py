@@ -131,13 +131,22 @@ def _is_leaf(value: object) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 
-def as_static(value: object, name: str, is_implied: bool = False) -> Static:
+_FIX_OF_UNHASHABLE = (
+    "@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays; without "
+    "arrays: make it hashable"
+)
+
+
+def as_static(
+    value: object, name: str, is_implied: bool = False, fix: str = _FIX_OF_UNHASHABLE
+) -> Static:
     """Returns an argument wrapped as part of a program's cache key.
 
     Args:
       value: the argument.
       name: the user's name of it, for the error.
       is_implied: whether the user did not say that it is static.
+      fix: what to write in place of an argument that is not hashable.
 
     Raises:
       ValueError: it is not hashable.
@@ -150,8 +159,7 @@ def as_static(value: object, name: str, is_implied: bool = False) -> Static:
                 f"argument {name} needs an array, a number or a hashable object",
                 got=describe_value(value),
                 why="a Python object is part of what a compiled program is looked up by",
-                fix="@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its "
-                "arrays; without arrays: make it hashable",
+                fix=fix,
             )
         ) from None
     return Static(value, is_implied)

@@ -27,7 +27,7 @@ from distjax.program.error_notes import add_cause_note
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import as_static
+from distjax.replica.partitioned_tree import as_static, is_array
 from distjax.replica.run_options import AS_VALUES, RunOptions
 from distjax.replica.user_names import function_name, positional_names
 from distjax.strategies.job_devices import warn_if_alone
@@ -98,7 +98,9 @@ class MappedFunction:
             raise ValueError(_missing_text(self._arguments, len(args)))
         names = self._arguments.names
         return tuple(
-            as_static(a, names[i] if i < len(names) else f"args[{i}]") if i in static else a
+            as_static(a, names[i] if i < len(names) else f"args[{i}]", _static_fix(a))
+            if i in static
+            else a
             for i, a in enumerate(args)
         )
 
@@ -126,6 +128,8 @@ class MappedFunction:
         return strategy
 
     def _make_own(self, count: int) -> Strategy:
+        if not count:
+            raise ValueError(_no_rows_text(self._arguments.function))
         if self._devices is None:
             warn_if_alone("pmap without a strategy", "devices=jax.local_devices()")
         devices = local_devices() if self._devices is None else self._devices
@@ -195,7 +199,7 @@ def pmap(
       devices: the replicas' devices; the first R are used.
       backend: the backend whose local devices are used if `devices` is None.
       axis_size: R again, to be checked.
-      donate_argnums: positional arguments whose buffers the program may reuse.
+      donate_argnums: positional arguments whose buffers the program may reuse; -1 is the last.
       strategy: the strategy to run on; it must have R replicas.
       results: "stacked": arrays [R, ...], as in `jax.pmap`; "values": as `run` returns them.
 
@@ -217,18 +221,18 @@ def pmap(
     """
     require_callable(fn, "pmap")
     options = _options(axis_name, out_axes, results)
-    static, donated = _static_and_donated(static_broadcasted_argnums, donate_argnums)
     name, names = function_name(fn), positional_names(fn)
+    static, donated = _static_and_donated(static_broadcasted_argnums, donate_argnums, len(names))
     own = _own_devices(name, devices, backend, strategy)
     arguments = MappedArguments(name, names, as_axes(in_axes, "in_axes"), axis_size, static)
     return MappedFunction(fn, arguments, options, own, strategy, donated)
 
 
 def _static_and_donated(
-    static_argnums: int | Iterable[int], donate_argnums: int | Iterable[int]
+    static_argnums: int | Iterable[int], donate_argnums: int | Iterable[int], num_parameters: int
 ) -> tuple[frozenset[int], tuple[int, ...]]:
     static = _numbers(static_argnums, "static_broadcasted_argnums")
-    donated = _numbers(donate_argnums, "donate_argnums")
+    donated = _numbers(donate_argnums, "donate_argnums", num_parameters)
     if set(static) & set(donated):
         raise ValueError(_both_text(static, donated))
     return frozenset(static), donated
@@ -262,10 +266,11 @@ def _options(axis_name: str | None, out_axes: PyTree, results: str) -> RunOption
     )
 
 
-def _numbers(given: int | Iterable[int], argument: str) -> tuple[int, ...]:
+def _numbers(given: int | Iterable[int], argument: str, num_parameters: int = 0) -> tuple[int, ...]:
+    """Returns one number or several as a tuple; negative ones count from `num_parameters`."""
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
-    if all(is_int(n) and n >= 0 for n in numbers):
-        return numbers
+    if all(is_int(n) and n >= -num_parameters for n in numbers):
+        return tuple(n + num_parameters if n < 0 else n for n in numbers)
     raise ValueError(
         message(
             f"pmap: {argument} needs numbers of positional arguments",
@@ -277,6 +282,21 @@ def _numbers(given: int | Iterable[int], argument: str) -> tuple[int, ...]:
 
 
 # -- error texts ----------------------------------------------------------------
+
+
+def _static_fix(value: object) -> str:
+    if is_array(value):
+        return "leave it out of static_broadcasted_argnums; in_axes=None for what all share"
+    return "make the object hashable, or pass its arrays"
+
+
+def _no_rows_text(function: str) -> str:
+    return message(
+        f"pmap of {function} needs a row for each replica",
+        got="0 rows in the mapped arguments",
+        why="without a strategy there are as many replicas as rows",
+        fix="leave the call out where there is no data",
+    )
 
 
 def _both_text(static: Sequence[int], donated: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from distjax.errors import LocalityError, describe_value, message
 from distjax.integers import is_int
+from distjax.jax_compat import Tracer
 from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge, is_placeholder
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -161,7 +162,7 @@ class MappedArguments:
         return message(
             f"pmap of {self.function} needs {topology.num_replicas} rows in each mapped argument, "
             "one for each replica",
-            got=f"{size} rows along axis {axis} of argument {path}; replicas: {topology}",
+            got=f"{size} rows along axis {axis} of argument {path}",
             why="replica r takes row r of every mapped argument",
             fix="x.reshape(num_replicas, -1, *x.shape[1:]) for a batch; in_axes=None for what all "
             "replicas share",
@@ -204,6 +205,8 @@ def _size(leaf: PyTree, axis: int, path: str, function: str) -> int:
     if is_array_or_struct(leaf) and len(leaf.shape) > axis:
         return leaf.shape[axis]
     got = describe_value(leaf.value if isinstance(leaf, Static) else leaf)
+    if isinstance(leaf, Tracer):  # numbers are traced too
+        got = f"an array or a number of shape {leaf.shape}"
     fix = "in_axes=None for what all replicas share; static_broadcasted_argnums for a Python object"
     if _is_object(leaf):
         got = "an object whose state the program writes back: a module or a variable"

@@ -141,7 +141,8 @@ def _state_for(variable: StoredVariable, frame: Frame, action: str) -> Any:
             why="Mixing different tf.distribute.Strategy objects: the variable lives on the "
             "devices of another strategy",
             fix=f"create it under the strategy that uses it: with strategy.scope(): "
-            f"v = dj.Variable(...) (here strategy is {frame.strategy!r})",
+            f"v = dj.Variable(...) (here strategy is {frame.strategy!r}); or run the step "
+            "under the variable's own: with strategy.scope(), or dj.pmap(fn, strategy=strategy)",
         )
     )
 

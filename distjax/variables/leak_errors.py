@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import jax
+
 from distjax.errors import message
 from distjax.variables.stored_variable import StoredVariable
 
@@ -44,6 +46,10 @@ def leak_text(variable: StoredVariable, action: str, place: str) -> str:
                 "distjax.jit in place of jax.jit, or leave jit out: run and distjax.jit compile "
                 f"what they call; or {fix}"
             )
+    elif jax.sharding.get_abstract_mesh().manual_axes:
+        inside = "jax.pmap or jax.shard_map"
+        fix = "dj.pmap(fn, strategy=strategy) in place of jax.pmap, or strategy.run: they follow "
+        fix += "variables"
     else:
         fix = "compile the step with distjax.jit (dj.jit) in place of jax.jit: it follows variables"
     return message(

@@ -71,7 +71,8 @@ def test_r257_arithmetic_is_refused(pair, name):
     assert text == (
         f"{SUBJECTS.get(name, 'an operator')} needs one value, not one value per replica.\n"
         "  Got: a PerReplica of 2 values of shape (2,).\n"
-        "  Why: in cross-replica context nothing says how the values combine.\n"
+        "  Why: nothing says how the values combine; a replica has a value of its own only of an "
+        "argument.\n"
         "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); "
         "strategy.local_results(x) for each of them; or use it inside strategy.run(fn, args=(x,))"
     )
@@ -85,7 +86,8 @@ def test_an_attribute_of_an_array_is_refused_by_name(pair, name):
     assert str(info.value) == (
         f"'PerReplica' object has no attribute '{name}': it is one value per replica.\n"
         "  Got: a PerReplica of 2 values of shape ().\n"
-        "  Why: in cross-replica context nothing says how the values combine.\n"
+        "  Why: nothing says how the values combine; a replica has a value of its own only of an "
+        "argument.\n"
         "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); x.stacked, the array "
         f"[R, ...] of all of them, has '{name}'"
     )

@@ -173,6 +173,13 @@ def test_donated_arguments_are_gone(replicas):
     np.testing.assert_array_equal(after, 3 * replicas.rows(4))
 
 
+def test_a_donated_argument_counted_from_the_last(replicas):
+    state = jnp.asarray(replicas.rows(4))
+    fn = replicas.pmap(lambda x, s: s + x, donate_argnums=-1)
+    state = fn(replicas.rows(4), before := fn(replicas.rows(4), state))
+    assert before.is_deleted()
+
+
 def test_lower():
     lowered = dj.pmap(lambda x: x - lax.pmean(x, "i"), "i").lower(np.ones((8, 4), np.float32))
     assert "all-reduce" in lowered.compile().as_text()

@@ -75,6 +75,31 @@ def test_nothing_is_mapped():
             dj.pmap(body, **options)(*arguments)
 
 
+def test_no_rows():
+    text = "^pmap of body needs a row for each replica.\n  Got: 0 rows in the mapped arguments.\n"
+    with pytest.raises(ValueError, match=text + ".*\n.*leave the call out where there is no data"):
+        dj.pmap(body)(ROWS[:0])
+    text = r"needs 2 rows in .*\n  Got: 0 rows along axis 0 of argument y.\n"
+    with pytest.raises(ValueError, match=text):
+        dj.pmap(body)(ROWS, ROWS[:0])
+
+
+def test_a_variable_of_a_strategy_that_does_not_run():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        v = dj.Variable(np.ones(3, np.float32), name="v")
+    read = lambda x: x + v.value
+    with pytest.raises(dj.errors.StrategyMismatchError) as caught:
+        dj.pmap(read)(ROWS)
+    assert str(caught.value).endswith("or dj.pmap(fn, strategy=strategy)")
+    text = (
+        r"inside jax.pmap or jax.shard_map.\n.*\n  Fix: dj.pmap\(fn, strategy=strategy\) in place"
+    )
+    with pytest.raises(dj.errors.TraceLeakError, match=text):
+        jax.pmap(read)(ROWS)
+    np.testing.assert_array_equal(dj.pmap(read, strategy=strategy)(ROWS), ROWS + 1)
+
+
 def test_axis_size_is_checked():
     assert dj.pmap(body, axis_size=2)(ROWS).shape == (2, 3)
     with pytest.raises(ValueError, match="axis_size=3 needs to be the size of the mapped axes of"):
@@ -106,9 +131,11 @@ def test_axes_that_are_no_prefix():
 
 def test_arguments_without_rows():
     text = "pmap of body needs an array with rows along axis 0 as argument y"
-    for value in (3, np.float32(2), "text"):
-        with pytest.raises(ValueError, match=text):
+    for value, got in ((3, "an array or a number of shape"), ("text", "str")):
+        with pytest.raises(ValueError, match=rf"{text}.\n  Got: {got} \("):
             dj.pmap(body)(ROWS, value)
+    with pytest.raises(ValueError, match=text):
+        dj.pmap(body)(ROWS, np.float32(2))
     with pytest.raises(ValueError, match="needs an array with rows along axis 1 as argument x"):
         dj.pmap(body, in_axes=1)(np.ones(2))
 
@@ -116,13 +143,17 @@ def test_arguments_without_rows():
 def test_static_arguments():
     with pytest.raises(ValueError, match="argument y needs an array, a number or a hashable"):
         dj.pmap(body, static_broadcasted_argnums=1)(ROWS, [1])
+    text = r"Fix: leave it out of static_broadcasted_argnums; in_axes=None for what all share$"
+    for array in (np.ones(2), jax.numpy.ones(2)):
+        with pytest.raises(ValueError, match=text):
+            dj.pmap(body, static_broadcasted_argnums=1)(ROWS, array)
     with pytest.raises(ValueError, match="needs all these arguments of body by position"):
         dj.pmap(body, static_broadcasted_argnums=1)(ROWS, y=3)
     for numbers in (-1, "x", (0, 1.5)):
         with pytest.raises(ValueError, match="static_broadcasted_argnums needs numbers of posit"):
             dj.pmap(body, static_broadcasted_argnums=numbers)
     with pytest.raises(ValueError, match="donate_argnums needs numbers of positional arguments"):
-        dj.pmap(body, donate_argnums=-1)
+        dj.pmap(body, donate_argnums=-3)
     with pytest.raises(ValueError, match="and donate_argnums need to name different arguments"):
         dj.pmap(body, static_broadcasted_argnums=1, donate_argnums=(0, 1))
 

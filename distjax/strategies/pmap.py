@@ -98,7 +98,7 @@ class MappedFunction:
             raise ValueError(_missing_text(self._arguments, len(args)))
         names = self._arguments.names
         return tuple(
-            as_static(a, names[i] if i < len(names) else f"args[{i}]", _static_fix(a))
+            as_static(a, names[i] if i < len(names) else f"args[{i}]", fix=_static_fix(a))
             if i in static
             else a
             for i, a in enumerate(args)

@@ -131,14 +131,15 @@ def _is_leaf(value: object) -> bool:
     return isinstance(value, Static) or is_per_replica(value)
 
 
-_FIX_OF_UNHASHABLE = (
+#: What to write in place of a static argument that is not hashable.
+FIX_OF_UNHASHABLE = (
     "@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays; without "
     "arrays: make it hashable"
 )
 
 
 def as_static(
-    value: object, name: str, is_implied: bool = False, fix: str = _FIX_OF_UNHASHABLE
+    value: object, name: str, is_implied: bool = False, fix: str = FIX_OF_UNHASHABLE
 ) -> Static:
     """Returns an argument wrapped as part of a program's cache key.
 

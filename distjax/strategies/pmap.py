@@ -27,7 +27,7 @@ from distjax.program.error_notes import add_cause_note
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.replica.call_checks import require_callable
-from distjax.replica.partitioned_tree import as_static, is_array
+from distjax.replica.partitioned_tree import FIX_OF_UNHASHABLE, as_static, is_array
 from distjax.replica.run_options import AS_VALUES, RunOptions
 from distjax.replica.user_names import function_name, positional_names
 from distjax.strategies.job_devices import warn_if_alone
@@ -287,7 +287,7 @@ def _numbers(given: int | Iterable[int], argument: str, num_parameters: int = 0)
 def _static_fix(value: object) -> str:
     if is_array(value):
         return "leave it out of static_broadcasted_argnums; in_axes=None for what all share"
-    return "make the object hashable, or pass its arrays"
+    return FIX_OF_UNHASHABLE
 
 
 def _no_rows_text(function: str) -> str:

@@ -163,7 +163,7 @@ class Variable(StoredVariable):
         return self.value
 
     def write(self, value: PyTree) -> None:
-        """Does what `assign` does, without the read of the new value."""
+        """Sets the variable to `value` as `assign` does, without reading back the new value."""
         access.write(self, value, "assign")
 
     def assign_add(self, value: PyTree) -> jax.Array:

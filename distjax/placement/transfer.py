@@ -45,12 +45,12 @@ def transfer(value: PyTree, sharding: Sharding | None) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def copied(array: jax.Array) -> jax.Array:
-    """Returns a copy of this process's array on the same devices, in memory of its own.
+def copied(array: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+    """Returns a copy of this process's array in memory of its own, by default where it is.
 
     Unlike `jnp.copy` it compiles nothing.
     """
-    return jax.device_put(array, array.sharding, may_alias=False)
+    return jax.device_put(array, sharding or array.sharding, may_alias=False)
 
 
 def is_elsewhere(value: object, devices: Collection[jax.Device]) -> bool:

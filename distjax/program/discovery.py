@@ -23,6 +23,7 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.object_arguments import ObjectArguments
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.transfer import transfer
 from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec
 from distjax.program.step import Step
@@ -161,7 +162,7 @@ def _place_evaluated(value: ArrayLike, sharding: Sharding | None) -> ArrayLike:
     """
     if isinstance(value, jax_compat.Tracer) or getattr(value, "committed", False):
         return value
-    return jax.device_put(value, sharding)
+    return transfer(value, sharding)
 
 
 def discover(

@@ -15,7 +15,7 @@ from distjax.placement.bare_rows import is_split_over_replicas
 from distjax.placement.host_values import without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
-from distjax.placement.transfer import transfer
+from distjax.placement.transfer import copied, transfer
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array
 from distjax.typing import PyTree
@@ -72,7 +72,7 @@ def _copied_to(rows: PyTree, topology: Topology) -> jax.Array:
     if not isinstance(rows, jax.Array):
         return transfer(without_alias(rows), topology.per_replica)
     if rows.is_fully_addressable:
-        return jax.device_put(rows, topology.per_replica, may_alias=False)
+        return copied(rows, topology.per_replica)
     placed = transfer(rows, topology.per_replica)
     return jnp.copy(placed) if placed.sharding == rows.sharding else placed
 

@@ -1,5 +1,7 @@
 """An error in a user's function comes out alone, not chained to how distjax came to trace it."""
 
+import sys
+
 import jax.numpy as jnp
 import pytest
 
@@ -34,6 +36,7 @@ def test_errors_are_not_chained(pair, total, call, has_variable):
         for _ in range(3):
             run(jnp.ones(3))
     is_wrong = True
+    handled = sys.exc_info()[1]  # None, unless a test that interrupts at each line came before
     with pytest.raises(Mistake) as caught:
         run(jnp.ones(5))
-    assert caught.value.__context__ is None
+    assert caught.value.__context__ is handled

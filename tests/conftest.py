@@ -194,15 +194,32 @@ def checkpointer(tmp_path):
         yield checkpointer
 
 
+def collect_and_freeze():
+    """Collects garbage, and does not look again at what is left."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_what_is_left():
+    """After each module, nothing looks again at what it leaves, most of it in JAX's caches.
+
+    What a full collection and `gc.get_referrers` look at grows during a run, to millions of
+    objects. distjax looks so for the object that an array comes from (`find_baked`) wherever a
+    program with constants is compiled: late in a run, that was more than the compilation.
+    """
+    yield
+    collect_and_freeze()
+
+
 @pytest.fixture
 def collect_garbage():
     """Collects what a test has left: to look at all that JAX keeps would take seconds.
 
     `jax.checking_leaks` collects at the end of each trace.
     """
-    gc.freeze()
-    yield gc.collect
-    gc.unfreeze()
+    collect_and_freeze()
+    return gc.collect
 
 
 @pytest.fixture

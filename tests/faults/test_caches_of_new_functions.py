@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import distjax as dj
+from tests.conftest import collect_and_freeze
 
 NUM_CALLS = 10
 #: The growth is a whole number of objects for each call; a few more are made once in all.
@@ -33,14 +34,11 @@ def growth(call):
 
     for _ in range(3):
         call_new_function()
-    gc.freeze()  # what is there already is not looked at, and not counted
-    try:
-        for _ in range(NUM_CALLS):
-            call_new_function()
-        gc.collect()
-        left = collections.Counter(type(x).__name__ for x in gc.get_objects())
-    finally:
-        gc.unfreeze()
+    collect_and_freeze()  # what is there already is not looked at, and not counted
+    for _ in range(NUM_CALLS):
+        call_new_function()
+    gc.collect()
+    left = collections.Counter(type(x).__name__ for x in gc.get_objects())
     return {kind: left[kind] for kind in KINDS}
 
 

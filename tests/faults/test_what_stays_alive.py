@@ -15,6 +15,9 @@ from flax import nnx
 
 import distjax as dj
 
+#: Only what a test makes is collected.
+pytestmark = pytest.mark.usefixtures("collect_garbage")
+
 MEAN, SUM = dj.VariableAggregation.MEAN, dj.VariableAggregation.SUM
 ON_READ = dj.VariableSynchronization.ON_READ
 
@@ -31,13 +34,6 @@ _sizes = itertools.count(2 * 1009, 2)
 @pytest.fixture(params=STRATEGIES)
 def owner(request):
     return STRATEGIES[request.param]()
-
-
-@pytest.fixture(autouse=True)
-def only_what_the_test_makes_is_collected():
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def make_variable(owner, **options):

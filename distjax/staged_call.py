@@ -9,7 +9,7 @@ reruns a program to find the operation at fault.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,9 +46,16 @@ def stage_call(
 def _evaluate(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     if not any(map(_maps_some_axes, jaxpr.eqns)) or jax_compat.staging():
         return jax_compat.eval_jaxpr(jaxpr, consts, args)
-    # Before 0.12, JAX maps over some axes of a mesh in compiled code only.
+    return run_compiled(lambda *args: jax_compat.eval_jaxpr(jaxpr, consts, args), args)
+
+
+def run_compiled(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Returns ``fn(*args)``, compiled under `jax.disable_jit` too.
+
+    Before 0.12, JAX maps over some axes of a mesh in compiled code only.
+    """
     with jax.disable_jit(False):
-        return jax.jit(lambda *args: jax_compat.eval_jaxpr(jaxpr, consts, args))(*args)
+        return jax.jit(fn)(*args)
 
 
 def _maps_some_axes(eqn: jax_compat.JaxprEqn) -> bool:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from distjax import jax_compat
 from distjax.collectives.wide_reductions import needs_wide_reductions, widen_reductions
 from distjax.placement.topology import Topology
+from distjax.staged_call import run_compiled
 
 #: The name that the function of each map has in traces.
 _NAME = "distjax_replicas"
@@ -75,9 +76,7 @@ def map_replicas(
         check_vma=False,
     )
     if topology.model_axes and not jax_compat.staging():
-        # Before 0.12, JAX maps over some axes of a mesh in compiled code only.
-        with jax.disable_jit(False):
-            return jax.jit(mapped)(*args)
+        return run_compiled(mapped, args)
     return mapped(*args)
 
 

@@ -52,30 +52,30 @@ def make_token() -> jax.Array:
     return jnp.zeros((), jnp.int8)
 
 
-def throttle(end: jax.Array | None) -> None:
+def throttle(completion: jax.Array | None) -> None:
     """Counts a launched program; waits for the older half when too many are in flight.
 
     Args:
-      end: is ready when the program is done; None: the program is not throttled.
+      completion: is ready when the program is done; None: the program is not throttled.
     """
-    if end is not None and not isinstance(end, jax_compat.Tracer) and is_throttled():
+    if completion is not None and not isinstance(completion, jax_compat.Tracer) and is_throttled():
         launch = count_launch()
         if not launch or awaiting or job() is not None:
-            record_completion(end, launch)
+            record_completion(completion, launch)
 
 
-def record_completion(end: jax.Array, launch: int) -> None:
-    """Records the end of a launched program; awaits the older half if this one ends a half.
+def record_completion(completion: jax.Array, launch: int) -> None:
+    """Records the completion of a launched program; awaits the older half if this one ends a half.
 
     Of the launches of a half only the last needs to be recorded, unless other threads are
     waiting, or the process is in a job.
 
     Args:
-      end: is ready when the program is done.
+      completion: is ready when the program is done.
       launch: the result of `count_launch`.
     """
     with _lock:
-        _newer.append(end)
+        _newer.append(completion)
         if launch == 0:
             awaiting.append(None)
             try:

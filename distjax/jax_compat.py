@@ -21,7 +21,7 @@ from jax import core
 from jax.interpreters import ad, batching, partial_eval
 
 from distjax.typing import ArrayLike, DTypeLike
-from distjax.user_lines import user_stacklevel
+from distjax.user_lines import UNKNOWN, calling_line
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:2])
 
@@ -378,7 +378,7 @@ def first_use_of_a_backend() -> str | None:
     """Returns the line that first used a backend; None: the process can still join a job."""
     if not _backends.backends_are_initialized():
         return None
-    return _first_uses[-1] if _first_uses else "a line that is not known"
+    return _first_uses[-1] if _first_uses else UNKNOWN
 
 
 def make_gloo_listen_at(host: str) -> None:
@@ -388,8 +388,7 @@ def make_gloo_listen_at(host: str) -> None:
 
 
 def _make_cpu_client() -> Any:
-    frame = sys._getframe(user_stacklevel() - 1)  # pyright: ignore[reportPrivateUsage]
-    _first_uses.append(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+    _first_uses.append(calling_line())
     if not _gloo_hosts or _config.jax_cpu_collectives_implementation != "gloo":
         return _backends.make_cpu_client()
     make = _jaxlib.make_gloo_tcp_collectives

@@ -1,13 +1,19 @@
-"""Whose line of code it is: the user's, or one of distjax, JAX and generated code."""
+"""Whose line of code it is: the user's, or one of a library, or generated code."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import types
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
+
+#: Stands for the user's line where there is none.
+UNKNOWN = "an unknown line"
 
 _LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, jax.__file__)
@@ -19,15 +25,75 @@ _PROMPTS = ("<stdin", "<python-input", "<ipython-input", "<console", "<doctest")
 #: In `python -c`, the user's code has the file name of what dataclasses and named tuples generate.
 _COMMAND = "<string>" if sys.argv[:1] == ["-c"] else None
 _GENERATED = ("__init__", "__new__")
+#: Where installed packages and their commands are.
+_INSTALLED = tuple(
+    sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib", "stdlib", "scripts")
+)
 
 
-def source_line(eqn: JaxprEqn) -> str:
-    """Returns "file:line (function)" of the user's line that made an equation."""
+class SourceFrame(NamedTuple):
+    """One level of a call stack."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it belongs to distjax or JAX, or is generated."""
+        return is_library_file(self.file, self.function)
+
+
+def find_line(frames: Iterable[SourceFrame], otherwise: str | None = None) -> str | None:
+    """Returns "file:line (function)" of the innermost frame in the user's code, or None.
+
+    A frame in an installed package (a Flax layer) counts only if there is no other.
+
+    Args:
+      frames: the call stack, innermost first.
+      otherwise: the line that counts before one in an installed package.
+    """
+    for frame in frames:
+        if frame.is_library:
+            continue
+        if not frame.file.startswith(_INSTALLED):
+            return str(frame)
+        otherwise = otherwise or str(frame)
+    return otherwise
+
+
+def source_line(*eqns: JaxprEqn) -> str:
+    """Returns the user's line that made an equation.
+
+    Args:
+      *eqns: the equation, then those that call the inner functions around it, innermost first:
+        an operation inside of a jnp function records no line of the user, but its call does.
+    """
+    return find_line(frame for eqn in eqns for frame in frames_of(eqn)) or UNKNOWN
+
+
+def frames_of(eqn: JaxprEqn) -> Iterator[SourceFrame]:
+    """Yields the call stack that made an equation, innermost first."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not is_library_file(frame.file_name, frame.function_name):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return "an unknown line"
+        yield SourceFrame(frame.function_name, frame.file_name, frame.line_num)
+
+
+def calling_line() -> str:
+    """Returns the user's line that is currently running."""
+    return find_line(calling_frames()) or UNKNOWN
+
+
+def calling_frames() -> Iterator[SourceFrame]:
+    """Yields the call stack of the caller, innermost first."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        yield SourceFrame(code.co_qualname, code.co_filename, frame.f_lineno)
+        frame = frame.f_back
 
 
 def user_stacklevel() -> int:

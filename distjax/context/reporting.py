@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
@@ -87,13 +86,3 @@ def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None
         warnings.warn(finding.text, kind, stacklevel=user_lines.user_stacklevel())
     else:
         raise kind(finding.text)
-
-
-def calling_line() -> str:
-    """Returns "file:line (function)" of the user's line that is currently running."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and user_lines.is_library_code(frame.f_code):
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown line"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"

@@ -121,8 +121,8 @@ class Notes:
 
     def _calling_line(self) -> str:
         scopes = "/".join(map(sources.merge_scope, self._open_merges))
-        frames = list(sources.calling_frames())
-        return sources.user_line(frames, scopes, self.merge_lines) or sources.UNKNOWN
+        frames = list(user_lines.calling_frames())
+        return sources.user_line(frames, scopes, self.merge_lines) or user_lines.UNKNOWN
 
 
 def _letters(proofs: Sequence[Proof]) -> tuple[tuple[str, str], ...]:

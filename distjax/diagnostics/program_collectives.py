@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from distjax.diagnostics import hlo, sources
-from distjax.diagnostics.sources import SourceFrame
 from distjax.program.ahead import LoweredProgram
+from distjax.user_lines import UNKNOWN, SourceFrame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _line_of_lowered(
             continue
         names[:0] = _NAME.findall(place)
         frames += [SourceFrame(f, file, int(n)) for f, file, n in _FRAME.findall(place)]
-    return sources.user_line(frames, "/".join(names), merge_lines) or sources.UNKNOWN
+    return sources.user_line(frames, "/".join(names), merge_lines) or UNKNOWN
 
 
 def _tensor_bytes(type_text: str) -> int:
@@ -119,7 +119,7 @@ def list_compiled(hlo_text: str, merge_lines: Sequence[str]) -> list[Collective]
         name, frame_id = _OP_NAME.search(rest), _FRAME_ID.search(rest)
         frames = stacks.frames(int(frame_id[1])) if frame_id else []
         line = sources.user_line(frames, name[1] if name else "", merge_lines)
-        found.append(Collective(kind, result_bytes, line or sources.UNKNOWN))
+        found.append(Collective(kind, result_bytes, line or UNKNOWN))
     return found
 
 

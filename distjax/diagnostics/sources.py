@@ -6,15 +6,12 @@ frame of the call stack that is in user code.
 
 from __future__ import annotations
 
+import itertools
 import re
-import sys
-import sysconfig
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from distjax import user_lines
+from distjax.user_lines import SourceFrame, find_line
 
-UNKNOWN = "an unknown line"
 #: Stands for the line of a library's operation in an unobserved merge, as in a cut for servers.
 IN_A_MERGE = "a merge function"
 
@@ -24,19 +21,7 @@ _MERGE_BOUNDARIES = (
     "UserMerge._trace.<locals>.traced",
     "call_as_reduction.<locals>.call",
 )
-_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 _SCOPE = re.compile(r"distjax_merge_(\d+)")
-
-
-class SourceFrame(NamedTuple):
-    """One level of a call stack."""
-
-    function: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function})"
 
 
 def merge_scope(index: int) -> str:
@@ -47,31 +32,15 @@ def merge_scope(index: int) -> str:
 def user_line(frames: Sequence[SourceFrame], names: str, merge_lines: Sequence[str]) -> str | None:
     """Returns "file:line (function)" of the user's innermost frame, or None.
 
-    A frame in an installed package (a Flax layer) counts only if there is no other. If
-    the merge function belongs to a library, the line is that of the `merge_call`.
+    If the merge function belongs to a library, the line is that of the `merge_call`.
 
     Args:
       frames: the call stack, innermost first.
       names: the scopes that the operation was staged in, "a/b/c".
       merge_lines: for each emitted merge, the line of its `merge_call`.
     """
-    installed = None
-    for frame in frames:
-        if frame.function.endswith(_MERGE_BOUNDARIES):
-            scopes = _SCOPE.findall(names)
-            return merge_lines[int(scopes[-1])] if scopes else installed or IN_A_MERGE
-        if user_lines.is_library_file(frame.file, frame.function):
-            continue
-        if not frame.file.startswith(_INSTALLED):
-            return str(frame)
-        installed = installed or str(frame)
-    return installed
-
-
-def calling_frames() -> Iterator[SourceFrame]:
-    """Yields the call stack of the caller, innermost first."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        code = frame.f_code
-        yield SourceFrame(code.co_qualname, code.co_filename, frame.f_lineno)
-        frame = frame.f_back
+    own = list(itertools.takewhile(lambda f: not f.function.endswith(_MERGE_BOUNDARIES), frames))
+    if len(own) == len(frames):
+        return find_line(own)
+    scopes = _SCOPE.findall(names)
+    return find_line(own, merge_lines[int(scopes[-1])] if scopes else None) or IN_A_MERGE

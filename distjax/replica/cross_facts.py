@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from distjax.context import frames
-from distjax.context.reporting import calling_line, report
+from distjax.context.reporting import report
 from distjax.errors import ReductionWarning
 from distjax.jax_compat import JaxprEqn
 from distjax.placement.topology import Topology
@@ -21,6 +21,7 @@ from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
 from distjax.replica.facts import EQUAL, Fact, FactWalk, Site, SiteRecord, Where
 from distjax.typing import PyTree
+from distjax.user_lines import calling_line
 from distjax.variables.state import MergeState, ShapeState
 
 _REDUCTION = "distjax_reduce_"

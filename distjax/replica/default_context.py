@@ -12,7 +12,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.finding import Finding
 from distjax.context.frames import Frame, mixing_text, other_call_text
-from distjax.context.reporting import calling_line, report
+from distjax.context.reporting import report
 from distjax.errors import (
     ContextError,
     MergeError,
@@ -22,6 +22,7 @@ from distjax.errors import (
 )
 from distjax.replica.call_checks import add_merge_note, require_call
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
+from distjax.user_lines import calling_line
 
 
 class DefaultReplicaContext:

@@ -16,7 +16,6 @@ from distjax.context.reporting import (
     STATE,
     STATE_FIX,
     STATE_WHY,
-    calling_line,
     report,
 )
 from distjax.errors import ReductionWarning, message
@@ -30,6 +29,7 @@ from distjax.replica.global_value import GlobalValue
 from distjax.replica.partitioned_tree import PartitionedTree, is_object_state
 from distjax.replica.user_merge import WeakMerge
 from distjax.replica.user_names import user_path
+from distjax.user_lines import calling_line
 from distjax.variables.variable import Variable
 
 

@@ -11,8 +11,8 @@ primitive turns the facts of the operands into those of the results, and reports
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import sysconfig
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,8 +21,6 @@ import numpy as np
 from distjax import jax_compat, user_lines
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.replica.analysis import CALLS, MERGE_NAME
-
-UNKNOWN = "an unknown line"
 
 
 class Site:
@@ -40,29 +38,15 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The user's line, or a line of an installed package if there is none."""
-        installed = None
-        for eqn in reversed(self._eqns):  # jnp functions record no user line, but their call does
-            traceback = eqn.source_info.traceback
-            for frame in traceback.frames if traceback is not None else ():
-                if user_lines.is_library_file(frame.file_name, frame.function_name):
-                    continue
-                line = f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-                if not frame.file_name.startswith(_INSTALLED):
-                    return line
-                installed = installed or line
-        return installed or UNKNOWN
+        """The user's line."""
+        return user_lines.source_line(*reversed(self._eqns))
 
     @property
     def is_mean(self) -> bool:
         """Whether jnp.mean, or a method of that name, made the equation."""
-        traceback = self._eqns[-1].source_info.traceback
-        for frame in traceback.frames if traceback is not None else ():
-            if not user_lines.is_library_file(frame.file_name, frame.function_name):
-                return False
-            if frame.function_name in _MEANS:
-                return True
-        return False
+        frames = user_lines.frames_of(self._eqns[-1])
+        inside = itertools.takewhile(lambda frame: frame.is_library, frames)
+        return any(frame.function in _MEANS for frame in inside)
 
     @property
     def names(self) -> str:
@@ -79,7 +63,6 @@ class SiteRecord(NamedTuple):
 
 
 _MEANS = ("mean", "_mean")
-_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
 
 
 Where: TypeAlias = Site | SiteRecord

@@ -18,7 +18,6 @@ from distjax.context.finding import Finding
 from distjax.context.reporting import (
     STATE,
     STATE_WHY,
-    calling_line,
     expected_state_fix,
     num_reported,
     report,
@@ -30,6 +29,7 @@ from distjax.replica.facts import Fact
 from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
+from distjax.user_lines import calling_line
 from distjax.variables.conversion import is_number
 
 

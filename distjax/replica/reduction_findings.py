@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
-from distjax.context.reporting import calling_line
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
-from distjax.replica.facts import UNKNOWN, Fact, FactWalk, Times, Where, shape_of
+from distjax.replica.facts import Fact, FactWalk, Times, Where, shape_of
 from distjax.replica.unreducible import OF_EXAMPLES, UNREDUCIBLE
+from distjax.user_lines import UNKNOWN, calling_line
 from distjax.variables.variable import Variable
 
 _WRITE = re.compile(r"distjax_write_(\d+)")

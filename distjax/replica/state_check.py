@@ -16,7 +16,6 @@ from distjax.context.reporting import (
     STATE,
     STATE_FIX,
     STATE_WHY,
-    calling_line,
     expected_state_fix,
     report,
 )
@@ -26,6 +25,7 @@ from distjax.replica.facts import Fact
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.partitioned_tree import PartitionedTree
 from distjax.replica.user_names import function_name, user_path
+from distjax.user_lines import calling_line
 
 
 class _Leaf(NamedTuple):

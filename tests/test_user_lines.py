@@ -1,0 +1,53 @@
+"""Which line of a call stack is the user's."""
+
+import inspect
+import sysconfig
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import distjax as dj
+from distjax.user_lines import UNKNOWN, SourceFrame, calling_line, find_line, source_line
+
+PACKAGES, SCRIPTS = (sysconfig.get_paths()[key] for key in ("purelib", "scripts"))
+OWN = SourceFrame("step", "/home/me/train.py", 7)
+JAX = SourceFrame("psum", jax.__file__, 1)
+DISTJAX = SourceFrame("run", dj.__file__, 2)
+FLAX = SourceFrame("Dense.__call__", f"{PACKAGES}/flax/linen.py", 3)
+COMMAND = SourceFrame("<module>", f"{SCRIPTS}/train", 4)
+
+
+@pytest.mark.parametrize(
+    ("frames", "otherwise", "expected"),
+    [
+        ([JAX, DISTJAX], None, None),
+        ([JAX, DISTJAX], "elsewhere", "elsewhere"),
+        ([JAX, DISTJAX, OWN, FLAX], "elsewhere", str(OWN)),
+        ([JAX, FLAX, DISTJAX, OWN], None, str(OWN)),
+        ([JAX, FLAX, DISTJAX], "elsewhere", "elsewhere"),
+        ([JAX, FLAX, COMMAND], None, str(FLAX)),  # a program that is installed as a whole
+    ],
+)
+def test_a_line_of_the_user_counts_before_one_of_a_package(frames, otherwise, expected):
+    assert find_line(frames, otherwise) == expected
+
+
+def test_the_line_that_is_running():
+    here = f"{__file__}:{inspect.currentframe().f_lineno + 1}"
+    assert calling_line().startswith(here)
+
+
+def test_the_line_of_an_equation():
+    (add,) = jax.make_jaxpr(lambda x: x + 1)(1.0).eqns
+    assert source_line(add).startswith(f"{__file__}:")
+
+
+def test_an_equation_of_a_package_has_the_line_of_the_user():
+    jaxpr = jax.make_jaxpr(lambda x: optax.apply_updates(x, x))(jnp.ones(3))
+    assert {source_line(eqn).rpartition(":")[0] for eqn in jaxpr.eqns} == {__file__}
+
+
+def test_a_line_that_nothing_tells():
+    assert source_line() == UNKNOWN == "an unknown line"

@@ -46,11 +46,11 @@ def _lines(table: Table) -> list[str]:
 
 
 def as_html(tables: Sequence[Table]) -> str:
-    """Returns the tables as HTML, with all text escaped.
+    """Returns the tables as HTML, with all text escaped and the lines of arrays kept apart.
 
     Example:
       >>> as_html([Table("a < b", (), (("x", "1"),))])
-      '<table><caption>a &lt; b</caption><tbody><tr><td>x</td><td>1</td></tr></tbody></table>'
+      "<table><caption>a &lt; b</caption><tbody style='white-space:pre-wrap'>..."
     """
     return "".join(_html(table) for table in tables)
 
@@ -63,7 +63,7 @@ def _html(table: Table) -> str:
     )
     head = f"<thead><tr>{head}</tr></thead>" if head else ""
     caption = f"<caption>{html.escape(table.caption)}</caption>"
-    return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
+    return f"<table>{caption}{head}<tbody style='white-space:pre-wrap'>{body}</tbody></table>"
 
 
 def format_bytes(count: float) -> str:

@@ -14,6 +14,7 @@ from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.topology import Topology, unplaced_topology
 from distjax.placement.transfer import is_elsewhere, local_rows, transfer
+from distjax.tables import Table, as_html
 from distjax.typing import PyTree
 
 #: The static part of a PerReplica, kept in its treedef: the topology and the shape [R, ...]. Both
@@ -117,12 +118,14 @@ class PerReplica:
     def __repr__(self) -> str:
         if not isinstance(self.stacked, _ARRAYS) or isinstance(self.stacked, jax_compat.Tracer):
             return f"PerReplica(R={self.num_replicas}, {self.stacked})"
-        return "PerReplica({\n" + "".join(f"  {row}\n" for row in self._rows()) + "})"
+        rows = "".join(f"  {r} on {place}: {value}\n" for r, place, value in self._rows())
+        return f"PerReplica({{\n{rows}}})"
 
-    def _rows(self) -> list[str]:
-        values = self._host_values()
+    def _rows(self) -> tuple[tuple[str, str, str], ...]:
+        """Returns each replica's number, device and value, as text."""
+        values = enumerate(self._host_values())
         with np.printoptions(threshold=20, edgeitems=3, precision=4):
-            return [f"{r} on {self._place(r)}: {v}" for r, v in enumerate(values)]
+            return tuple((str(r), self._place(r), str(v)) for r, v in values)
 
     def _host_values(self) -> list[Any]:
         as_host = (lambda x: x) if jax_compat.is_key_dtype(self.dtype) else np.asarray
@@ -153,17 +156,8 @@ class PerReplica:
     def _repr_html_(self) -> str:
         if not isinstance(self.stacked, _ARRAYS) or isinstance(self.stacked, jax_compat.Tracer):
             return f"<code>{html.escape(repr(self))}</code>"
-        head = f"PerReplica &middot; {html.escape(str(self.dtype))}{list(self.shape)}"
-        with np.printoptions(threshold=20, edgeitems=3, precision=4):
-            body = "".join(
-                f"<tr><td>{r}</td><td>{html.escape(self._place(r))}</td>"
-                f"<td><pre style='margin:0'>{html.escape(str(v))}</pre></td></tr>"
-                for r, v in enumerate(self._host_values())
-            )
-        return (
-            f"<table><caption>{head}</caption><thead><tr><th>replica</th><th>device</th>"
-            f"<th>value</th></tr></thead><tbody>{body}</tbody></table>"
-        )
+        caption = f"PerReplica {self.dtype}{list(self.shape)}"
+        return as_html([Table(caption, ("replica", "device", "value"), self._rows())])
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(_no_conversion_text(self))

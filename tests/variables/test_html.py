@@ -44,6 +44,14 @@ def test_host_memory_keys_and_large_values():
     assert "value" not in dict(cells(key._repr_html_()))
 
 
+def test_an_array_keeps_its_lines(pair):
+    with pair.scope():
+        w = dj.Variable(jnp.zeros((2, 1)))
+    page = w._repr_html_()
+    assert "<tbody style='white-space:pre-wrap'>" in page
+    assert dict(cells(page))["value"] == "[[0.]\n [0.]]"
+
+
 def test_in_a_trace_it_has_no_value(pair):
     with pair.scope():
         w = dj.Variable(1.0, name="w")

@@ -134,11 +134,7 @@ class Analysis:
 
     def over_replicas(self, eqn: jax_compat.JaxprEqn) -> bool:
         """Returns whether an equation names the replica axis."""
-        for key in ("axes", "axis_name", "axis"):
-            axes = eqn.params.get(key, ())
-            if self.axis_name in (axes if isinstance(axes, (tuple, list)) else (axes,)):
-                return True
-        return False
+        return names_axis(eqn, self.axis_name)
 
     def _is_source(self, eqn: jax_compat.JaxprEqn, is_declared: bool) -> bool:
         """Returns whether an equation may turn equal operands into different values."""
@@ -170,7 +166,7 @@ class Analysis:
         cond_ins, body_ins, carry = jax_compat.split_while_inputs(eqn, ins)
         while True:
             if self._call(eqn, cond, cond_ins + carry)[0]:
-                self.require_uniform(eqn, _CONSTRUCTS["while"])
+                self.require_uniform(eqn)
                 return [True] * len(carry)
             joined = join(carry, self._call(eqn, body, body_ins + carry))
             if joined == carry:
@@ -179,7 +175,7 @@ class Analysis:
 
     def _cond(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
         if ins[0]:
-            self.require_uniform(eqn, _CONSTRUCTS["cond"])
+            self.require_uniform(eqn)
             return [True] * len(eqn.outvars)
         outs = [False] * len(eqn.outvars)
         for branch in eqn.params["branches"]:
@@ -194,17 +190,17 @@ class Analysis:
         for sub in sub_jaxprs(eqn) if eqn.primitive.name != "shard_map" else ():
             for inner in sub.eqns:
                 if inner.primitive.name in _CONSTRUCTS:
-                    self.require_uniform(inner, _CONSTRUCTS[inner.primitive.name])
+                    self.require_uniform(inner)
                 self._require_no_loop(inner)
 
-    def require_uniform(self, eqn: jax_compat.JaxprEqn, construct: str) -> None:
-        """Raises if an equation whose predicate differs contains a collective."""
+    def require_uniform(self, eqn: jax_compat.JaxprEqn) -> None:
+        """Raises if a loop or branch whose predicate differs contains a collective."""
         found = next((c for sub in sub_jaxprs(eqn) for c in self.collectives(sub)), None)
         if found is None:
             return
         what = "merge_call" if found.primitive.name == MERGE_NAME else found.primitive.name
-        switch = construct == "cond" and len(eqn.params["branches"]) > 2
-        construct = "switch" if switch else construct
+        is_switch = len(eqn.params.get("branches", ())) > 2
+        construct = "switch" if is_switch else _CONSTRUCTS[eqn.primitive.name]
         raise DivergenceError(
             message(
                 f"a lax.{construct} that holds {what} needs a predicate that is equal on every "
@@ -238,6 +234,12 @@ def _read_before(collective: str, construct: str) -> str:
         "; a variable that is split over the replicas is gathered where it is read: "
         f"value = v.value before the {construct}"
     )
+
+
+def names_axis(eqn: jax_compat.JaxprEqn, axis_name: str) -> bool:
+    """Returns whether an equation names an axis, as collectives do."""
+    given = (eqn.params.get(key, ()) for key in ("axes", "axis_name", "axis"))
+    return any(axis_name in (x if isinstance(x, (tuple, list)) else (x,)) for x in given)
 
 
 def join(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:

@@ -147,7 +147,7 @@ def _emit_while(
     def predicate(carry: Sequence[GlobalValue]) -> Any:
         out = emitter.emit(cond, cond_consts, [*cond_ins, *carry])[0]
         if out.varying:
-            emitter.analysis.require_uniform(eqn, "while_loop")
+            emitter.analysis.require_uniform(eqn)
         return out.array
 
     carry, flags, _ = _fixpoint(emitter, start, [], step)
@@ -168,7 +168,7 @@ def _emit_cond(
 ) -> list[GlobalValue]:
     index, operands = ins[0], ins[1:]
     if index.varying:
-        emitter.analysis.require_uniform(eqn, "cond")
+        emitter.analysis.require_uniform(eqn)
     branches = [jax_compat.open_jaxpr(b) for b in eqn.params["branches"]]
     flags = [False] * len(eqn.outvars)
 

@@ -32,6 +32,7 @@ from distjax.replica import cross_facts
 from distjax.replica import fact_arithmetic as arithmetic
 from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
+from distjax.replica.analysis import names_axis
 from distjax.replica.fact_arithmetic import REDUCED, SCALES, is_close
 from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, shape_of, size_of, unknown
 from distjax.variables.state import variable_p
@@ -172,8 +173,7 @@ def _square(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 
 def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
-    axes = eqn.params.get("axes", ())
-    if walk.axis_name not in axes:
+    if not names_axis(eqn, walk.axis_name):
         return [unknown([x]) for x in ins]
     if eqn.params.get("axis_index_groups") is not None:
         return [DIFFERS] * len(ins)
@@ -183,8 +183,7 @@ def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | No
 
 def _equalised(tag: str | None) -> Rule:
     def rule(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
+        if not names_axis(eqn, walk.axis_name):
             return [unknown(ins)] * len(eqn.outvars)
         walk.tells_means_apart |= bool(tag) and any(
             x.find("mean") and not x.find("grad") for x in ins
@@ -213,8 +212,7 @@ def _own(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
 
 def _scattered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     """A reduce-scatter: replicas keep different rows of the sum, so a norm of them is local."""
-    axes = eqn.params.get("axis_name", ())
-    if walk.axis_name not in (axes if isinstance(axes, (tuple, list)) else (axes,)):
+    if not names_axis(eqn, walk.axis_name):
         return [unknown(ins)]
     # As the transpose of a gather, it sums the cotangents of all replicas' means or shares.
     kept = ("grad", *SCALES) if walk.is_transposed(eqn) else ("grad",)

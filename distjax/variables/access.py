@@ -33,7 +33,7 @@ from distjax.modes import ReduceOp, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
-from distjax.variables.casting import Array
+from distjax.variables.casting import Array, module_of
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.donation import reuse_components
 from distjax.variables.policy import PLAIN, Combine
@@ -119,12 +119,8 @@ def _copied(value: ArrayLike) -> Any:
 
 def _owned(array: Array, shape: tuple[int, ...]) -> Any:
     """Returns what `convert` made, broadcast to `shape`, for nobody else to hold."""
-    whole = _module_of(array).broadcast_to(array, shape)
+    whole = module_of(array).broadcast_to(array, shape)
     return _copied(whole) if isinstance(whole, jax.Array) else whole  # the user keeps JAX's
-
-
-def _module_of(array: Array) -> Any:
-    return jnp if isinstance(array, jax.Array) else np
 
 
 # -- ownership ----------------------------------------------------------------
@@ -272,13 +268,13 @@ def _write_across(variable: StoredVariable, state: State, array: Array, method: 
         split = _split_total if isinstance(array, np.ndarray) else _split_on_devices
         array = split(array, variable.layout.num_copies)
     elif variable.policy.stacked:
-        array = _module_of(array).broadcast_to(array, variable.global_shape)
+        array = module_of(array).broadcast_to(array, variable.global_shape)
     _write_component(variable, state, array, method)
 
 
 def _split_total(total: Array, num_components: int) -> Any:
     """Returns components [R, ...] that sum to `total`, exactly for integers."""
-    module = _module_of(total)
+    module = module_of(total)
     if jnp.issubdtype(total.dtype, jnp.integer):
         # Widened first, since a narrow dtype may not hold R itself.
         wide = total.astype(jnp.int32 if total.dtype.itemsize < 4 else total.dtype)

@@ -14,6 +14,11 @@ from distjax.typing import DTypeLike
 Array = np.ndarray | jax.Array
 
 
+def module_of(array: Array) -> Any:
+    """Returns the module whose functions take `array` and leave it where it is."""
+    return jnp if isinstance(array, jax.Array) else np
+
+
 def cast(value: Array, dtype: DTypeLike) -> Any:
     """Returns `value` cast to `dtype`; floats are rounded.
 
@@ -52,7 +57,7 @@ def _range(dtype: np.dtype) -> tuple[float, float]:
 def _require_in_range(value: Array, wanted: np.dtype) -> None:
     if not value.size:
         return
-    module = jnp if isinstance(value, jax.Array) else np
+    module = module_of(value)
     is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
     parts = (module.real(value), module.imag(value)) if is_complex else (value,)
     least, largest = _range(wanted)
@@ -69,6 +74,6 @@ def _finite_range(array: Array) -> tuple[float, float]:
     if array.ndim == 0:
         number = float(array) if np.isfinite(array) else 0.0
         return number, number
-    module = jnp if isinstance(array, jax.Array) else np
+    module = module_of(array)
     finite = module.where(module.isfinite(array), array, module.zeros_like(array))
     return float(finite.min()), float(finite.max())

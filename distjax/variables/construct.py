@@ -75,7 +75,7 @@ def make_variable(
         find_policy = policy_for if placement.synchronizes else lambda *_: PLAIN
     policy = find_policy(modes, aval.dtype, name)
     if frames.is_dry_run():
-        raise ContextError(_rehearsal_text(name))
+        raise ContextError(_dry_run_text(name))
     again = None
     if state is not None and state.creations is not None:
         again = state.creations.take(shape=aval.shape, dtype=aval.dtype, name=name)
@@ -160,7 +160,7 @@ def _shape_of_initial(make_initial: Callable[[], Any], name: str) -> Any:
         ) from error
 
 
-def _rehearsal_text(name: str) -> str:
+def _dry_run_text(name: str) -> str:
     return message(
         "dj.explain needs a function whose variables exist",
         got=f"the creation of variable {name!r} in the function that is explained",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from distjax.errors import message
 from distjax.modes import VariableAggregation, VariableSynchronization
-from distjax.typing import DTypeLike
+from distjax.typing import DTypeLike, VariableModes
 
 
 class Combine(enum.Enum):
@@ -49,7 +49,7 @@ _W, _R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 _A, _C = VariableAggregation, Combine
 
 #: From tf.distribute (TF 1.13 and 2.21), with decisions 9 to 12 of `docs/decisions.md`.
-POLICIES: dict[tuple[VariableSynchronization, VariableAggregation], Policy] = {
+POLICIES: dict[VariableModes, Policy] = {
     (_W, _A.NONE): Policy(False, _C.REFUSE, _C.EACH, _C.EACH, _C.EACH),
     (_W, _A.SUM): Policy(False, _C.SUM, _C.EACH, _C.EACH, _C.EACH),
     (_W, _A.MEAN): Policy(False, _C.MEAN, _C.EACH, _C.EACH, _C.EACH),
@@ -66,9 +66,7 @@ PLAIN = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH)
 AT_SERVER = Policy(False, _C.EACH, _C.EACH, _C.EACH, _C.EACH, merges=True)
 
 
-def resolve_modes(
-    synchronization: object, aggregation: object, name: str
-) -> tuple[VariableSynchronization, VariableAggregation]:
+def resolve_modes(synchronization: object, aggregation: object, name: str) -> VariableModes:
     """Returns a new variable's two modes with AUTO resolved, or raises ValueError."""
     if not isinstance(synchronization, VariableSynchronization):
         raise ValueError(
@@ -95,11 +93,7 @@ def resolve_modes(
     return synchronization, aggregation
 
 
-def policy_for(
-    modes: tuple[VariableSynchronization, VariableAggregation],
-    dtype: DTypeLike,
-    name: str,
-) -> Policy:
+def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
     """Returns the table entry for a variable of a strategy with replicas.
 
     Raises:
@@ -128,10 +122,7 @@ def policy_for(
 
 
 def policy_at_servers(
-    modes: tuple[VariableSynchronization, VariableAggregation],
-    dtype: DTypeLike,
-    name: str,
-    num_replicas: int,
+    modes: VariableModes, dtype: DTypeLike, name: str, num_replicas: int
 ) -> Policy:
     """Returns the policy of a server's variable, for workers of `num_replicas` each.
 

@@ -17,7 +17,7 @@ from distjax.context import frames
 from distjax.errors import describe_value, message
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.transfer import require_wholly_here
-from distjax.typing import DTypeLike, PyTree
+from distjax.typing import DTypeLike, PyTree, VariableModes
 from distjax.variables import access
 from distjax.variables.html import variable_html
 from distjax.variables.layouts.layout import Layout
@@ -92,7 +92,7 @@ class Variable(StoredVariable):
         dtype: DTypeLike,
         name: str,
         trainable: bool | None,
-        modes: tuple[VariableSynchronization, VariableAggregation],
+        modes: VariableModes,
         policy: Policy,
         layout: Layout,
     ) -> Variable:

@@ -9,7 +9,7 @@ ROOT = pathlib.Path(distjax.__file__).parent
 
 FLOORS = {
     "errors": -4,
-    "integers": -4,
+    "integers": -3,
     "tables": -4,
     "uninterrupted": -4,
     "user_lines": -4,

@@ -19,7 +19,7 @@ from distjax.checkpoint.trees import as_tree
 from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.errors import CheckpointError, describe_value, message
-from distjax.integers import is_int
+from distjax.integers import is_int, require_int
 from distjax.typing import PyTree
 from distjax.variables.conversion import dtype_rank
 
@@ -108,7 +108,13 @@ class Checkpointer:
           ValueError: an invalid step number, or metrics without the `best_metric`.
         """
         wanted = as_tree(tree, "save")
-        step = _require_step(step)
+        step = require_int(
+            "save: step",
+            step,
+            0,
+            why="steps are in the order of their numbers, and the latest is where a run resumes",
+            fix="checkpointer.save(int(step), tree)",
+        )
         metrics = self._require_metrics(metrics)
         leaves = wanted.leaves.values()
         decisive = {name: metrics[name] for name in metrics if name == self._best_metric}
@@ -322,19 +328,6 @@ def _require_of_all_processes(leaves: Iterable[Leaf], joined: Job | None) -> Non
     for leaf in leaves if joined is not None and joined.num_processes > 1 else ():
         if isinstance(leaf, ArrayLeaf):
             leaf.require_of_all_processes()
-
-
-def _require_step(step: object) -> int:
-    if is_int(step) and step >= 0:
-        return int(step)
-    raise ValueError(
-        message(
-            "save needs a step number, 0 or more",
-            got=describe_value(step),
-            why="steps are in the order of their numbers, and the latest is where a run resumes",
-            fix="checkpointer.save(int(step), tree)",
-        )
-    )
 
 
 def _require_options(max_to_keep: object, best_mode: object) -> None:

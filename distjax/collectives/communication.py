@@ -6,7 +6,10 @@ import dataclasses
 import enum
 
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
+
+_WHY = "it says how reductions travel"
+_FIX = "dj.CommunicationOptions(bytes_per_pack=4 * 2**20, compress='bfloat16')"
 
 
 class CommunicationImplementation(enum.Enum):
@@ -50,9 +53,8 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_pack", "devices_per_host"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 0:
-                raise ValueError(_text(name, "an int, 0 or more", value))
+            what, value = f"CommunicationOptions: {name}", getattr(self, name)
+            require_int(what, value, 0, why=_WHY, fix=_FIX)
         if self.compress not in (None, "bfloat16"):
             raise ValueError(_text("compress", "None or 'bfloat16'", self.compress))
         name = str(getattr(self.implementation, "name", self.implementation)).upper()
@@ -111,6 +113,6 @@ def _text(name: str, expected: str, value: object) -> str:
     return message(
         f"CommunicationOptions: {name} needs {expected}",
         got=describe_value(value),
-        why="it says how reductions travel",
-        fix="dj.CommunicationOptions(bytes_per_pack=4 * 2**20, compress='bfloat16')",
+        why=_WHY,
+        fix=_FIX,
     )

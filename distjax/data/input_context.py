@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from distjax.errors import BatchError, describe_value, message
-from distjax.integers import is_int
+from distjax.errors import BatchError, message
+from distjax.integers import require_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,14 @@ class InputContext:
           >>> dj.InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
           2
         """
-        _require_count(global_batch_size)
+        require_int(
+            "get_per_replica_batch_size: global_batch_size",
+            global_batch_size,
+            0,
+            why="it is a number of examples",
+            fix="context.get_per_replica_batch_size(64)",
+            error=BatchError,
+        )
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             sizes = [n * self.num_replicas_in_sync for n in (size, size + 1) if n]
@@ -54,16 +61,3 @@ class InputContext:
             f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
             f"total: {self.num_input_pipelines})"
         )
-
-
-def _require_count(global_batch_size: object) -> None:
-    if is_int(global_batch_size) and global_batch_size >= 0:
-        return
-    raise BatchError(
-        message(
-            "get_per_replica_batch_size needs a global batch size, an int of 0 or more",
-            got=describe_value(global_batch_size),
-            why="it is a number of examples",
-            fix="context.get_per_replica_batch_size(64)",
-        )
-    )

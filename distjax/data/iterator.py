@@ -37,8 +37,8 @@ from distjax.data.input_layout import InputLayout
 from distjax.data.options import PAD, InputOptions
 from distjax.data.prefetch import OnDemand, Pipeline, Prefetcher
 from distjax.data.stream import End, HostStream
-from distjax.errors import ContextError, describe_value, message
-from distjax.integers import is_int
+from distjax.errors import ContextError, message
+from distjax.integers import require_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,16 +133,14 @@ class DistributedIterator:
         Source: tf.distribute.StrategyExtended.experimental_run_steps_on_iterator
           (TF 1.13).
         """
-        if not is_int(num_steps) or num_steps < 1:
-            raise ValueError(
-                message(
-                    "take needs a number of steps, 1 or more",
-                    got=describe_value(num_steps),
-                    why="it is the leading dimension of what comes back",
-                    fix="iterator.take(100)",
-                )
-            )
-        return self._give(int(num_steps), "iterator.take")
+        num_steps = require_int(
+            "take: num_steps",
+            num_steps,
+            1,
+            why="it is the leading dimension of what comes back",
+            fix="iterator.take(100)",
+        )
+        return self._give(num_steps, "iterator.take")
 
     # -- saving and resuming --------------------------------------------------
 

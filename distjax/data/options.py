@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final, Literal, get_args
 
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 
 Partial = Literal["error", "drop", "pad"]
 Shard = Literal["rows", "own"]
@@ -60,15 +60,13 @@ class InputOptions:
                     fix="dj.InputOptions(partial='pad')",
                 )
             )
-        if not is_int(self.prefetch) or self.prefetch < 0:
-            raise ValueError(
-                message(
-                    "InputOptions(prefetch=...) needs an int, 0 or more",
-                    got=describe_value(self.prefetch),
-                    why="it counts the elements that are moved to the devices ahead of the loop",
-                    fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
-                )
-            )
+        require_int(
+            "InputOptions(prefetch=...)",
+            self.prefetch,
+            0,
+            why="it counts the elements that are moved to the devices ahead of the loop",
+            fix="dj.InputOptions(prefetch=2); prefetch=0 for no background thread",
+        )
         if self.shard not in get_args(Shard):
             raise ValueError(
                 message(

@@ -11,7 +11,7 @@ import numpy as np
 
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 from distjax.layers.statistics import Statistics, batch_statistics
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
@@ -203,15 +203,13 @@ class BatchNormalization:
 
 
 def _require_arguments(num_features: object, momentum: object) -> None:
-    if not (is_int(num_features) and num_features >= 1):
-        raise ValueError(
-            message(
-                "BatchNormalization: num_features needs a positive int",
-                got=describe_value(num_features),
-                why="it is the size of the last axis, of which each index has its own statistics",
-                fix="dj.layers.BatchNormalization(x.shape[-1])",
-            )
-        )
+    require_int(
+        "BatchNormalization: num_features",
+        num_features,
+        1,
+        why="it is the size of the last axis, of which each index has its own statistics",
+        fix="dj.layers.BatchNormalization(x.shape[-1])",
+    )
     is_checked = not isinstance(momentum, jax.Array)  # reading one would wait for its device
     if is_checked and not (isinstance(momentum, _NUMBERS) and 0 <= momentum <= 1):
         raise ValueError(

@@ -13,7 +13,7 @@ from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.errors import ContextError, StrategyMismatchError, describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 from distjax.modes import ReduceOp
 from distjax.optim import gradient_pairs
 from distjax.optim.accumulation import Accumulation
@@ -72,7 +72,13 @@ class Optimizer:
         accumulate_steps: int = 1,
     ):
         _require_transformation(tx)
-        _require_steps(accumulate_steps)
+        require_int(
+            "Optimizer: accumulate_steps",
+            accumulate_steps,
+            1,
+            why="it counts the calls of apply_gradients per update",
+            fix="dj.optim.Optimizer(tx, accumulate_steps=4)",
+        )
         self._tx = optax.with_extra_args_support(tx)
         self._op = as_reduce_op(reduce_op)
         self._accumulate_steps = accumulate_steps
@@ -286,18 +292,5 @@ def _require_transformation(tx: object) -> None:
             got=describe_value(tx),
             why="it has init(params) and update(grads, state, params)",
             fix="dj.optim.Optimizer(optax.adam(1e-3))",
-        )
-    )
-
-
-def _require_steps(count: object) -> None:
-    if is_int(count) and count >= 1:
-        return
-    raise ValueError(
-        message(
-            "Optimizer: accumulate_steps needs a positive int",
-            got=describe_value(count),
-            why="it counts the calls of apply_gradients per update",
-            fix="dj.optim.Optimizer(tx, accumulate_steps=4)",
         )
     )

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from distjax import jax_compat
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import is_int, require_int
 
 #: The default name of the mesh axis over the replicas.
 REPLICA_AXIS = "replica"
@@ -207,16 +207,14 @@ def one_device_topology(device: jax.Device, num_replicas: int, axis_name: str) -
             )
         )
     require_axis_name(axis_name)
-    if not is_int(num_replicas) or num_replicas < 1:
-        raise ValueError(
-            message(
-                "num_replicas needs a positive int",
-                got=describe_value(num_replicas),
-                why="a step runs on at least one replica",
-                fix="VirtualStrategy(num_replicas=8)",
-            )
-        )
-    return _one_device_topology(device, int(num_replicas), axis_name)
+    num_replicas = require_int(
+        "num_replicas",
+        num_replicas,
+        1,
+        why="a step runs on at least one replica",
+        fix="VirtualStrategy(num_replicas=8)",
+    )
+    return _one_device_topology(device, num_replicas, axis_name)
 
 
 @functools.cache

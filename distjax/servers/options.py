@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 from distjax.servers.strategy_contract import ServerStrategy
 
 
@@ -32,13 +32,5 @@ def require_positive(value: object, method: str, name: str, fix: str) -> None:
       name: the argument's name.
       fix: a call that is right.
     """
-    if is_int(value) and value >= 1:
-        return
-    raise ValueError(
-        message(
-            f"{method}: {name} needs an int of 1 or more",
-            got=describe_value(value),
-            why="it is a number of workers or closures",
-            fix=fix,
-        )
-    )
+    why = "it is a number of workers or closures"
+    require_int(f"{method}: {name}", value, 1, why=why, fix=fix)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import is_int, require_int
 from distjax.placement.topology import (
     REPLICA_AXIS,
     Topology,
@@ -236,15 +236,12 @@ def _as_homes(workers: Sequence[Sequence[jax.Device]], axis_name: str) -> list[T
 
 
 def _require_count(value: object, name: str) -> None:
-    if is_int(value) and value >= 1:
-        return
-    raise ValueError(
-        message(
-            f"ParameterServerStrategy: {name} needs a positive int",
-            got=describe_value(value),
-            why="a step needs a worker to run at, and a server for its variables",
-            fix=f"dj.ParameterServerStrategy({name}=2)",
-        )
+    require_int(
+        f"ParameterServerStrategy: {name}",
+        value,
+        1,
+        why="a step needs a worker to run at, and a server for its variables",
+        fix=f"dj.ParameterServerStrategy({name}=2)",
     )
 
 

@@ -24,7 +24,7 @@ from distjax.data.chunks import Steps
 from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 from distjax.objects.claims import HeldClaims
 from distjax.program.program import Program
 from distjax.replica import lax
@@ -128,7 +128,13 @@ def run_steps(
     """Runs up to K steps: see `StrategyExtended.run_steps_on_iterator`."""
     require_callable(fn, "run_steps_on_iterator")
     _require_iterator(iterator)
-    iterations = _count(iterations)
+    iterations = require_int(
+        "run_steps_on_iterator: iterations",
+        iterations,
+        1,
+        why="it is the number of steps to run",
+        fix="run_steps_on_iterator(fn, iterator, iterations=100)",
+    )
     _require_initial(initial_loop_values)
     context = MultiStepContext(initial_loop_values)
     is_ours = isinstance(iterator, DistributedIterator)
@@ -186,19 +192,6 @@ def _require_initial(values: object) -> None:
             got=describe_value(values),
             why="each value is an output of the step before the first, by name",
             fix="run_steps_on_iterator(fn, iterator, 100, {'loss': 0.0})",
-        )
-    )
-
-
-def _count(iterations: object) -> int:
-    if is_int(iterations) and iterations >= 1:
-        return int(iterations)
-    raise ValueError(
-        message(
-            "run_steps_on_iterator: iterations needs an int of 1 or more",
-            got=describe_value(iterations),
-            why="it is the number of steps to run",
-            fix="run_steps_on_iterator(fn, iterator, iterations=100)",
         )
     )
 

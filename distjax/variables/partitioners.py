@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 from distjax.typing import DTypeLike
 
 #: (shape, dtype) -> number of shards along each axis.
@@ -56,16 +56,8 @@ def count_shards(
 
 
 def _require_count(owner: str, name: str, value: object) -> None:
-    if is_int(value) and value >= 1:
-        return
-    raise ValueError(
-        message(
-            f"{owner}: {name} needs an int of 1 or more",
-            got=describe_value(value),
-            why="it bounds the number or the size of shards",
-            fix=f"{owner}({name}=8)",
-        )
-    )
+    why = "it bounds the number or the size of shards"
+    require_int(f"{owner}: {name}", value, 1, why=why, fix=f"{owner}({name}=8)")
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:

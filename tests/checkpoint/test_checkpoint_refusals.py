@@ -93,7 +93,7 @@ def test_inside_of_traces(method, place, checkpointer, pair):
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "1"])
 def test_no_step_number(step, checkpointer):
-    with pytest.raises(ValueError, match="^save needs a step number, 0 or more"):
+    with pytest.raises(ValueError, match="^save: step needs an int of 0 or more"):
         checkpointer.save(step, {})
 
 

@@ -147,7 +147,7 @@ def test_options_on_one_device_do_not_matter():
 
 
 def test_r353_options():
-    with pytest.raises(ValueError, match="bytes_per_pack needs an int, 0 or more"):
+    with pytest.raises(ValueError, match="bytes_per_pack needs an int of 0 or more"):
         dj.CommunicationOptions(bytes_per_pack=-1)
     with pytest.raises(ValueError, match="implementation needs one of AUTO, RING, NCCL"):
         dj.CommunicationOptions(implementation="foo")

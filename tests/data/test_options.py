@@ -28,7 +28,7 @@ def test_r283_input_context():
 @pytest.mark.parametrize("size", ["12", 12.0, -6, True, None])
 def test_a_global_batch_size_that_is_no_count(size):
     context = dj.InputContext(num_replicas_in_sync=6)
-    with pytest.raises(BatchError, match="^get_per_replica_batch_size needs a global batch size, "):
+    with pytest.raises(BatchError, match="^get_per_replica_batch_size: global_batch_size needs"):
         context.get_per_replica_batch_size(size)
     assert context.get_per_replica_batch_size(np.int64(12)) == 2
 
@@ -60,7 +60,7 @@ def test_shard_is_one_of_two_words(shard):
 
 @pytest.mark.parametrize("prefetch", [-1, 1.0, True, None])
 def test_prefetch_is_a_count(prefetch):
-    with pytest.raises(ValueError, match="prefetch=...\\) needs an int, 0 or more"):
+    with pytest.raises(ValueError, match="prefetch=...\\) needs an int of 0 or more"):
         dj.InputOptions(prefetch=prefetch)
 
 

@@ -156,5 +156,5 @@ def test_padded_steps(pair):
 @pytest.mark.parametrize("count", [0, -1, 1.0, True, None])
 def test_the_number_of_steps(pair, count):
     iterator = iter(pair.distribute_dataset(batches(pair, 2)))
-    with pytest.raises(ValueError, match="^take needs a number of steps, 1 or more"):
+    with pytest.raises(ValueError, match="^take: num_steps needs an int of 1 or more"):
         iterator.take(count)

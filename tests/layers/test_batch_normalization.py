@@ -303,7 +303,7 @@ def test_another_number_of_features(pair, shape):
 
 @pytest.mark.parametrize("count", [0, -3, 2.0, True, None, (3,)])
 def test_what_is_no_number_of_features(count):
-    with pytest.raises(ValueError, match="^BatchNormalization: num_features needs a positive int"):
+    with pytest.raises(ValueError, match="^BatchNormalization: num_features needs an int of 1"):
         dj.layers.BatchNormalization(count)
 
 

@@ -139,5 +139,5 @@ def test_the_transformation_sees_the_dtype_of_the_gradient(pair, gradient):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, None])
 def test_a_count_that_is_no_positive_int(count):
-    with pytest.raises(ValueError, match="^Optimizer: accumulate_steps needs a positive int"):
+    with pytest.raises(ValueError, match="^Optimizer: accumulate_steps needs an int of 1 or more"):
         dj.optim.Optimizer(optax.sgd(1.0), accumulate_steps=count)

@@ -187,10 +187,10 @@ def test_variables_are_made_before_the_step(ps):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"servers": 0}, "servers needs a positive int"),
-        ({"workers": 0}, "workers needs a positive int"),
+        ({"servers": 0}, "servers needs an int of 1 or more"),
+        ({"workers": 0}, "workers needs an int of 1 or more"),
         ({"workers": [[1]]}, "workers needs a number, or devices for each"),
-        ({"workers": True}, "workers needs a positive int"),
+        ({"workers": True}, "workers needs an int of 1 or more"),
         ({"workers": []}, "workers needs a number, or devices for each"),
         ({"workers": [jax.devices()[:2], jax.devices()[2:3]]}, "workers needs as many devices"),
         ({"workers": [jax.devices()[:1] * 2]}, "devices needs at least one device. No duplicates"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import distjax
 from distjax.errors import describe_value, message
-from distjax.integers import is_int
+from distjax.integers import require_int
 
 _RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
 
@@ -31,15 +31,13 @@ def require_options(
                 fix='dj.servers.RayEngine("auto"), or None for one on this machine',
             )
         )
-    if not is_int(max_failures) or max_failures < 1:
-        raise ValueError(
-            message(
-                "RayEngine: max_failures needs an int of 1 or more",
-                got=describe_value(max_failures),
-                why="so many workers may be lost in one closure before it is given up",
-                fix="dj.servers.RayEngine(max_failures=3)",
-            )
-        )
+    require_int(
+        "RayEngine: max_failures",
+        max_failures,
+        1,
+        why="so many workers may be lost in one closure before it is given up",
+        fix="dj.servers.RayEngine(max_failures=3)",
+    )
     _require_resources("worker_resources", worker_resources)
     _require_resources("server_resources", server_resources)
     if not isinstance(runtime_env, Mapping | None):

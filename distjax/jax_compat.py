@@ -157,9 +157,20 @@ def new_jaxpr(
     return jec.Jaxpr(*atoms, list(eqns), effects, info, is_high=like.is_high)
 
 
-def eval_jaxpr(jaxpr: jec.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates `jaxpr` under whatever trace is current."""
-    return core.eval_jaxpr(jaxpr, consts, *args)
+def eval_jaxpr(
+    jaxpr: jec.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    bind: Callable[[jec.JaxprEqn, list[Any]], Sequence[Any]] | None = None,
+) -> list[Any]:
+    """Evaluates `jaxpr` under whatever trace is current, each equation by `bind` if it is given."""
+    if bind is None:
+        return core.eval_jaxpr(jaxpr, consts, *args)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, bind(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def bind_equation(
@@ -246,16 +257,6 @@ def solver_call(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[int]] | None:
         jaxpr, _ = open_jaxpr(hidden["solve_jaxpr"])
         return jaxpr, list(range(len(jaxpr.invars)))
     return None
-
-
-def meshes_of(jaxpr: jec.Jaxpr) -> Iterator[Any]:
-    """Yields the meshes named by equations at any depth."""
-    for eqn in jaxpr.eqns:
-        mesh = getattr(eqn.params.get("sharding"), "mesh", eqn.params.get("mesh"))
-        if hasattr(mesh, "size"):
-            yield mesh
-        for sub in sub_jaxprs(eqn):
-            yield from meshes_of(sub)
 
 
 def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:

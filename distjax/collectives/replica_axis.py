@@ -15,7 +15,7 @@ from jax import lax
 
 from distjax import inner_traces, jax_compat
 from distjax.context import frames
-from distjax.jax_compat import Jaxpr, Literal
+from distjax.jax_compat import Jaxpr, JaxprEqn
 from distjax.placement.topology import Topology
 
 
@@ -44,17 +44,14 @@ def _evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], names: dict[str, str]
 ) -> list[Any]:
     """Evaluates a jaxpr with axis names replaced in its equations, also inside `jit`."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
+
+    def bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "jit":
-            outs = _evaluate(*jax_compat.called_jaxpr(eqn), ins, names)
-        else:
-            params = {key: _rename_axes(value, names) for key, value in eqn.params.items()}
-            outs = jax_compat.bind_equation(eqn, ins, params)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+            return _evaluate(*jax_compat.called_jaxpr(eqn), ins, names)
+        params = {key: _rename_axes(value, names) for key, value in eqn.params.items()}
+        return jax_compat.bind_equation(eqn, ins, params)
+
+    return jax_compat.eval_jaxpr(jaxpr, consts, args, bind)
 
 
 def _rename_axes(value: object, names: dict[str, str]) -> Any:

@@ -101,7 +101,7 @@ class Discovered:
     def _meshes(self) -> Iterator[Any]:
         treedef, _ = self._signature
         yield from (t.mesh for t in _topologies(treedef) if t.mesh is not None)
-        yield from jax_compat.meshes_of(self._jaxpr)
+        yield from _meshes_of(self._jaxpr)
 
     @property
     def results(self) -> list[tuple[str, bool]]:
@@ -264,6 +264,16 @@ def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:
         if data is not None and data[0] is PerReplica:
             yield data[1][0]
         ahead.extend(node.children())
+
+
+def _meshes_of(jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:
+    """Yields the meshes named by equations at any depth."""
+    for eqn in jaxpr.eqns:
+        mesh = getattr(eqn.params.get("sharding"), "mesh", eqn.params.get("mesh"))
+        if hasattr(mesh, "size"):
+            yield mesh
+        for sub in jax_compat.sub_jaxprs(eqn):
+            yield from _meshes_of(sub)
 
 
 def _is_result(value: object) -> bool:

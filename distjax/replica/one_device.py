@@ -18,7 +18,7 @@ from jax import lax
 
 from distjax import jax_compat
 from distjax.errors import message
-from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from distjax.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from distjax.replica.analysis import Analysis
 from distjax.typing import ArrayLike
 
@@ -47,13 +47,7 @@ class OneDevice:
         """Returns the outputs of `jaxpr` as separate devices would compute them."""
         if not any(map(self._is_special, jaxpr.eqns)):
             return jax_compat.eval_jaxpr(jaxpr, consts, args)
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-        for eqn in jaxpr.eqns:
-            ins = [read(v) for v in eqn.invars]
-            rule = self._equation if self._is_special(eqn) else jax_compat.bind_equation
-            env.update(zip(eqn.outvars, rule(eqn, ins), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return jax_compat.eval_jaxpr(jaxpr, consts, args, self._equation)
 
     def _is_special(self, eqn: JaxprEqn) -> bool:
         name, params = eqn.primitive.name, eqn.params
@@ -70,6 +64,8 @@ class OneDevice:
 
     def _equation(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
+        if not self._is_special(eqn):
+            return jax_compat.bind_equation(eqn, ins)
         if self._analysis.over_replicas(eqn):
             return [self._collective(name, ins[0], params)]
         if name in _INLINED:

@@ -159,19 +159,15 @@ def eval_opened(
     opens: Callable[[JaxprEqn], bool],
 ) -> list[Any]:
     """Evaluates a jaxpr without placements, and with those calls inlined for which `opens`."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
+
+    def bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name in PLACEMENTS:
-            outs = ins
-        elif opens(eqn):
-            key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
-            outs = eval_opened(*jax_compat.open_jaxpr(eqn.params[key]), ins, opens)
-        else:
-            outs = eval_equation(jaxpr, eqn, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+            return ins
+        if opens(eqn):
+            return eval_opened(*jax_compat.called_jaxpr(eqn), ins, opens)
+        return eval_equation(jaxpr, eqn, ins)
+
+    return jax_compat.eval_jaxpr(jaxpr, consts, args, bind)
 
 
 def open_code(code: Code) -> Code:

@@ -65,19 +65,16 @@ def _prepared(code: Code) -> Code:
     avals = [aval_of_atom(v) for v in code.inputs]
 
     def run(*arrays: jax.Array) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(code.jaxpr.invars, (*code.consts, *arrays), strict=True))
         roots: dict[int, Any] = {}  # what reshaped values were before, by name
-        read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-        for eqn in code.jaxpr.eqns:
-            ins = [read(atom) for atom in eqn.invars]
-            if keeps_elements(eqn):
-                (out,) = eqn.outvars
-                roots[id(out)] = roots.get(id(eqn.invars[0]), ins[0])
-                outs = [jax.lax.reshape(roots[id(out)], shape_of(out))]
-            else:
-                outs = eval_equation(code.jaxpr, eqn, ins)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, code.outputs))
+
+        def bind(eqn: JaxprEqn, ins: Sequence[Any]) -> Sequence[Any]:
+            if not keeps_elements(eqn):
+                return eval_equation(code.jaxpr, eqn, ins)
+            (out,) = eqn.outvars
+            roots[id(out)] = roots.get(id(eqn.invars[0]), ins[0])
+            return [jax.lax.reshape(roots[id(out)], shape_of(out))]
+
+        return jax_compat.eval_jaxpr(code.jaxpr, (), (*code.consts, *arrays), bind)
 
     return trace_code(run, avals)
 

@@ -10,7 +10,7 @@ from distjax.cluster.ledger import ledger
 from distjax.typing import PyTree
 
 
-def note_write(name: str, value: PyTree) -> None:
+def record_write(name: str, value: PyTree) -> None:
     """Records a write of a value that must be the same on every process, if there are several.
 
     Nothing is exchanged: see `Ledger`. Of an array that spans processes only shape and dtype

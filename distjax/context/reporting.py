@@ -17,6 +17,7 @@ from distjax import user_lines
 from distjax.context import frames
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
+from distjax.errors import ReductionWarning
 
 #: The rule name for state that goes in equal and comes out different.
 STATE = "state that comes back different"
@@ -64,21 +65,22 @@ def num_reported() -> int:
     return _num_reported.get()
 
 
-def report(finding: Finding, kind: type[Warning] | type[Exception] | None = None) -> None:
+def report(finding: Finding, kind: type[Warning] | type[Exception] = ReductionWarning) -> None:
     """Reports a finding: raises it, warns about it, or only passes it to the observer.
 
     Args:
       finding: what was found.
-      kind: the error or warning class; None for a note.
+      kind: the class of the warning or error; of no use for a note.
     """
-    if finding.rule == STATE and finding.level != "note":
+    is_note = finding.level == "note"
+    if finding.rule == STATE and not is_note:
         _num_reported.set(_num_reported.get() + 1)
     if finding.expected is None:
         finding = dataclasses.replace(finding, expected=current_reason())
     observer = frames.observer()
     if observer is not None:
         observer.on_finding(finding)
-    if finding.expected is not None or kind is None:
+    if finding.expected is not None or is_note:
         return
     if observer is not None and observer.collects_findings:
         return

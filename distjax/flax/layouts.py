@@ -13,7 +13,7 @@ from flax import nnx
 from distjax.cluster.agreement import agree
 from distjax.cluster.facts import ComparedFact, describe_on_host
 from distjax.cluster.job import job
-from distjax.cluster.writes import note_write
+from distjax.cluster.writes import record_write
 from distjax.context.contracts import StrategyLike
 from distjax.flax import rules
 from distjax.placement.host_values import without_alias
@@ -103,7 +103,7 @@ def _compare(moved: Sequence[tuple[str, PyTree]], are_new: bool) -> None:
         agree("the first use of NNX objects", values, known_by=values)
     else:
         for path, value in moved:
-            note_write(f"a write of {path}", value)
+            record_write(f"a write of {path}", value)
 
 
 def _spans_processes(layout: Layout | None) -> bool:

@@ -13,8 +13,6 @@ from typing import Any
 import jax
 
 from distjax.context import frames
-from distjax.context.reporting import report
-from distjax.errors import ReductionWarning
 from distjax.jax_compat import JaxprEqn
 from distjax.placement.topology import Topology
 from distjax.replica import fact_reductions as reductions
@@ -126,7 +124,7 @@ def follow_between_runs(
     facts = [recall(array) for array in arrays] if _is_between_runs() else []
     for out, fact in zip(outs, facts, strict=False):
         if fact is not None:
-            walk = _Line(topology)
+            walk = _EagerWalk(topology)
             remember([out], [follow(walk, op, _ANY, fact)])
             walk.report()
 
@@ -135,7 +133,7 @@ def report_unfit_between_runs(op: str, gradients: Sequence[PyTree], topology: To
     """Reports gradients that do not fit an optimizer with reduction `op`."""
     for fact in map(recall, gradients) if _is_between_runs() else ():
         if fact is not None:
-            walk = _Line(topology)
+            walk = _EagerWalk(topology)
             findings.find_unfit_gradients(walk, op, _ANY, fact)
             walk.report()
 
@@ -148,8 +146,8 @@ def _is_between_runs() -> bool:
 _ANY: Any = None
 
 
-class _Line(FactWalk):
-    """The location of one operation of cross-replica code."""
+class _EagerWalk(FactWalk):
+    """The walk over one operation between runs, for which the line now running stands."""
 
     def __init__(self, topology: Topology):
         super().__init__({}, topology.axis_name, topology.num_replicas, frozenset())
@@ -162,8 +160,3 @@ class _Line(FactWalk):
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Returns False: nothing here is part of a backward pass."""
         return False
-
-    def report(self) -> None:
-        """Reports what was found."""
-        for finding in self.found.values():
-            report(finding, ReductionWarning if finding.level == "warning" else None)

@@ -16,7 +16,6 @@ from distjax.context.reporting import report
 from distjax.errors import (
     ContextError,
     MergeError,
-    ReductionWarning,
     StrategyMismatchError,
     message,
 )
@@ -122,6 +121,4 @@ def _warn_if_mapped(what: str) -> None:
         fix="dj.pmap in place of jax.pmap, or strategy.run(fn, args); or, where it is meant: "
         "with dj.expect(reason)",
     )
-    report(
-        Finding("warning", "a reduction without replicas", text, calling_line()), ReductionWarning
-    )
+    report(Finding("warning", "a reduction without replicas", text, calling_line()))

@@ -11,14 +11,8 @@ import jax.numpy as jnp
 
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
-from distjax.context.reporting import (
-    LOCAL_VARIANCES,
-    STATE,
-    STATE_FIX,
-    STATE_WHY,
-    report,
-)
-from distjax.errors import ReductionWarning, message
+from distjax.context.reporting import STATE, STATE_FIX, STATE_WHY, report
+from distjax.errors import message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology
 from distjax.replica import reduction_findings as findings
@@ -92,10 +86,7 @@ def examine(
     updates_state = any(x.differs and x.find("base") for x in of_user)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
-    for (rule, _), finding in walk.found.items():
-        if rule == LOCAL_VARIANCES and walk.tells_means_apart:
-            continue  # the function also reduces what the variance between replicas needs
-        report(finding, ReductionWarning if finding.level == "warning" else None)
+    walk.report()
     return env
 
 
@@ -190,8 +181,7 @@ def find_unequal_start(variable: Variable) -> None:
         fix="draw it with a key that is equal on all replicas, or make the variable outside of the "
         "replica function",
     )
-    finding = Finding("warning", "replica 0's initial value wins", text, calling_line())
-    report(finding, ReductionWarning)
+    report(Finding("warning", "replica 0's initial value wins", text, calling_line()))
 
 
 def updated_argument(fact: Fact) -> int | None:
@@ -200,14 +190,14 @@ def updated_argument(fact: Fact) -> int | None:
     return int(base.removeprefix("argument ")) if base.startswith("argument ") else None
 
 
-def note_lone_updates(
+def report_lone_updates(
     facts: Sequence[Fact],
     paths: Sequence[str],
     results: Sequence[GlobalValue],
     given: Given,
     expectations: Mapping[int, tuple[Any, str]],
 ) -> None:
-    """Notes results that update an equal argument but differ.
+    """Reports, as notes, results that update an equal argument but differ.
 
     Whether they are fed back is known only at the second call; see `feedback`. State of objects
     is left out: it is updated in place, not through results.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from distjax import jax_compat, user_lines
+from distjax.context.reporting import LOCAL_VARIANCES, report
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.replica.analysis import CALLS, MERGE_NAME
 
@@ -206,6 +207,13 @@ class FactWalk:
     def read(self, env: Mapping[Any, Fact], atom: Var | Literal) -> Fact:
         """Returns the fact of a variable or literal."""
         return of_literal(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    def report(self) -> None:
+        """Reports what was found."""
+        for (rule, _), finding in self.found.items():
+            # The function may also reduce what the variance between replicas needs.
+            if rule != LOCAL_VARIANCES or not self.tells_means_apart:
+                report(finding)
 
     def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:
         name = eqn.primitive.name

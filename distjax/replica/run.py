@@ -25,7 +25,7 @@ from distjax.replica.body_errors import (
 )
 from distjax.replica.cross_facts import remember
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.examine import Given, examine, find_unequal_start, note_lone_updates
+from distjax.replica.examine import Given, examine, find_unequal_start, report_lone_updates
 from distjax.replica.facts import EQUAL, Fact
 from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
@@ -177,7 +177,7 @@ def _tell_findings(
             paths = traced.result.paths[: len(own)]
             if own is not results:
                 paths = [path.removeprefix("[0]") for path in paths]
-            note_lone_updates(facts[: len(own)], paths, own, given, outer.expectations)
+            report_lone_updates(facts[: len(own)], paths, own, given, outer.expectations)
     return facts
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from distjax import jax_compat, user_mesh
-from distjax.cluster.writes import note_write
+from distjax.cluster.writes import record_write
 from distjax.collectives.communication import DEFAULT_OPTIONS, CommunicationOptions
 from distjax.collectives.dense import require_dense
 from distjax.collectives.eager import call_compiled
@@ -327,7 +327,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
                 return jax.lax.with_sharding_constraint(x, target)
             return place_output(x, extended.topology)
         if target is not None and not target.is_fully_addressable:
-            note_write("broadcast_to", x)
+            record_write("broadcast_to", x)
         return place_on(x, target)
 
     return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))

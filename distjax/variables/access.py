@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import user_mesh
-from distjax.cluster.writes import note_write
+from distjax.cluster.writes import record_write
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
 from distjax.collectives.reductions import combine_components
@@ -79,7 +79,7 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> None:
     else:
         _write_across(variable, state, array, method)
     if state is states.STORAGE and variable.spans_processes:
-        note_write(f"{method} of variable {variable.name!r}", array)
+        record_write(f"{method} of variable {variable.name!r}", array)
 
 
 _write_off_mesh = user_mesh.ignores_user_mesh(_write)

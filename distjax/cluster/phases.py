@@ -93,7 +93,7 @@ def _phase(what: str, is_work: bool) -> Generator[None]:
             _by_thread[thread] = outer
 
 
-class _OwnPrograms:
+class _LonePrograms:
     """Programs that this process launches alone, such as evaluation on its devices.
 
     Each takes only a moment, so they count as one phase for as long as they follow one another
@@ -104,7 +104,7 @@ class _OwnPrograms:
     def __init__(self) -> None:
         self._name, self._since, self._latest, self._num_calls = "", 0.0, -math.inf, 0
 
-    def note(self, name: str, num_calls: int) -> None:
+    def record(self, name: str, num_calls: int) -> None:
         """Records a launch; `num_calls` is the ledger's current count."""
         now = time.monotonic()
         if num_calls != self._num_calls or now - self._latest > _PAUSE:
@@ -117,9 +117,9 @@ class _OwnPrograms:
             yield Phase(f"running {self._name} alone", self._since, True, has_bound=False)
 
 
-own_programs = _OwnPrograms()
+lone_programs = _LonePrograms()
 
 
 def phases() -> tuple[Phase, ...]:
     """Returns what the threads of this process are doing."""
-    return *_by_thread.values(), *own_programs.phases()
+    return *_by_thread.values(), *lone_programs.phases()

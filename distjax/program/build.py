@@ -116,7 +116,7 @@ class Build:
             raise NotCompiled
         return signature
 
-    def note_agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any], agreed: int) -> None:
+    def record_agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any], agreed: int) -> None:
         """Records what the processes of a job agreed on for these arguments."""
         signature = self.signatures.find(args, kwargs)
         if signature is not None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from distjax import jax_compat
 from distjax.cluster.ledger import Launch, ledger
-from distjax.cluster.phases import own_programs
+from distjax.cluster.phases import lone_programs
 from distjax.collectives.throttle import awaiting, count_launch, record_completion, throttle
 from distjax.context.thread_settings import modes_of_this_thread, probe_modes
 from distjax.errors import ContextError, TraceLeakError, message
@@ -90,7 +90,7 @@ def start(
                 if finish is not None:
                     result = finish(result)
             except BaseException:
-                _conclude(build, returned, finish, launch)
+                _complete_raised(build, returned, finish, launch)
                 raise
         finally:
             owned.is_starting = False
@@ -252,7 +252,7 @@ def _start_watched_reader(
             result = finish(result)
     except BaseException:
         if launch is not None:
-            _conclude_launch(launch, cell[0] if cell else None)
+            _end_launch(launch, cell[0] if cell else None)
         if cell and finish is not None:
             finish(spec_of(cell[0]).results(cell[0][2]))
         raise
@@ -286,16 +286,16 @@ def _start_remote_writer(
         jax.block_until_ready(returned[0])
         spec = spec_of(returned)
 
-        def conclude() -> Any:
+        def store() -> Any:
             for each, array in zip(stored, returned[0], strict=True):
                 each.swap(array)
             result = spec.results(returned[2])
             return result if finish is None else finish(result)
 
         try:
-            result = conclude()
+            result = store()
         except BaseException:
-            conclude()  # a signal raised in it: write all of the step or nothing
+            store()  # a signal raised in it: write all of the step or nothing
             raise
     return result, spec
 
@@ -305,30 +305,28 @@ def _begin(
 ) -> Launch | None:
     """Records that a program is about to run; None if only this process runs it."""
     if not build.spans_processes:
-        own_programs.note(build.name, ledger.count)
+        lone_programs.record(build.name, ledger.count)
         return None
     paths = signature.host_leaves
     arguments = checksum(paths, args, kwargs) if paths else 0
     return ledger.begin_launch(Launch(build.name, signature.agreed, arguments))
 
 
-def _end_launch(launch: Launch, returned: tuple[Any, ...]) -> None:
-    """Records that a program runs, and the array that is ready when it completes."""
+def _end_launch(launch: Launch, returned: tuple[Any, ...] | None) -> None:
+    """Records that a program runs, and the array that is ready when it completes.
+
+    If nothing was returned, the call has raised before the program ran.
+    """
+    if returned is None:
+        ledger.abandon_launch(launch)
+        return
     _, _, arrays, token = returned
     if token is None and arrays:
         token = arrays[spec_of(returned).completion or 0]
     ledger.end_launch(launch, token)
 
 
-def _conclude_launch(launch: Launch, returned: tuple[Any, ...] | None) -> None:
-    """Completes the record of a launch whose call raised."""
-    if returned is None:
-        ledger.abandon_launch(launch)
-    else:
-        _end_launch(launch, returned)
-
-
-def _conclude(
+def _complete_raised(
     build: Build,
     returned: tuple[Any, ...] | None,
     finish: Finish | None,
@@ -340,7 +338,7 @@ def _conclude(
         returned = cell[0]
         cell[0] = returned[0]
     if launch is not None:
-        _conclude_launch(launch, returned)
+        _end_launch(launch, returned)
     if returned is not None:
         if finish is not None:
             finish(spec_of(returned).results(returned[2]))

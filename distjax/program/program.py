@@ -199,7 +199,6 @@ class Program:
         Each round makes progress: a compiled signature, more variables, or arguments that
         `jit` accepts.
         """
-        require_no_nan(error, self._step, self._build)
         self._require(args, kwargs)
         fixes = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         try:
@@ -332,7 +331,7 @@ class Program:
                 if build.spans_processes:
                     names = self._step.argument_names
                     agreed = agree_on_program(build, lowered, names, args, kwargs)
-                    build.note_agreed(args, kwargs, agreed)
+                    build.record_agreed(args, kwargs, agreed)
                 with contextlib.suppress(Exception):  # the call will raise it
                     lowered.compile()
                 break
@@ -373,9 +372,9 @@ class Program:
 
     def _prepare_donated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments, copying arrays that variables would lose by donation."""
-        if not jax_compat.REFUSES_TO_DONATE_DELETED:
-            if self._build is not None and self._build.spans_devices:
-                self._require_undeleted(args)
+        build = self._build
+        if not jax_compat.REFUSES_TO_DONATE_DELETED and build is not None and build.spans_devices:
+            self._require_undeleted(args)
         return copy_handles(args, self._step.donate_argnums)
 
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:

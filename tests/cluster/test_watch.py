@@ -307,9 +307,9 @@ def test_a_phase_has_a_bound(monkeypatch, ends):
 
 def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
     """As long as one comes after the other; the others wait for it for `phase_timeout`."""
-    own, now = phases_module._OwnPrograms(), [0.0]
+    lone, now = phases_module._LonePrograms(), [0.0]
     monkeypatch.setattr(phases_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(watch, "phases", lambda: (*own.phases(),))
+    monkeypatch.setattr(watch, "phases", lambda: (*lone.phases(),))
     evaluating, waiting_one = make_processes(2)
 
     def heard(seconds):
@@ -320,17 +320,17 @@ def test_programs_of_one_process_alone_are_a_phase(monkeypatch):
 
     assert not heard(0.0)
     for _ in range(400):
-        own.note("evaluate", 5)
+        lone.record("evaluate", 5)
         assert heard(9.0)
     assert hear(waiting_one[1]._job, 0)[0].at == "running evaluate alone"
     assert not heard(2.0)  # a pause
-    own.note("evaluate", 5)
+    lone.record("evaluate", 5)
     assert heard(9.0)
     for _ in range(401):
-        own.note("evaluate", 5)
+        lone.record("evaluate", 5)
         is_at_work = heard(9.0)
     assert not is_at_work  # a training of its own goes on, and nothing ends
-    own.note("evaluate", 6)  # after a program of all
+    lone.record("evaluate", 6)  # after a program of all
     assert heard(9.0)
 
 

@@ -11,7 +11,7 @@ from distjax.context.finding import Finding
 from distjax.diagnostics.explanation_diff import ExplanationDiff, diff_explanations
 from distjax.diagnostics.hlo import CollectiveCount, count_by_kind
 from distjax.diagnostics.notes import EqualReduction, RunProof
-from distjax.diagnostics.program_collectives import Collective
+from distjax.diagnostics.program_collectives import Collective, collective_table
 from distjax.tables import Table, as_html, as_text, format_bytes
 
 
@@ -153,9 +153,9 @@ class Explanation:
     def _tables(self) -> Iterator[Table]:
         yield Table(f"{self.name}:", ("collectives", "as written", "compiled"), self._counts())
         among = "" if self.cut is None else ", over the devices of each worker"
-        yield _collective_table(f"as written{among}:", self.written)
+        yield collective_table(f"as written{among}:", self.written)
         if self.compiled != self.written:
-            yield _collective_table(f"compiled{among}:", self.compiled)
+            yield collective_table(f"compiled{among}:", self.compiled)
         yield Table("on one device:", (), self._costs())
         yield Table(
             "proved (T: a value per replica, M: equal on every replica):",
@@ -227,8 +227,3 @@ class Explanation:
 
 def _count_text(count: CollectiveCount | None) -> str:
     return "-" if count is None else f"{count.num_ops} ({format_bytes(count.result_bytes)})"
-
-
-def _collective_table(caption: str, collectives: tuple[Collective, ...]) -> Table:
-    rows = tuple((c.kind, format_bytes(c.result_bytes), c.source) for c in collectives)
-    return Table(caption, ("kind", "bytes", "line"), rows)

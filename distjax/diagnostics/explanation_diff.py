@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from distjax.context.finding import Finding
 from distjax.diagnostics.notes import RunProof
-from distjax.diagnostics.program_collectives import Collective
-from distjax.tables import Table, as_html, as_text, format_bytes
+from distjax.diagnostics.program_collectives import Collective, collective_table
+from distjax.tables import Table, as_html, as_text
 
 _T = TypeVar("_T")
 
@@ -87,8 +87,7 @@ class ExplanationDiff:
         yield Table(f"{' -> '.join(self.names)}:{what}")
         for which, collectives in zip(("first", "second"), self.reduced, strict=True):
             if collectives:
-                rows = tuple((c.kind, format_bytes(c.result_bytes), c.source) for c in collectives)
-                yield Table(f"reduced in the {which} only:", ("kind", "bytes", "line"), rows)
+                yield collective_table(f"reduced in the {which} only:", collectives)
         if self.proofs:
             yield Table(
                 "proved (T: a value per replica, M: equal on every replica):",

@@ -16,6 +16,7 @@ import jax
 
 from distjax.diagnostics import hlo, sources
 from distjax.program.ahead import LoweredProgram
+from distjax.tables import Table, format_bytes
 from distjax.user_lines import UNKNOWN, SourceFrame
 
 
@@ -32,6 +33,12 @@ class Collective:
     kind: str
     result_bytes: int
     source: str
+
+
+def collective_table(caption: str, collectives: Sequence[Collective]) -> Table:
+    """Returns a table of collectives, each with its bytes and line."""
+    rows = tuple((c.kind, format_bytes(c.result_bytes), c.source) for c in collectives)
+    return Table(caption, ("kind", "bytes", "line"), rows)
 
 
 # -- as written ---------------------------------------------------------------

@@ -333,21 +333,29 @@ def _most_arguments(fn: Callable[..., Any]) -> float:
     return math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(positional_names(fn))
 
 
-def as_numbers(given: int | Sequence[int], argument: str) -> tuple[int, ...]:
-    """Returns one number or several as a tuple.
+def as_numbers(
+    given: int | Iterable[int], argument: str, method: str = "jit", at_least: float = -math.inf
+) -> tuple[int, ...]:
+    """Returns one number of a positional argument, or several, as a tuple.
+
+    Args:
+      given: what the user gave.
+      argument: what the user gave it for, as in "donate_argnums".
+      method: the function that the user called.
+      at_least: the smallest number that is allowed.
 
     Raises:
-      ValueError: one is not an int.
+      ValueError: one is not an int, or is less than `at_least`.
     """
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
-    if all(map(is_int, numbers)):
+    if all(is_int(n) and n >= at_least for n in numbers):
         return numbers
     raise ValueError(
         message(
-            f"jit: {argument} needs numbers of positional arguments",
+            f"{method}: {argument} needs numbers of positional arguments",
             got=f"{numbers}",
             why="such an argument is found by its position",
-            fix=f"dj.jit(fn, {argument}=(0,))",
+            fix=f"dj.{method}(fn, {argument}=(0,))",
         )
     )
 

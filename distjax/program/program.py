@@ -249,7 +249,7 @@ class Program:
             with build.lock:  # else an array being donated by another thread would seem deleted
                 for variable in build.variables:
                     variable.stored.require()
-                    variable.require_present()
+                    variable.stored.require_present()
         if "deleted" in str(error):
             self._require_undeleted(args)
         if not self._marks_objects:

@@ -19,11 +19,11 @@ from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
 from distjax.context.scoping import require_strategy
 from distjax.errors import ContextError, describe_value, message
-from distjax.integers import is_int
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import local_devices, require_axis_name
 from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_cause_note
+from distjax.program.jit import as_numbers
 from distjax.program.program import Program
 from distjax.program.retraces import fresh_functions
 from distjax.replica.call_checks import require_callable
@@ -231,8 +231,9 @@ def pmap(
 def _static_and_donated(
     static_argnums: int | Iterable[int], donate_argnums: int | Iterable[int], num_parameters: int
 ) -> tuple[frozenset[int], tuple[int, ...]]:
-    static = _numbers(static_argnums, "static_broadcasted_argnums")
-    donated = _numbers(donate_argnums, "donate_argnums", num_parameters)
+    static = as_numbers(static_argnums, "static_broadcasted_argnums", "pmap", 0)
+    donated = as_numbers(donate_argnums, "donate_argnums", "pmap", -num_parameters)
+    donated = tuple(n + num_parameters if n < 0 else n for n in donated)  # counted from the last
     if set(static) & set(donated):
         raise ValueError(_both_text(static, donated))
     return frozenset(static), donated
@@ -263,21 +264,6 @@ def _options(axis_name: str | None, out_axes: PyTree, results: str) -> RunOption
         raise ValueError(_results_text(results))
     return RunOptions(
         axis_name, as_axes(out_axes, "out_axes") if results == "stacked" else AS_VALUES
-    )
-
-
-def _numbers(given: int | Iterable[int], argument: str, num_parameters: int = 0) -> tuple[int, ...]:
-    """Returns one number or several as a tuple; negative ones count from `num_parameters`."""
-    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
-    if all(is_int(n) and n >= -num_parameters for n in numbers):
-        return tuple(n + num_parameters if n < 0 else n for n in numbers)
-    raise ValueError(
-        message(
-            f"pmap: {argument} needs numbers of positional arguments",
-            got=f"{numbers}",
-            why="such an argument is found by its position",
-            fix=f"dj.pmap(fn, {argument}=(0,))",
-        )
     )
 
 

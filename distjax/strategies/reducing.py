@@ -67,7 +67,7 @@ def reduce(
         )
     if mask is not None:
         return _reduce_masked(extended, op, leaves[0], axis, mask)
-    axes = _axes(axis, leaves[0]) if axis is not None else ()
+    axes = () if axis is None else _axes(axis, np.shape(leaves[0]))
     return jax.tree.unflatten(treedef, _reduce_leaves(extended, op, leaves, axes))
 
 
@@ -158,7 +158,8 @@ def _reduce_elsewhere(
     return jnp.asarray(reduced(array, axis=axes))
 
 
-def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
+def _axes(axis: AxisLike, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the axes, counted from the front, of one replica's value of this shape."""
     axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for a in axes:
         if not is_int(a):
@@ -170,7 +171,7 @@ def _axes(axis: AxisLike, leaf: PyTree) -> tuple[int, ...]:
                     fix="strategy.reduce('mean', x, axis=0)",
                 )
             )
-    ndim = len(leaf.shape) if hasattr(leaf, "shape") else np.ndim(leaf)
+    ndim = len(shape)
     for a in axes:
         if not -ndim <= a < ndim:
             raise ValueError(
@@ -209,11 +210,7 @@ def _reduce_masked(
     shape = global_value.array.shape[int(global_value.varying) :]
     fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
     require_mask(replica_aval(global_mask), shape, "reduce: mask", fix)
-    axes = (
-        _axes(axis, jax.ShapeDtypeStruct(shape, global_value.array.dtype))
-        if axis is not None
-        else ()
-    )
+    axes = () if axis is None else _axes(axis, shape)
     return call_compiled(
         reduce_masked,
         (global_value.array, global_mask.array),

@@ -187,10 +187,10 @@ def update_non_slot(
     """Runs ``fn`` on the non-slot devices: see `StrategyExtended.update_non_slot`."""
     require_non_slot_devices(extended, devices, "update_non_slot")
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
-    if any(isinstance(leaf, PerReplica) for leaf in leaves):
-        for leaf in leaves:
-            if isinstance(leaf, PerReplica):
-                require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
+    per_replica = [leaf for leaf in leaves if is_per_replica(leaf)]
+    for leaf in per_replica:
+        require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
+    if per_replica:
         result = _on_each_copy(extended, None, fn, args, kwargs)
     else:
         with frames.with_frame(extended.update_frame()):

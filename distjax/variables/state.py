@@ -91,7 +91,7 @@ class StorageState:
         """Returns the value of `variable` in global form."""
         if jax_compat.staging():
             raise TraceLeakError(leak_text(variable, "read", "a trace that distjax does not own"))
-        variable.require_present()
+        variable.stored.require_present()
         handle = hand_out(variable.stored)
         value = variable.layout.from_stored(handle, variable.shape)
         is_safe = value is handle or variable.layout.hands_out_copies
@@ -106,7 +106,7 @@ class StorageState:
         """Raises TraceLeakError inside a JAX trace, UnsupportedError without devices."""
         if jax_compat.tracing():
             raise TraceLeakError(leak_text(variable, "write", "a trace that distjax does not own"))
-        variable.require_present()
+        variable.stored.require_present()
 
 
 STORAGE = StorageState()

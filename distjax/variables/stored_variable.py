@@ -115,7 +115,3 @@ class StoredVariable:
         """Raises if there is no value: never made, lost, or deleted."""
         if not self.stored.is_being_made:
             self.stored.require_made()
-
-    def require_present(self) -> None:
-        """Raises UnsupportedError if the variable's devices can only be compiled for."""
-        self.stored.require_present()

@@ -30,20 +30,20 @@ def trace_jaxpr(
     fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
 ) -> tuple[jax_compat.Jaxpr, list[Any]]:
     """Traces `fn` under a name of its own; returns its jaxpr and the constants it closed over."""
-    lease = _TraceName()
+    own = _TraceName()
 
     def named(*args: PyTree) -> Any:
-        lease.trace = jax_compat.current_trace()
+        own.trace = jax_compat.current_trace()
         return fn(*args)
 
     functools.update_wrapper(named, fn)
     try:
-        closed = jax.make_jaxpr(named, axis_env=[*axis_env, (lease.name, 1)])(*avals)
+        closed = jax.make_jaxpr(named, axis_env=[*axis_env, (own.name, 1)])(*avals)
     except BaseException:
-        lease.is_reusable = False
+        own.is_reusable = False
         raise
     finally:
-        lease.end()
+        own.end()
     return jax_compat.open_jaxpr(closed)
 
 
@@ -96,9 +96,9 @@ def forget_inner_traces(trace: core.Trace) -> None:
     For an inner function that depends on more than JAX's cache key covers.
     """
     is_inside = False
-    for lease in tuple(_TraceName.under_way):  # outermost first
-        is_inside = is_inside or lease.trace is trace
-        lease.is_reusable = lease.is_reusable and not is_inside
+    for each in tuple(_TraceName.under_way):  # outermost first
+        is_inside = is_inside or each.trace is trace
+        each.is_reusable = each.is_reusable and not is_inside
 
 
 def renew_inner_traces() -> None:
@@ -108,5 +108,5 @@ def renew_inner_traces() -> None:
     the active strategy. A no-op while no inner function has read any of these.
     """
     own = [x for x in tuple(_TraceName.under_way) if x.thread == threading.get_ident()]
-    if any(not lease.is_reusable for lease in own):
+    if any(not each.is_reusable for each in own):
         own[-1].renew()

@@ -22,7 +22,7 @@ from distjax.flax.graph_cache import references
 from distjax.flax.layouts import as_argument, as_stored_output, as_value
 from distjax.flax.module_description import describe_placed
 from distjax.flax.object_types import is_object, is_variable
-from distjax.flax.plans import Objects, flatten_objects, write_entries
+from distjax.flax.plans import Objects, flatten_objects, raw_value, write_entries
 from distjax.flax.reconcile import combine_writes
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
 from distjax.objects.claims import HeldClaims
@@ -49,11 +49,11 @@ class NNXObjectLeaves:
 
     def as_inputs(self, leaves: Sequence[Any], for_replicas: bool) -> list[Any]:
         """Converts stored leaves to the global view, as arguments of `run` or as values."""
-        owner = None if self.plan.strategy is None else self.plan.strategy()
+        strategy = self.plan.live_strategy
         pairs = zip(leaves, self.plan.layouts, strict=True)
-        if owner is None or not for_replicas:
+        if strategy is None or not for_replicas:
             return [as_value(x, layout) for x, layout in pairs]
-        topology = owner.extended.topology
+        topology = strategy.extended.topology
         return [as_argument(x, layout, topology) for x, layout in pairs]
 
     def unflatten(
@@ -89,8 +89,7 @@ class NNXObjectLeaves:
         """Returns the written values in stored form; replicas' writes are combined by rule."""
         if strategy is not None:
             return combine_writes(self.plan, outcome, finals, strategy)
-        owner = None if self.plan.strategy is None else self.plan.strategy()
-        if owner is None:
+        if self.plan.live_strategy is None:
             return dict(finals)
         layouts = [layout for variable in outcome.variables for layout in variable.entry.layouts]
         return {i: as_stored_output(value, layouts[i]) for i, value in finals.items()}
@@ -111,7 +110,7 @@ class NNXObjectLeaves:
         if self._references is None:  # kept, so that a retry after a signal sees the old graph
             self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
         values = [
-            after[i] if v.origin is None or i in after else _read_raw(variables[v.origin])
+            after[i] if v.origin is None or i in after else raw_value(variables[v.origin])
             for i, v in enumerate(outcome.variables)
         ]
         nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
@@ -130,10 +129,6 @@ class NNXObjectLeaves:
                     [stored[n] if n in stored else self.leaves[n] for n in numbers]
                 )
         return values
-
-
-def _read_raw(variable: PyTree) -> Any:
-    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
 class NNXBridge:

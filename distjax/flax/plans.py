@@ -79,6 +79,11 @@ class Plan:
     metrics: tuple[tuple[type, Any], ...]
     strategy: Any
 
+    @property
+    def live_strategy(self) -> StrategyLike | None:
+        """The strategy that they live under, or None."""
+        return None if self.strategy is None else self.strategy()
+
     def is_for(self, strategy: StrategyLike | None) -> bool:
         """Returns whether the objects live under `strategy` (None: under none)."""
         if strategy is None or self.strategy is None:

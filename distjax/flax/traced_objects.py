@@ -93,9 +93,8 @@ class TracedNNXObjects:
           context: the replica context; None in the global view.
         """
         plan, self._in_replica = self._plan, context is not None
-        strategy = None if plan.strategy is None else plan.strategy()
-        if context is None and strategy is not None:  # so that a `run` inside finds it
-            strategy_of.assign_unassigned([*self._nodes.values()], strategy)
+        if context is None and plan.live_strategy is not None:  # so that a `run` inside finds it
+            strategy_of.assign_unassigned([*self._nodes.values()], plan.live_strategy)
         seen = [
             _view_leaf(leaf, layout, entry, context)
             for leaf, (layout, entry) in zip(leaves, _layouts(plan), strict=True)
@@ -195,7 +194,6 @@ class TracedNNXObjects:
           kept: the variables whose leaves are returned even if unchanged.
         """
         known = {id(v): i for i, v in enumerate(self._variables) if isinstance(v, nnx.Variable)}
-        strategy = None if self._plan.strategy is None else self._plan.strategy()
         outcomes: list[tuple[VariableOutcome, list[Any]]] = []  # with the leaves
         for path, variable in zip(flat.paths, flat.leaves, strict=True):
             leaves, treedef = jax.tree.flatten(raw_value(variable), is_leaf=is_per_replica)
@@ -203,7 +201,7 @@ class TracedNNXObjects:
             known_entry = None if origin is None else self._plan.entries[origin]
             name = known_entry.path if known_entry else path_of(self._objects, path)
             metric = known_entry.metric if known_entry else None
-            entry = make_entry(strategy, variable, name, leaves, treedef, metric)
+            entry = make_entry(self._plan.live_strategy, variable, name, leaves, treedef, metric)
             is_changed = origin is None or not self._is_unchanged(origin, leaves, treedef)
             outcomes.append((VariableOutcome(entry, origin, is_changed), leaves))
         combined = self._find_combined_metrics(

@@ -18,7 +18,7 @@ from jax.extend import core as jec
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH, MAX_ITEMS, is_of_a_library
-from distjax.replica.partitioned_tree import Static
+from distjax.replica.partitioned_tree import Static, is_static
 from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 
@@ -46,7 +46,7 @@ class ObjectArguments:
     """
 
     def __init__(self, call: PyTree, names: Sequence[str]):
-        pairs = jax.tree_util.tree_leaves_with_path(call, is_leaf=_is_static)
+        pairs = jax.tree_util.tree_leaves_with_path(call, is_leaf=is_static)
         self._arguments: list[_Argument] = []
         for path, leaf in pairs:
             if isinstance(leaf, Static):
@@ -142,10 +142,6 @@ def _constants(jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> Iterator[ob
             for each in param if isinstance(param, (tuple, list)) else (param,):
                 if isinstance(each, (jec.Jaxpr, jec.ClosedJaxpr)):
                     yield from _constants(*jax_compat.open_jaxpr(each))
-
-
-def _is_static(value: object) -> bool:
-    return isinstance(value, Static)
 
 
 def _baked_text(name: str, value: object, paths: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from distjax.objects.stateful import (
 )
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.output_layout import AlreadyPlaced
-from distjax.replica.partitioned_tree import Static
+from distjax.replica.partitioned_tree import Static, is_one_leaf
 from distjax.replica.replica_context import ReplicaContext
 from distjax.replica.run import run_in_trace
 from distjax.replica.run_options import AS_RUN, RunOptions
@@ -259,7 +259,7 @@ def _leaf_test(bridge: Bridge) -> Callable[[Any], bool]:
 
 
 def _is_placeholder_or_value(value: object) -> bool:
-    return isinstance(value, (Placeholder, Static)) or is_per_replica(value)
+    return is_placeholder(value) or is_one_leaf(value)
 
 
 def _placeholders(tree: PyTree) -> list[Placeholder]:

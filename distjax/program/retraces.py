@@ -17,7 +17,7 @@ from distjax.context.contracts import StrategyLike
 from distjax.errors import RecompilationWarning, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.function_cache import FunctionCache
-from distjax.replica.partitioned_tree import Static
+from distjax.replica.partitioned_tree import Static, is_one_leaf
 from distjax.replica.user_names import function_name, user_path
 from distjax.typing import PyTree
 
@@ -137,15 +137,11 @@ def _code_of(fn: Callable[..., Any]) -> types.CodeType | None:
 def _describe(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
 ) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_leaf)
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_one_leaf)
     return {
         f"argument {user_path(jax.tree_util.keystr(path), names)}": _describe_leaf(leaf)
         for path, leaf in leaves
     }
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Static) or is_per_replica(value)
 
 
 def _describe_leaf(leaf: PyTree) -> str:

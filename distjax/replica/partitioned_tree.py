@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from distjax.errors import describe_value, message
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import PerReplica
 from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 from distjax.variables.conversion import is_number
@@ -86,7 +86,7 @@ class PartitionedTree:
     """
 
     def __init__(self, tree: PyTree, takes: Callable[[Any], bool]):
-        pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+        pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one_leaf)
         self._all: list[Any] = [
             leaf.value if isinstance(leaf, Static) else leaf for _, leaf in pairs
         ]
@@ -127,8 +127,14 @@ class PartitionedTree:
         return combined
 
 
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Static) or is_per_replica(value)
+def is_static(value: object) -> bool:
+    """Returns whether `value` is a Static; for use as ``is_leaf=``."""
+    return isinstance(value, Static)
+
+
+def is_one_leaf(value: object) -> bool:
+    """Returns whether `value` counts as one leaf of a tree: a Static or a PerReplica."""
+    return isinstance(value, (Static, PerReplica))
 
 
 #: What to write in place of a static argument that is not hashable.
@@ -181,8 +187,8 @@ def mark_static(
     """
 
     def hide(path: tuple[Any, ...], leaf: PyTree) -> Any:
-        if is_data(leaf) or is_number(leaf) or is_per_replica(leaf) or isinstance(leaf, Static):
+        if is_data(leaf) or is_number(leaf) or is_one_leaf(leaf):
             return leaf
         return as_static(leaf, user_path(jax.tree_util.keystr(path), names), is_implied=True)
 
-    return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=_is_leaf)
+    return jax.tree_util.tree_map_with_path(hide, tree, is_leaf=is_one_leaf)

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from distjax.errors import describe_value, message
-from distjax.placement.per_replica import PerReplica, is_per_replica
-from distjax.replica.partitioned_tree import Static, as_static, is_array
+from distjax.replica.partitioned_tree import Static, as_static, is_array, is_one_leaf, is_static
 from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 
@@ -53,18 +52,14 @@ def static(value: object) -> Static:
 
 def unmark(tree: _T) -> _T:
     """Returns `tree` with static values unwrapped; the same object if there are none."""
-    if not any(map(_is_static, jax.tree.leaves(tree, is_leaf=_is_static))):
+    if not any(map(is_static, jax.tree.leaves(tree, is_leaf=is_static))):
         return tree
-    return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+    return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static)
 
 
 def keep_marks(tree: PyTree) -> Any:
     """Returns `tree` with static values marked twice, so that one `unmark` leaves them static."""
-    return jax.tree.map(lambda x: Static(x) if _is_static(x) else x, tree, is_leaf=_is_static)
-
-
-def _is_static(value: object) -> bool:
-    return isinstance(value, Static)
+    return jax.tree.map(lambda x: Static(x) if is_static(x) else x, tree, is_leaf=is_static)
 
 
 # -- Equinox ------------------------------------------------------------------
@@ -100,18 +95,17 @@ def mark_modules(
 
 
 def _is_one_value(value: object) -> bool:
-    return is_module(value) or is_per_replica(value) or _is_static(value)
+    return is_module(value) or is_one_leaf(value)
 
 
 def _mark_module(
     path: tuple[Any, ...], module: PyTree, names: tuple[str, ...], is_data: Callable[[Any], bool]
 ) -> Any:
     def mark(inner: tuple[Any, ...], leaf: PyTree) -> Any:
-        if is_data(leaf) or isinstance(leaf, (PerReplica, Static)):
+        if is_data(leaf) or is_one_leaf(leaf):
             return leaf
         return as_static(
             leaf, user_path(jax.tree_util.keystr((*path, *inner)), names), is_implied=True
         )
 
-    is_leaf = lambda x: is_per_replica(x) or _is_static(x)
-    return jax.tree_util.tree_map_with_path(mark, module, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(mark, module, is_leaf=is_one_leaf)

@@ -14,11 +14,11 @@ from distjax.integers import is_int
 from distjax.jax_compat import Tracer
 from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge, is_placeholder
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.replica.axis_prefix import broadcast_axes
-from distjax.replica.partitioned_tree import Static, is_array_or_struct
+from distjax.replica.partitioned_tree import Static, is_array_or_struct, is_one_leaf
 from distjax.replica.user_names import user_path
 from distjax.trees import first_leaf
 from distjax.typing import PyTree
@@ -186,7 +186,7 @@ def _rows_of(tree: PyTree) -> int | None:
 
 
 def _is_leaf(value: object) -> bool:
-    return isinstance(value, Static) or is_per_replica(value) or _is_object(value)
+    return is_one_leaf(value) or _is_object(value)
 
 
 def _is_object(value: object) -> bool:

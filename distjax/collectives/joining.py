@@ -26,9 +26,9 @@ _OWN_PARAMS = frozenset(("jaxpr", "in_specs", "out_specs"))
 def join_maps(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a global-view jaxpr in which a map that continues another one is part of it.
 
-    A map does if it takes results of the other one as they were left, a row for each replica, and
-    if all else that it takes is known there. (A result that is equal on all replicas stays one:
-    its derivative is the mean of the replicas' own.)
+    A map continues another one if it takes results of it unchanged, a row for each replica, and
+    if everything else that it takes is available there. (Results that are equal on all replicas
+    keep maps apart: their derivative is the mean of the replicas' own.)
     """
     return _Joiner().join(jaxpr)
 

@@ -42,7 +42,7 @@ class TracedCall:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectKeywords:
-    """The keyword arguments of a call with objects, plus what no argument carries of them.
+    """The keyword arguments of a call with objects, plus what is in no argument.
 
     Attributes:
       kwargs: the user's keyword arguments.

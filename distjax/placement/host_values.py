@@ -1,4 +1,4 @@
-"""Arrays of the host that a user gives: their memory is the user's, and a mask is not dropped."""
+"""Host arrays from the user: copied, since the user may refill them, and without a mask."""
 
 from __future__ import annotations
 

@@ -56,12 +56,12 @@ class Build:
       owned: the arrays of `writes`.
       read_arrays: the arrays of `reads`.
       lock: held while arrays of these variables are collected, donated and replaced.
-      spans_devices: whether the program runs on several devices, as far as a trace and the
-        arguments that it was made for tell.
+      spans_devices: whether the program runs on several devices, as far as a trace and its
+        arguments show.
       spans_processes: whether it runs on devices of several processes.
       is_in_job: whether this process is one of several.
-      offered: by thread, the trace of its arguments that is compiled if `jit` has none yet; None:
-        it may be made inside of `jit`.
+      offered: by thread, the trace that `jit` compiles if it has none for the arguments; None: the
+        step may be traced inside of `jit`.
       is_remote: whether an array of `writes` is kept elsewhere: see `StoredArray`.
       facts: what the last trace knew of each array result.
     """
@@ -123,7 +123,7 @@ class Build:
             signature.agreed = agreed
 
     def covers(self, found: Discovered) -> bool:
-        """Returns whether the variables of a trace are threaded, and those written written."""
+        """Returns whether the program has inputs and outputs for all variables of a trace."""
         # A variable that is threaded, but only read so far, has no output to be written to.
         return (
             {*self.variables} >= {*found.reads, *found.created}

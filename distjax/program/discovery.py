@@ -44,12 +44,12 @@ class Discovered:
     """A traced function with its variables as inputs and outputs.
 
     Attributes:
-      name: what the program is called in what JAX and XLA tell of it.
+      name: the program's name in texts of JAX and XLA.
       reads: variables whose initial value is needed.
       writes: variables that are written.
       created: variables that were created, not yet initialized.
       facts: what is known about each array result.
-      takes_spread: whether an argument lies on several devices, as far as the trace was given it.
+      takes_spread: whether an argument is an array on several devices, where it is not traced.
       initial_values: those of the created variables.
     """
 

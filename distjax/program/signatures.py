@@ -39,7 +39,7 @@ class Signature:
     Attributes:
       jitted: the compiled function for arguments that lie where the latest did.
       variants: the compiled functions by JAX's types of all operands, which name their meshes.
-      host_leaves: where it has numbers and arrays of the host.
+      host_leaves: the paths to host numbers and arrays among the arguments.
       agreed: checksum of what the processes of a job agreed on before its first call; 0: nothing.
     """
 
@@ -49,7 +49,7 @@ class Signature:
     agreed: int = 0
 
     def switch(self, operands: PyTree) -> bool:
-        """Calls the function for these operands from now on; returns whether it is another one."""
+        """Selects the function compiled for these operands; returns whether it is another one."""
         jitted = self.variants.get(_types_of(operands), self.jitted)
         is_another, self.jitted = jitted is not self.jitted, jitted
         return is_another

@@ -35,6 +35,7 @@ from distjax.replica.partitioned_tree import PartitionedTree, is_array
 from distjax.replica.user_names import user_path
 from distjax.staged_call import stage_call
 from distjax.traced_types import as_traced, type_of
+from distjax.trees import nodes_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.creation_log import CreationLog
 from distjax.variables.state import TraceState, with_variables_as_inputs
@@ -100,7 +101,8 @@ class Discovered:
 
     def _meshes(self) -> Iterator[Any]:
         treedef, _ = self._signature
-        yield from (t.mesh for t in _topologies(treedef) if t.mesh is not None)
+        topologies = (aux[0] for kind, aux in nodes_of(treedef) if kind is PerReplica)
+        yield from (t.mesh for t in topologies if t.mesh is not None)
         yield from _meshes_of(self._jaxpr)
 
     @property
@@ -253,17 +255,6 @@ def _naming_arguments(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any])
         paths = [user_path(jax.tree_util.keystr(key), step.argument_names) for key, _ in leaves]
         add_value_note(error, step.name, paths, [leaf for _, leaf in leaves])
         raise
-
-
-def _topologies(treedef: jax.tree_util.PyTreeDef) -> Iterator[Any]:
-    """Yields each PerReplica's topology, without building the user's classes."""
-    ahead = [treedef]
-    while ahead:
-        node = ahead.pop()
-        data = node.node_data()
-        if data is not None and data[0] is PerReplica:
-            yield data[1][0]
-        ahead.extend(node.children())
 
 
 def _meshes_of(jaxpr: jax_compat.Jaxpr) -> Iterator[Any]:

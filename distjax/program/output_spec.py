@@ -16,6 +16,7 @@ import jax
 
 from distjax.placement.per_replica import AuxData, with_aux
 from distjax.replica.partitioned_tree import PartitionedTree
+from distjax.trees import nodes_of
 from distjax.typing import PyTree
 
 #: Trees that JAX builds in C.
@@ -75,14 +76,7 @@ class OutputSpec:
 
 def _is_built_in(treedef: jax.tree_util.PyTreeDef) -> bool:
     """Returns whether a tree is built without running Python, where a signal could drop it."""
-    unseen = [treedef]  # no recursion: trees may be deep
-    while unseen:
-        part = unseen.pop()
-        node = part.node_data()
-        if node is not None and node[0] not in _BUILT_IN:
-            return False
-        unseen.extend(part.children())
-    return True
+    return all(kind in _BUILT_IN for kind, _ in nodes_of(treedef))
 
 
 def _unpack(

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from distjax.context.expectation import current_reason
@@ -23,6 +22,7 @@ from distjax.replica.global_value import GlobalValue
 from distjax.replica.partitioned_tree import PartitionedTree, is_object_state
 from distjax.replica.user_merge import WeakMerge
 from distjax.replica.user_names import user_path
+from distjax.trees import nodes_of
 from distjax.user_lines import calling_line
 from distjax.variables.variable import Variable
 
@@ -140,7 +140,8 @@ def _find_unread_masks(
     """Reports batches whose examples are used without the mask that marks padding."""
     if not any(path.endswith(".mask") for path in partitioned.paths):
         return
-    if not _holds_mask(partitioned.treedef):
+    kinds = (kind for kind, _ in nodes_of(partitioned.treedef))
+    if not any(getattr(kind, "masks_examples", False) for kind in kinds):
         return
     atoms = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
     read = {v for v in atoms if not isinstance(v, Literal)}
@@ -159,12 +160,6 @@ def _find_unread_masks(
         )
         rule = "padded examples counted"
         walk.found[rule, name] = Finding("warning", rule, text, source, current_reason())
-
-
-def _holds_mask(treedef: jax.tree_util.PyTreeDef) -> bool:
-    node = treedef.node_data()
-    is_batch = node is not None and getattr(node[0], "masks_examples", False)
-    return is_batch or any(map(_holds_mask, treedef.children()))
 
 
 # -- state --------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _require_nothing_to_nest(now: Frame) -> None:
             "other strategy to be active",
             got=now.name,
             why="inside it the default strategy would have to be active, and it is not",
-            fix="leave the scope first",
+            fix="`with default.scope():` outside of `with strategy.scope():`",
         )
     )
 

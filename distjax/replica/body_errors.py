@@ -125,7 +125,7 @@ def require_own_axis(name: str, jaxpr: Jaxpr, topology: Topology) -> None:
             f"pmap of {name} needs an axis_name that no jax.vmap around it has",
             got=f"{axis_name!r}, for both",
             why="JAX would run its collectives over the vmap's axis, as it does under jax.pmap",
-            fix="another axis_name for one of the two",
+            fix=f"jax.vmap(fn, axis_name='rows'), or any name but {axis_name!r}",
         )
     )
 

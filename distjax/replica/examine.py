@@ -173,8 +173,8 @@ def find_unequal_start(variable: Variable) -> None:
         f"variable {variable.name!r} needs an initial value that is equal on every replica",
         got="one that differs: replica 0's is used for all",
         why="a variable has one initial value, and what other replicas drew is lost",
-        fix="draw it with a key that is equal on all replicas, or make the variable outside of the "
-        "replica function",
+        fix="dj.Variable(jax.random.normal(key, shape)) with a key that is equal on all replicas, "
+        "or outside of the replica function",
     )
     report(Finding("warning", "replica 0's initial value wins", text, calling_line()))
 

@@ -222,7 +222,7 @@ def _require_no_writes(outer: TraceState, fn: Callable[[], Any]) -> None:
                 f"cond_fun of while_loop needs to leave variable {variable.name!r} as it is",
                 got="a write inside cond_fun",
                 why="a condition has no carry of its own",
-                fix="write the variable in body_fun",
+                fix="v.assign(x) in body_fun",
             )
         )
 

@@ -128,7 +128,7 @@ def find_averaged_twice(walk: FactWalk, sites: Sequence[Where]) -> None:
         "a mean over the replicas needs values that differ",
         got="a mean of a mean",
         why="the second one changes nothing and costs a reduction",
-        fix="use the first mean as it is",
+        fix="the first mean as it is: x, in place of ctx.all_reduce('mean', x)",
     )
 
 
@@ -197,7 +197,8 @@ def find_times_r(walk: FactWalk, times: Times, use: str) -> None:
         f"{_NAMES[kind]} needs no further sum over the replicas",
         got=f"its sum, {use}",
         why="it is equal on every replica, so its sum is R times the value",
-        fix="use the first result as it is",
+        fix="the first result as it is: x, in place of ctx.all_reduce('sum', x); for a variable "
+        "that takes it: aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA",
     )
 
 

@@ -207,7 +207,7 @@ class UserMerge:
                     got="other results or other variables than at its first trace",
                     why="a merge function may be traced more than once and must be pure except "
                     "through variables",
-                    fix="keep Python state out of it",
+                    fix="a result, or v.assign(x) of a dj.Variable, in place of Python state",
                 )
             )
         return outs, list(map(state.read, self.trace.written))

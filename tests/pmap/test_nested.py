@@ -54,8 +54,9 @@ def test_an_axis_name_may_shadow_that_of_a_vmap(replicas, rows):
 def test_collectives_over_a_name_that_a_vmap_around_has_are_refused(rows):
     """`jax.pmap` reduces over the vmap there, in silence."""
     mapped = dj.pmap(lambda x: x - lax.psum(x, "i"), "i")
-    with pytest.raises(ValueError, match="needs an axis_name that no jax.vmap around it has"):
+    with pytest.raises(ValueError, match="needs an axis_name that no jax.vmap around it has") as e:
         jax.vmap(mapped, axis_name="i")(rows[None])
+    assert str(e.value).endswith("Fix: jax.vmap(fn, axis_name='rows'), or any name but 'i'")
 
 
 def test_loops_and_branches(replicas, rows):

@@ -368,6 +368,7 @@ def test_a_condition_that_writes(pair):
         assert str(caught.value).splitlines()[0] == (
             "cond_fun of while_loop needs to leave variable 'v' as it is."
         )
+        assert str(caught.value).endswith("Fix: v.assign(x) in body_fun")
     assert float(v.value) == 0
 
 

@@ -41,20 +41,15 @@ def emit_equation(
     emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
 ) -> list[GlobalValue]:
     """Evaluates one equation that is or contains a merge."""
-    name = eqn.primitive.name
-    if name == MERGE_NAME:
-        observer = frames.observer()
-        with observer.on_merge(eqn) if observer is not None else contextlib.nullcontext():
-            return eqn.params["merge"].emit(ins, emitter.topology)
-    if name == "scan":
-        return _emit_scan(emitter, eqn, ins)
-    if name == "while":
-        return _emit_while(emitter, eqn, ins)
-    if name == "cond":
-        return _emit_cond(emitter, eqn, ins)
-    if name == "remat2":
-        return _emit_remat(emitter, eqn, ins)
-    return _emit_inlined(emitter, eqn, ins)
+    return _RULES.get(eqn.primitive.name, _emit_inlined)(emitter, eqn, ins)
+
+
+def _emit_merge(
+    emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
+) -> list[GlobalValue]:
+    observer = frames.observer()
+    with observer.on_merge(eqn) if observer is not None else contextlib.nullcontext():
+        return eqn.params["merge"].emit(ins, emitter.topology)
 
 
 def _emit_inlined(
@@ -180,6 +175,16 @@ def _emit_cond(
         flags = join(flags, [o.varying for o in outs])
     arrays = lax.switch(index.array, [branch(j, c) for j, c in branches])
     return _as_global_values(arrays, flags)
+
+
+#: By primitive; any other equation is inlined.
+_RULES = {
+    MERGE_NAME: _emit_merge,
+    "scan": _emit_scan,
+    "while": _emit_while,
+    "cond": _emit_cond,
+    "remat2": _emit_remat,
+}
 
 
 def _fixpoint(

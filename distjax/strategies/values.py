@@ -202,12 +202,10 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
 
 def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
     for value in column:
-        is_dense = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
-        if is_sparse(value) or not is_dense:
+        is_known = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
+        if not is_known or getattr(value, "dtype", None) == np.dtype(object):
             raise LocalityError(_values_text(describe_value(value)))
         require_no_mask(value, "distribute_values_from_function")
-        if getattr(value, "dtype", None) == np.dtype(object):
-            raise LocalityError(_values_text(describe_value(value)))
     shapes = {np.shape(value) for value in column}
     if len(shapes) > 1:
         raise LocalityError(_values_text(f"shapes {sorted(shapes)}"))

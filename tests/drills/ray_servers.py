@@ -35,7 +35,7 @@ def outlive_workers(seed: int, count: int) -> tuple[str, bool]:
     """Workers are killed at random moments: each closure is applied once at each server."""
     counters = Counters(make_strategy(2, 2))
     with dj.Coordinator(counters.strategy) as coordinator:
-        num_closures = run_with_dead_workers(counters, coordinator, seed, count)
+        num_closures, _ = run_with_dead_workers(counters, coordinator, seed, count)
         closures = coordinator.stats()["closures"]
     is_exact = counters.values() == counters.expected and not closures["failed"]
     retried = closures["retried"]

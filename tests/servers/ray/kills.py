@@ -62,7 +62,7 @@ def kill_a_worker(coordinator, rng, killed):
 
 
 def run_with_dead_workers(counters, coordinator, seed, num_kills):
-    """Schedules closures until so many workers were killed; returns how many closures."""
+    """Schedules closures until so many workers were killed; returns how many closures, and pids."""
     rng, killed, num_closures = random.Random(seed), [], 0
     while len(killed) < num_kills:
         for _ in range(rng.randrange(1, 12)):
@@ -70,7 +70,7 @@ def run_with_dead_workers(counters, coordinator, seed, num_kills):
             num_closures += 1
         kill_a_worker(coordinator, rng, killed)
     coordinator.join()
-    return num_closures
+    return num_closures, killed
 
 
 def run_with_dead_servers(counters, coordinator, seed, num_kills):

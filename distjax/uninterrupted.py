@@ -10,39 +10,54 @@ import concurrent.futures
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class Bell:
-    """Wakes threads that wait for a condition.
+class Waiters:
+    """Lets threads wait for a condition; whoever changes something rings afterwards.
 
     `threading.Condition` is written in Python, so a signal may leave its lock held, or make
     it raise "release unlocked lock" instead of KeyboardInterrupt. A queue implemented in C
-    has no such windows. Change the awaited state first, then ring; a ring that nobody has
-    heard yet stands for all later ones. All threads at one bell must wait for the same
-    condition, since any of them may take the ring.
+    has no such windows: a signal ends a wait, and leaves nothing behind. Each waiter has its
+    own queue of rings, so none takes those of another, and each may wait for another condition.
     """
 
     def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting: dict[queue.SimpleQueue[None], Callable[[], object]] = {}
 
     def ring(self) -> None:
-        """Makes waiting threads check again."""
-        if self._rings.empty():
-            self._rings.put(None)
+        """Wakes the waiters whose condition holds.
 
-    def wait_until(self, is_so: Callable[[], object], timeout: float | None = None) -> None:
-        """Returns once ``is_so()`` is true, or after `timeout` seconds without a ring."""
+        Takes no lock: a ring may come from a garbage collection, at any line of any thread.
+        """
+        for rings, is_so in tuple(self._waiting.items()):
+            if is_so():
+                rings.put(None)
+
+    def wait_until(self, is_so: Callable[[], object], timeout: float | None = None) -> bool:
+        """Waits until ``is_so()``; returns False if `timeout` passes without it.
+
+        Args:
+          is_so: the condition; takes no lock, since any thread may call it.
+          timeout: in seconds; None: forever.
+        """
+        if is_so():
+            return True
+        rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        ends = None if timeout is None else time.monotonic() + timeout
         try:
+            self._waiting[rings] = is_so  # before checking again, so that no change is missed
             while not is_so():
-                self._rings.get(timeout=timeout)
+                rings.get(timeout=None if ends is None else max(0.0, ends - time.monotonic()))
         except queue.Empty:
-            pass
+            return bool(is_so())
         finally:
-            self.ring()  # this thread consumed the ring; others may be waiting too
+            self._waiting.pop(rings, None)
+        return True
 
 
 class UninterruptedCalls:
@@ -104,7 +119,7 @@ class _Call(Generic[T]):
         self._lock = lock
         self._permits = [True]  # whoever takes it runs the call or cancels it
         self._outcomes: list[tuple[T, None] | tuple[None, BaseException]] = []
-        self._ended = Bell()
+        self._ended = Waiters()
 
     def run(self) -> None:
         """Runs the call on the worker thread, unless it was cancelled."""

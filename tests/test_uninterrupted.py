@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from distjax.uninterrupted import Bell, UninterruptedCalls, _Call, find_interrupt
+from distjax.uninterrupted import UninterruptedCalls, Waiters, _Call, find_interrupt
+from tests.interrupts import in_codes, interrupted
 
 SECONDS = 60
 
@@ -113,20 +114,27 @@ def test_a_signal_while_the_thread_starts(calls, monkeypatch):
     assert find_interrupt(plain) is plain
 
 
-def test_a_bell_is_heard_by_all_who_wait():
-    bell, ended, is_open = Bell(), [], []
+def test_a_ring_is_heard_by_all_who_wait():
+    waiters, ended, is_open = Waiters(), [], []
 
     def wait():
-        bell.wait_until(lambda: is_open)
-        ended.append(True)
+        ended.append(waiters.wait_until(lambda: is_open))
 
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-    bell.ring()
+    waiters.ring()
     is_open.append(True)
-    bell.ring()
+    waiters.ring()
     for thread in threads:
         thread.join(SECONDS)
-    assert len(ended) == 3
-    bell.wait_until(lambda: False, timeout=0)
+    assert ended == [True] * 3
+    assert not waiters.wait_until(lambda: False, timeout=0)
+
+
+def test_a_wait_that_a_signal_ends_leaves_nothing_behind():
+    waiters = Waiters()
+    for n in range(1, 7):  # up to the wait itself
+        wait = lambda: waiters.wait_until(lambda: False, timeout=0)
+        assert interrupted(wait, n, in_codes({Waiters.wait_until.__code__})).line is not None
+        assert not waiters._waiting

@@ -19,7 +19,7 @@ from distjax.context.thread_settings import settings_of_this_thread
 from distjax.data.block import HostElement
 from distjax.data.stream import End, HostStream
 from distjax.errors import ContextError, message
-from distjax.uninterrupted import Bell, find_interrupt
+from distjax.uninterrupted import Waiters, find_interrupt
 
 #: The prefix of the threads' names.
 THREAD_NAME = "distjax-prefetch"
@@ -110,7 +110,7 @@ class Prefetcher:
         self._stream, self._peek = stream, peek
         self._depth = depth
         self._items: collections.deque[Any] = collections.deque()
-        self._filled, self._emptied, self._ended = Bell(), Bell(), Bell()
+        self._waiters = Waiters()
         self.is_stopped = self._is_started = self._has_ended = False
         self._settings = settings_of_this_thread()
         self._process = os.getpid()
@@ -122,14 +122,14 @@ class Prefetcher:
     def move_next(self, places: dict[int, Any], place: int) -> None:
         """Waits for the next item and moves it; an `End` once stopped: see `Pipeline`."""
         self._start()
-        self._emptied.ring()  # an earlier call may have been interrupted before it did
-        self._filled.wait_until(lambda: self._items or self.is_stopped)
+        self._waiters.ring()  # an earlier call may have been interrupted before it did
+        self._waiters.wait_until(lambda: self._items or self.is_stopped)
         if self._items:
             first = map(collections.deque.popleft, (self._items,))  # lazy: pops as it is stored
             places.update(zip((place,), first, strict=False))
         else:
             places[place] = End()
-        self._emptied.ring()
+        self._waiters.ring()
 
     def _start(self) -> None:
         if self._is_started:
@@ -159,8 +159,7 @@ class Prefetcher:
     def stop(self) -> None:
         """Asks the thread to end, which it does as soon as the source lets it."""
         self.is_stopped = True
-        self._filled.ring()
-        self._emptied.ring()
+        self._waiters.ring()
 
     def drain(self) -> list[Any]:
         """Ends the thread and returns the items not taken."""
@@ -173,7 +172,7 @@ class Prefetcher:
         if self._thread is threading.current_thread() or not self._thread.is_alive():
             return
         # Before Python 3.13, a `Thread.join` ended by a signal also ends all later ones.
-        self._ended.wait_until(lambda: self._has_ended, timeout)
+        self._waiters.wait_until(lambda: self._has_ended, timeout)
         self._thread.join(None if self._has_ended else 0)
 
     def _work(self) -> None:
@@ -181,7 +180,7 @@ class Prefetcher:
             self._produce_all()
         finally:
             self._has_ended = True
-            self._ended.ring()
+            self._waiters.ring()
 
     def _produce_all(self) -> None:
         with self._settings():
@@ -191,13 +190,13 @@ class Prefetcher:
                 except BaseException as error:  # e.g. SystemExit: the loop must not wait forever
                     item = End(error)
                 self._items.append(item)
-                self._filled.ring()
+                self._waiters.ring()
                 if isinstance(item, End):
                     break
                 del item  # or its device arrays would live until the next item is made
 
     def _wait_for_room(self) -> bool:
-        self._emptied.wait_until(lambda: self.is_stopped or len(self._items) < self._depth)
+        self._waiters.wait_until(lambda: self.is_stopped or len(self._items) < self._depth)
         return not self.is_stopped
 
 

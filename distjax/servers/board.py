@@ -24,7 +24,7 @@ from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.outcomes import cancelled, cut_short, end_of_data, given_up
 from distjax.servers.pauses import Pauses
 from distjax.servers.streams import PerWorkerSource
-from distjax.servers.waiting import Waiters
+from distjax.uninterrupted import Waiters
 
 
 @dataclasses.dataclass(eq=False)

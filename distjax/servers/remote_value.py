@@ -13,8 +13,8 @@ from distjax.errors import ContextError, message
 from distjax.servers.closure import Closure
 from distjax.servers.in_process import refuse_pickle
 from distjax.servers.pauses import Pauses
-from distjax.servers.waiting import Waiters
 from distjax.typing import PyTree
+from distjax.uninterrupted import Waiters
 
 
 class RemoteValue:

@@ -12,7 +12,6 @@ from distjax.servers import crew
 from distjax.servers.board import Board
 from distjax.servers.coordinator import Coordinator
 from distjax.servers.server_contract import add_totals
-from distjax.servers.waiting import Waiters
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
 from tests.servers.hand_made import HandMade, counter
 
@@ -87,14 +86,6 @@ def test_a_pause_that_a_signal_ends_pauses_nobody():
         for n in range(1, 6):  # up to the wait
             interrupted(pause, n, in_codes({code}))
             assert coordinator.schedule(counter(), (np.float32(1),)).fetch(timeout=20) == n
-
-
-def test_a_wait_that_a_signal_ends_leaves_nothing_behind():
-    waiters = Waiters()
-    for n in range(1, 7):  # up to the wait itself
-        wait = lambda: waiters.wait_until(lambda: False, timeout=0)
-        assert interrupted(wait, n, in_codes({Waiters.wait_until.__code__})).line is not None
-        assert not waiters._waiting
 
 
 def test_a_close_that_a_signal_ends_can_be_called_again(monkeypatch):

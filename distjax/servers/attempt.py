@@ -124,9 +124,12 @@ class Attempt:
         """Sends the pushes of a stage to the servers."""
         pushes = self._task.plan.stages[number].pushes
         parcels = [
-            Parcel(push, [self._slots[slot] for slot in push.operands], pulled)
+            Parcel(
+                push,
+                [self._slots[slot] for slot in push.operands],
+                self._pulled.get(push.server),
+            )
             for push in pushes
-            for pulled in (self._pulled.get(push.server),)
         ]
         answers = self._servers.push(self._task, number, parcels)
         for push, answer in zip(pushes, answers, strict=True):

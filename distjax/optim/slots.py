@@ -79,18 +79,16 @@ def make_state(
         if not (is_array(leaf.value) or is_number(leaf.value)):
             return leaf.value
         if leaf.owner is None:
-            colocate_with, kin, name = (
-                extended.non_slot_devices(optimized),
-                non_slots,
-                _field(path, ""),
-            )
+            target, kept = extended.non_slot_devices(optimized), non_slots
+            name = _field(path, "non_slot")
         else:
             owner, depth = leaf.owner
-            colocate_with, kin = owner, slots[owner]
+            target, kept = owner, slots[owner]
             name = f"{owner.name}/{_field(path[: len(path) - depth], 'slot')}"
-        with extended.colocate_vars_with(colocate_with):
-            kin.append(Variable(leaf.value, name=name or "non_slot", trainable=False))
-        return kin[-1]
+        with extended.colocate_vars_with(target):
+            made = Variable(leaf.value, name=name, trainable=False)
+        kept.append(made)
+        return made
 
     tree = jax.tree_util.tree_map_with_path(make, _with_owners(tx, initial, variables))
     return OptimizerState(tree, slots, non_slots)

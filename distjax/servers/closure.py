@@ -38,7 +38,9 @@ class Closure:
 
     Attributes:
       number: counts the calls of `schedule`; assigned by a board.
+      name: the name of the step, for error texts.
       state: its state.
+      sources: the per-worker data that it has yet to draw from.
       attempts: the outcomes of failed attempts, in order.
       drawn: its elements, until it is over.
       stop: the error to raise instead of the next push; None: it continues.

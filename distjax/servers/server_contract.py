@@ -104,11 +104,11 @@ class ParameterServer(Protocol):
         ...
 
     def mark_done(self, closure: int) -> None:
-        """Drops a closure that is over, and rejects its further pushes."""
+        """Drops a closure that is over, now or later, and rejects its further pushes."""
         ...
 
     def withdraw(self, closure: int) -> bool:
-        """Rejects further pushes of a closure, at once; returns whether it has changed a value."""
+        """Does so at once, for one that may still run; returns whether it has changed a value."""
         ...
 
     def snapshot(self) -> ServerSnapshot:

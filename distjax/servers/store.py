@@ -281,11 +281,11 @@ class Server:
             self._lent.pop(attempt, None)
 
     def mark_done(self, closure: int) -> None:
-        """Drops a closure that is done, and rejects its further pushes."""
+        """Drops a closure that is over, and rejects its further pushes."""
         self.withdraw(closure)
 
     def withdraw(self, closure: int) -> bool:
-        """Does what `mark_done` does; returns whether the closure has changed a value."""
+        """Does so, for one that may still run; returns whether it has changed a value."""
         with self._lock:
             return self._applied.mark_done(closure)
 

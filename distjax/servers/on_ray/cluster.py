@@ -26,6 +26,7 @@ from distjax.servers.crew import end_all
 
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # its other meaning: whether on several machines
 _starting = threading.Lock()
+_started = False  # whether this process has started the cluster
 
 #: Settings of our own cluster, unless the environment overrides them. Ray's object store costs more
 #: than a message of a few hundred kilobytes, a common size of gradients; and Ray's processes, by
@@ -75,9 +76,6 @@ def connect(address: str | None) -> bool:
                 return False
             _start_here()
             return True
-
-
-_started = False  # by this process
 
 
 def _start_here() -> None:

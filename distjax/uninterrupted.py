@@ -34,7 +34,8 @@ class Waiters:
 
         Takes no lock: a ring may come from a garbage collection, at any line of any thread.
         """
-        for rings, is_so in tuple(self._waiting.items()):
+        # Of a copy: iterating may run the garbage collector, whose finalizers let others in.
+        for rings, is_so in self._waiting.copy().items():
             if is_so():
                 rings.put(None)
 

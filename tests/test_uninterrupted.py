@@ -1,5 +1,6 @@
 """Calls that a signal does not stop half-way, and waits that it may stop anywhere."""
 
+import gc
 import signal
 import threading
 
@@ -138,3 +139,21 @@ def test_a_wait_that_a_signal_ends_leaves_nothing_behind():
         wait = lambda: waiters.wait_until(lambda: False, timeout=0)
         assert interrupted(wait, n, in_codes({Waiters.wait_until.__code__})).line is not None
         assert not waiters._waiting
+
+
+def test_others_may_begin_to_wait_in_a_garbage_collection(collect_garbage):
+    """Python 3.11 collects as it makes the tuples of a dict's items."""
+    waiters = Waiters()
+    waiters._waiting = {i: lambda: False for i in range(5000)}  # more than Python has tuples for
+
+    def wait(phase, info):
+        waiters._waiting[object()] = lambda: False
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(wait)
+    gc.set_threshold(1)
+    try:
+        waiters.ring()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(wait)

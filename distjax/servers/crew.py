@@ -150,7 +150,7 @@ class Crew:
         """
         workers = list(self.board.workers.values())
         self.board.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)
-        running = {worker: closure for closure, worker in tuple(self.board.running.items())}
+        running = {worker: closure for closure, worker in self.board.running.copy().items()}
         found: list[str] = []
         for worker in (w for w in workers if not w.has_ended):
             does = "draws an element for" if worker.is_drawing else "has in hand"

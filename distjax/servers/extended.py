@@ -157,8 +157,8 @@ class ParameterServerExtended(StrategyExtended):
 def _require_modes(modes: VariableModes, name: str) -> None:
     """Raises a ValueError for a variable that would need a component per worker."""
     synchronization, aggregation = modes
-    is_one = aggregation is VariableAggregation.SUM
-    if synchronization is VariableSynchronization.ON_WRITE or is_one:
+    is_on_read = synchronization is VariableSynchronization.ON_READ
+    if not is_on_read or aggregation is VariableAggregation.SUM:
         return
     raise ValueError(
         message(

@@ -100,15 +100,7 @@ def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
       ValueError: synchronization NONE, or MEAN of a dtype that is not inexact.
     """
     synchronization, aggregation = modes
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            message(
-                f"`NONE` variable synchronization mode is not supported for variable {name!r}",
-                got="synchronization=VariableSynchronization.NONE under a strategy",
-                why="a strategy has to know when the copies meet",
-                fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
-            )
-        )
+    _require_synchronization(synchronization, name)
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
             message(
@@ -121,6 +113,18 @@ def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
     return POLICIES[synchronization, aggregation]
 
 
+def _require_synchronization(synchronization: VariableSynchronization, name: str) -> None:
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            message(
+                f"`NONE` variable synchronization mode is not supported for variable {name!r}",
+                got="synchronization=VariableSynchronization.NONE under a strategy",
+                why="a strategy has to know when the copies meet",
+                fix="use ON_WRITE (mirrored) or ON_READ (one component per replica)",
+            )
+        )
+
+
 def policy_at_servers(
     modes: VariableModes, dtype: DTypeLike, name: str, num_replicas: int
 ) -> Policy:
@@ -130,8 +134,9 @@ def policy_at_servers(
     summed.
 
     Raises:
-      ValueError: as `policy_for`, with several replicas.
+      ValueError: synchronization NONE; with several replicas, also as `policy_for`.
     """
+    _require_synchronization(modes[0], name)
     if num_replicas == 1:
         return AT_SERVER
     policy = policy_for(modes, dtype, name)

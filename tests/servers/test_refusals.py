@@ -166,6 +166,14 @@ def test_components_per_worker(ps):
         assert_refused(ValueError, text, dj.Variable, 1.0, name="m", **modes)
 
 
+@pytest.mark.parametrize("aggregation", dj.VariableAggregation)
+def test_no_synchronization(ps, aggregation):
+    modes = {"synchronization": dj.VariableSynchronization.NONE, "aggregation": aggregation}
+    with ps.scope():
+        text = "`NONE` variable synchronization mode is not supported for variable 'm'"
+        assert_refused(ValueError, text, dj.Variable, 1.0, name="m", **modes)
+
+
 def test_steps_that_are_not_one_replica_s(ps, v):
     kind = dj.errors.StrategyMismatchError
     rows = dj.VirtualStrategy(2).per_replica(jnp.ones((2, 3)))

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path
 
+from distjax.errors import message
 from distjax.replica.partitioned_tree import is_array
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
@@ -40,10 +42,31 @@ class OptimizerState:
         return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, self.tree)
 
     def pair_with(self, new: PyTree) -> dict[Variable, Any]:
-        """Returns each variable's value in the state `new`."""
-        pairs = jax.tree.map(lambda old, value: (old, value), self.tree, new)
-        leaves = jax.tree.structure(self.tree).flatten_up_to(pairs)
-        return {old: value for old, value in leaves if isinstance(old, Variable)}
+        """Returns each variable's value in the state `new`.
+
+        Raises:
+          ValueError: it has another structure.
+        """
+        leaves, treedef = jax.tree.flatten(self.tree)
+        try:
+            values = treedef.flatten_up_to(new)
+        except ValueError as error:
+            raise ValueError(_changed_text(self.tree, new)) from error
+        pairs = zip(leaves, values, strict=True)
+        return {old: value for old, value in pairs if isinstance(old, Variable)}
+
+
+def _changed_text(old: PyTree, new: PyTree) -> str:
+    paths = lambda tree: {keystr(path) for path, _ in tree_leaves_with_path(tree)}
+    differing = sorted(paths(old) ^ paths(new))[:5]
+    return message(
+        "Optimizer needs a transformation whose update returns a state of the structure that init "
+        "returned",
+        got=f"one that differs at {', '.join(differing) or 'a node without leaves'}",
+        why="init makes the variables that keep the state, once",
+        fix="return zeros there from init, which jax.lax.scan needs too; in place of "
+        "optax.monitor: optax.snapshot",
+    )
 
 
 class _Owned:

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import distjax as dj
+from tests.faults.four_parts import is_explained
 from tests.optim.regression import make_variables
 
 
@@ -101,6 +102,21 @@ def test_state_that_is_no_array_is_kept_as_it_is(mirrored):
     mirrored.run(lambda: optimizer.apply_gradients([(jnp.float32(1), w)]))
     assert optimizer.state[0] is len
     assert int(optimizer.state[1].value) == 4
+
+
+def test_a_state_whose_structure_changes_is_refused(strategy):
+    """As that of `optax.monitor` does, and of the first update only."""
+    measure = lambda g, s, p=None: (g, {"norm": optax.tree.norm(g), "ema": s["ema"]})
+    tx = optax.GradientTransformation(lambda params: {"ema": jnp.zeros(())}, measure)
+    with strategy.scope():
+        w = dj.Variable(2.0, name="w")
+    optimizer = dj.optim.Optimizer(tx, "mean")
+    optimizer.init([w])
+    text = r"(?s)^Optimizer needs a transformation whose update.*differs at \['norm'\]"
+    with pytest.raises(ValueError, match=text) as raised:
+        strategy.run(lambda: optimizer.apply_gradients([(jnp.float32(1), w)]))
+    assert is_explained(raised.value)
+    assert float(w.value) == 2.0
 
 
 def test_a_second_init_starts_afresh(strategy, variables):

@@ -55,7 +55,7 @@ class WorkerActor:
         self._elements = Elements()
         self._epoch = -1
         self._servers: Sequence[ActorHandle[ServerActor]] = ()
-        self._attempt: Attempt | None = None  # in progress, from `begin` to its last `push`
+        self._attempts: dict[int, Attempt] = {}  # by closure, from `begin` to the last `push`
         self._stopped: set[int] = set()
         self._ready = jax.numpy.zeros((), bool)  # the token of a push: an answered one has run
 
@@ -135,23 +135,22 @@ class WorkerActor:
         arrays = for_programs([self._own(x) for x in order.arrays], self._device)
         task = Task(order.closure, order.attempt, plan, arrays, self._require_wanted(order))
         servers = _RemoteServers(self._servers, order, self._device, self._ready)
-        self._attempt = Attempt(task, servers, self._programs, self._home)
-        self._attempt.compile(self._compiled)
-        self._attempt.pull()
+        attempt = Attempt(task, servers, self._programs, self._home)
+        attempt.compile(self._compiled)
+        attempt.pull()
+        self._attempts[order.closure] = attempt
         return self._compute(order, 0)
 
     def _own(self, array: OnWire | Place) -> OnWire:
         return self._elements.array(array) if isinstance(array, Place) else array
 
     def _push(self, order: Order, stage: int) -> Outcome:
-        assert self._attempt is not None, "it was begun"
         if self._plans[order.plan].stages[stage].pushes:
-            self._attempt.push(stage)
+            self._attempts[order.closure].push(stage)
         return self._compute(order, stage + 1)
 
     def _compute(self, order: Order, stage: int) -> Outcome:
-        attempt = self._attempt
-        assert attempt is not None, "it was begun"
+        attempt = self._attempts[order.closure]
         if stage < len(self._plans[order.plan].stages):
             attempt.compute(stage)
             return None
@@ -159,7 +158,7 @@ class WorkerActor:
         return Done(to_wire(attempt.results), attempt.versions)
 
     def _end_attempt(self, order: Order) -> None:
-        self._attempt = None
+        self._attempts.pop(order.closure, None)
         self._stopped.discard(order.closure)
 
     def _require_wanted(self, order: Order) -> Callable[[], None]:

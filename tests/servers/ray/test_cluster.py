@@ -128,12 +128,12 @@ def test_a_lost_server_ends_the_attempt(monkeypatch):
     order = Order(3, 1, 7, 1, [], ProgramModes.of_this_thread())
 
     def begin(order):
-        actor._attempt = "in progress"
+        actor._attempts[order.closure] = "in progress"
         raise _Gone(2)
 
     monkeypatch.setattr(actor, "_begin", begin)
     assert actor.run(order) == ServerGone(2)
-    assert actor._attempt is None and not actor._stopped
+    assert not actor._attempts and not actor._stopped
 
 
 def test_ray_is_an_extra(monkeypatch):

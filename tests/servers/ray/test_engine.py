@@ -1,5 +1,6 @@
 """Steps on processes of Ray's: the same results, exactly once, whoever is killed."""
 
+import concurrent.futures
 import gc
 import os
 import signal
@@ -125,6 +126,20 @@ def test_a_bound_holds_with_killed_workers(bounded):
             value.get()
         assert counters.values() == counters.expected
         assert max(coordinator.stats()["staleness"]) <= 1
+
+
+def test_threads_that_run_steps_without_a_coordinator_share_a_process(bounded):
+    """Each pulls in one call and pushes in another: those of others may come in between."""
+    counters = Counters(bounded)
+
+    def run():
+        return [int(bounded.run(lambda x: x + counters.near.assign_add(x) * 0, (i,))) for i in xs]
+
+    xs = range(1, 11)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = [done.result() for done in [threads.submit(run) for _ in range(2)]]
+    assert found == [[*xs]] * 2
+    assert counters.values() == [2 * sum(xs), 0, 0]
 
 
 def test_a_late_push_of_a_worker_that_was_given_up_is_refused(served, coordinator):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import threading
 import time
 import weakref
@@ -22,32 +21,10 @@ from distjax.program.function_cache import FunctionCache
 from distjax.servers.closure import Closure, State
 from distjax.servers.engine import Ran, WorkerDied
 from distjax.servers.outcomes import cancelled, cut_short, end_of_data, given_up
-from distjax.servers.pauses import Pauses
+from distjax.servers.pauses import Pause, Pauses
 from distjax.servers.streams import PerWorkerSource
+from distjax.servers.worker import Worker
 from distjax.uninterrupted import Waiters
-
-
-@dataclasses.dataclass(eq=False)
-class Worker:
-    """A worker, as the board sees it.
-
-    Attributes:
-      number: its id.
-      num_closures: how many it has completed.
-      num_restarts: how often it was lost.
-      is_removed: whether it may take no more.
-      has_ended: whether its thread has ended.
-      is_drawing: whether it may be drawing elements for its closure.
-      ended: the data sources that have no more values for it.
-    """
-
-    number: int
-    num_closures: int = 0
-    num_restarts: int = 0
-    is_removed: bool = False
-    has_ended: bool = False
-    is_drawing: bool = False
-    ended: weakref.WeakSet[PerWorkerSource] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
 class Board:
@@ -171,16 +148,22 @@ class Board:
         return num_over
 
     @contextlib.contextmanager
-    def paused(self, *, wait: bool = True) -> Generator[None]:
-        """A context in which no closure begins and, after the wait, none runs; the queue stays."""
-        if wait:
+    def paused(self, *, is_restore: bool = False) -> Generator[None]:
+        """A context in which no closure begins, nor any runs; the queue stays.
+
+        Its block and the restores of other threads wait for each other.
+
+        Args:
+          is_restore: whether it is for a restore, which ends the closures that run itself.
+        """
+        if not is_restore:
             self.pauses.require_not_drawing("a pause of the workers")
-        pause = object()
+        pause = Pause(is_restore)
         try:
             with self._lock:
                 self.pauses.begin(pause)
-            if wait:
-                self.waiters.wait_until(self._is_quiet)
+            while not self._enter(pause):
+                self.waiters.wait_until(lambda: self._may_enter(pause))
             yield
         finally:
             self.pauses.end(pause)
@@ -392,8 +375,15 @@ class Board:
         """Requires half of the queue: with less, two threads would alternate at every closure."""
         return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
 
-    def _is_quiet(self) -> bool:
-        return not self.running and not self._retried
+    def _enter(self, pause: Pause) -> bool:
+        """Enters the block of a pause, if it may; returns whether it has."""
+        with self._lock:
+            pause.is_entered = self._may_enter(pause)
+        return pause.is_entered
+
+    def _may_enter(self, pause: Pause) -> bool:
+        is_quiet = not self.running and not self._retried
+        return (is_quiet or pause.is_restore) and self.pauses.is_free(pause)
 
     def is_to_end(self, worker: Worker) -> bool:
         """Returns whether a worker may take no more."""

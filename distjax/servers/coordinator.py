@@ -264,7 +264,8 @@ class Coordinator:
     def paused(self) -> Generator[None]:
         """A context in which no closure runs, so that variables read there are consistent.
 
-        Running closures finish first; the queue is kept, and continues afterwards.
+        Running closures finish first; the queue is kept, and continues afterwards. A restore in
+        another thread waits until the block has ended.
 
         Example:
           >>> strategy = dj.ParameterServerStrategy(workers=2)
@@ -315,7 +316,7 @@ class Coordinator:
                     fix="snapshot = coordinator.snapshot(), now and then",
                 )
             )
-        with self._board.paused(wait=False):
+        with self._board.paused(is_restore=True):
             num_over = self._board.undo(snapshot.closures, undone(snapshot.closures))
             # From here on, servers reject pushes for any closure from before that.
             for server, saved in zip(self._strategy.engine.servers, snapshot.servers, strict=True):

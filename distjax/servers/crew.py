@@ -14,9 +14,10 @@ from typing import Any
 
 from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import ServerLostError, message
-from distjax.servers.board import Board, Worker
+from distjax.servers.board import Board
 from distjax.servers.engine import Engine
 from distjax.servers.strategy_contract import ServerStrategy
+from distjax.servers.worker import Worker
 from distjax.servers.working import work
 
 _EXIT_SECONDS = 60.0  # for running computations; one that hangs must not block the exit

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Generator
 
 from distjax.errors import ContextError, message
+
+
+@dataclasses.dataclass(eq=False)
+class Pause:
+    """A pause of the thread that makes it.
+
+    Attributes:
+      is_restore: whether it is for a restore of the servers.
+      is_entered: whether its block runs; until then it waits.
+      thread: the thread.
+    """
+
+    is_restore: bool
+    is_entered: bool = False
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
 class Pauses:
@@ -16,19 +32,27 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        self._threads: dict[object, int] = {}  # by pause
+        self._pauses: dict[Pause, None] = {}
         self._drawing: set[int] = set()  # threads
 
     def __bool__(self) -> bool:
-        return bool(self._threads)
+        return bool(self._pauses)
 
-    def begin(self, pause: object) -> None:
-        """Records a pause of the calling thread."""
-        self._threads[pause] = threading.get_ident()
+    def begin(self, pause: Pause) -> None:
+        """Records a pause."""
+        self._pauses[pause] = None
 
-    def end(self, pause: object) -> None:
+    def end(self, pause: Pause) -> None:
         """Records that a pause is over, if it had begun."""
-        self._threads.pop(pause, None)
+        self._pauses.pop(pause, None)
+
+    def is_free(self, pause: Pause) -> bool:
+        """Returns whether no other thread is in a block that excludes that of a pause.
+
+        A restore changes values: what others read in their pauses must not change meanwhile.
+        """
+        others = [p for p in tuple(self._pauses) if p.is_entered and p.thread != pause.thread]
+        return not any(p.is_restore or pause.is_restore for p in others)
 
     @contextlib.contextmanager
     def drawing(self) -> Generator[None]:
@@ -47,7 +71,7 @@ class Pauses:
           method: the caller, which would wait for closures forever.
         """
         self.require_not_drawing(method)
-        if threading.get_ident() not in tuple(self._threads.values()):
+        if threading.get_ident() not in [p.thread for p in tuple(self._pauses)]:
             return
         raise ContextError(
             message(

@@ -15,7 +15,7 @@ from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import message
 from distjax.placement.host_values import without_alias
 from distjax.replica.call_checks import require_call
-from distjax.servers.board import Board, Worker
+from distjax.servers.board import Board
 from distjax.servers.closure import Call, Closure
 from distjax.servers.crew import board_of
 from distjax.servers.per_worker import PerWorkerIterator, PerWorkerValues
@@ -23,6 +23,7 @@ from distjax.servers.remote_array import RemoteArray
 from distjax.servers.remote_value import RemoteValue
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.streams import DataEnded, PerWorkerSource
+from distjax.servers.worker import Worker
 from distjax.servers.working import finish, start
 from distjax.typing import PyTree
 from distjax.uninterrupted import UninterruptedCalls

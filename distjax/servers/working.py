@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from distjax.servers.board import Board, Worker
+from distjax.servers.board import Board
 from distjax.servers.closure import Closure
 from distjax.servers.engine import Engine, Running, WorkerDied
 from distjax.servers.outcomes import explain
+from distjax.servers.worker import Worker
 
 
 def work(

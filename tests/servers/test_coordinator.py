@@ -324,6 +324,51 @@ def test_restore_with_closures_in_flight():
     assert [server.num_kept for server in strategy.engine.servers] == [0, 0]
 
 
+def test_a_restore_waits_for_what_other_threads_read_in_a_pause():
+    strategy = make_two()
+    with Coordinator(strategy) as coordinator:
+        coordinator.snapshot()
+        coordinator.schedule(two_counters(), one(1)).get()
+        restoring = threading.Thread(target=coordinator.restore)
+        with coordinator.paused():
+            restoring.start()
+            restoring.join(0.1)
+            assert float(strategy.value("a")) == 1
+        restoring.join()
+        assert float(strategy.value("a")) == 0
+
+
+def test_a_snapshot_that_waits_for_a_closure_has_what_a_restore_has_made(monkeypatch):
+    """The closure is undone, and so is what it pushed meanwhile."""
+    held = Held("after_push", closures={1})
+    strategy = make_two(fault=held)
+    with Coordinator(strategy) as coordinator:
+        coordinator.schedule(two_counters(), one(1)).get()
+        first, found = coordinator.snapshot(), []
+        coordinator.schedule(two_counters(), one(10))
+        held.arrived.acquire()
+        waiting = threading.Thread(target=lambda: found.append(coordinator.snapshot()))
+        waiting.start()
+        board, last = coordinator._board, strategy.engine.servers[1]
+        while not board.pauses:
+            waiting.join(0.001)
+        restore = last.restore
+
+        def restore_late(*args):
+            waiting.join(0.05)  # it would look at both servers now
+            restore(*args)
+
+        monkeypatch.setattr(last, "restore", restore_late)
+        coordinator.restore(first)
+        waiting.join()
+        held.let_go.set()
+        with pytest.raises(ServerLostError):
+            coordinator.join()
+    (second,) = found
+    assert (second.closures, second.versions) == (first.closures, first.versions) == (1, (1, 1))
+    assert [dict(server.values) for server in second.servers] == [{"a": 1}, {"b": 2}]
+
+
 # -- data ------------------------------------------------------------------------
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import distjax as dj
-from distjax.servers.board import Board, Worker
+from distjax.servers.board import Board
 from distjax.servers.closure import Call, Closure
 from distjax.servers.engine import WorkerDied
 from distjax.servers.per_worker import PerWorkerIterator
 from distjax.servers.streams import DataEnded, Stream
+from distjax.servers.worker import Worker
 
 
 class Counting:

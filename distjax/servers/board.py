@@ -304,9 +304,9 @@ class Board:
             self.queue.appendleft(closure)
 
     def _drop_queue(self, reason: str) -> list[Closure]:
-        # A worker ends those that have drawn, and gives their elements back.
-        is_kept = lambda closure: closure.drawn and not self.is_closed and self.active_workers()
-        kept = list(filter(is_kept, self.queue))
+        # A worker ends those that have drawn, or whose pushes servers may have, as it takes them.
+        has_worker = not self.is_closed and bool(self.active_workers())
+        kept = [c for c in self.queue if has_worker and (c.drawn or c in self._retried)]
         queued, stop = [c for c in self.queue if c not in kept], cancelled(reason)
         self.queue = collections.deque(kept)
         for closure in (*self.running, *kept):

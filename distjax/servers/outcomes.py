@@ -26,7 +26,7 @@ def cut_short(closure: Closure, error: CancelledError) -> CancelledError:
         message(
             f"fetch needs {closure!r} to be run to its end",
             got="one that was stopped when a server had applied a push of it",
-            why="its other pushes were not made, and the elements that it drew are used up",
+            why="other pushes of it are not made, and the elements that it drew are used up",
             fix="coordinator.restore() goes back to a snapshot, which has whole closures only",
         )
     )

@@ -207,6 +207,32 @@ def test_closures_are_applied_once_whatever_workers_are_lost(max_staleness):
     assert found["worst"] <= (np.inf if max_staleness is None else max_staleness)
 
 
+def test_a_closure_cancelled_as_it_waits_for_another_worker_says_that_it_was_pushed(monkeypatch):
+    has_died, go_on = threading.Event(), threading.Event()
+
+    def fault(point, worker, closure):
+        if point == "after_push" and not has_died.is_set():
+            has_died.set()
+            raise WorkerDied
+
+    strategy = make(workers=1, fault=fault)
+    prepare = lambda *_: not has_died.is_set() or go_on.wait(60)
+    monkeypatch.setattr(strategy.engine, "prepare", prepare)
+    with Coordinator(strategy) as coordinator:
+        values = [coordinator.schedule(counter(), one(1)) for _ in range(2)]
+        coordinator._board.waiters.wait_until(lambda: coordinator.stats()["closures"]["retried"])
+        coordinator.cancel()
+        go_on.set()
+        coordinator.join()
+    with pytest.raises(
+        CancelledError, match=r"^fetch needs closure 0 \(add\) to be run to its end"
+    ):
+        values[0].fetch()
+    with pytest.raises(CancelledError, match=r"coordinator.cancel\(\) was called before"):
+        values[1].fetch()
+    assert strategy.value("total") == 1
+
+
 def test_a_closure_that_kills_every_worker_is_given_up():
     def fault(point, worker, closure):
         if closure == 1 and point == "after_push":

@@ -145,7 +145,7 @@ def test_what_a_stopped_closure_has_not_pushed_is_drawn_again(point):
 CUT_SHORT = """\
 fetch needs closure 0 (step) to be run to its end.
   Got: one that was stopped when a server had applied a push of it.
-  Why: its other pushes were not made, and the elements that it drew are used up.
+  Why: other pushes of it are not made, and the elements that it drew are used up.
   Fix: coordinator.restore() goes back to a snapshot, which has whole closures only"""
 
 

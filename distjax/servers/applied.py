@@ -85,3 +85,11 @@ class Applied:
             self._done.remove(self.watermark)
             self.watermark += 1
         return record is not None and bool(record.answers)
+
+    def restart(self, watermark: int) -> None:
+        """Drops all answers; closures with numbers below `watermark` are done, too."""
+        done, self._done = self._done, set()  # some may have been cancelled since the restore began
+        self.watermark = max(self.watermark, watermark)
+        self._open.clear()
+        for closure in done:
+            self.mark_done(closure)

@@ -314,7 +314,7 @@ class Server:
             self._values.update((key, values[key]) for key in list(known) if key in values)
             self._sizes.update((key, value.nbytes) for key, value in self._values.items())
             self.version = snapshot.version
-            self._applied = Applied(num_closures)
+            self._applied.restart(num_closures)
             self.is_lost = False
 
     def lose(self) -> None:

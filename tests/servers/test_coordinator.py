@@ -395,6 +395,27 @@ def test_a_snapshot_that_waits_for_a_closure_has_what_a_restore_has_made(monkeyp
     assert [dict(server.values) for server in second.servers] == [{"a": 1}, {"b": 2}]
 
 
+def test_what_is_cancelled_while_servers_are_restored_is_not_waited_for(monkeypatch):
+    """Servers wait for every number to be over, and are told of each once."""
+    strategy = make_two()
+    first, second = strategy.engine.servers
+    restore = first.restore
+
+    def restore_late(*args):
+        coordinator.schedule(two_counters(), one(1))
+        coordinator.cancel()
+        restore(*args)
+
+    with Coordinator(strategy) as coordinator:
+        coordinator.snapshot()
+        coordinator.schedule(two_counters(), one(1)).get()
+        monkeypatch.setattr(first, "restore", restore_late)
+        coordinator.restore()
+        coordinator.schedule(two_counters(), one(1)).get()
+    assert [first.num_kept, second.num_kept] == [0, 0]
+    assert [float(strategy.value("a")), float(strategy.value("b", 1))] == [1, 2]
+
+
 # -- data ------------------------------------------------------------------------
 
 

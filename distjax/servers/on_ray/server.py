@@ -132,7 +132,6 @@ class RayServer:
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
         """Goes back to a snapshot, in a new process if the old one is lost."""
         if self._is_gone():
-            self._over.clear()
             self.actor = self._make(self.number)
             self.num_processes += 1  # last: whoever sees the number sees the process
             self.wait_for_start()

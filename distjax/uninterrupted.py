@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import os
 import queue
 import threading
 import time
@@ -68,6 +69,9 @@ class UninterruptedCalls:
     waits for it. For example, orbax interrupted in the middle of a save would leave a step that
     looks complete but is not.
 
+    Attributes:
+      process: the number of the process that the thread is in; None: there is no thread.
+
     Args:
       prepare: called on the caller's thread before each call.
     """
@@ -75,6 +79,7 @@ class UninterruptedCalls:
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
         self._prepare = prepare
         self._thread: concurrent.futures.Executor | None = None
+        self.process: int | None = None
         self._one_at_a_time = threading.Lock()
 
     def call(self, fn: Callable[[], T]) -> T:
@@ -93,16 +98,17 @@ class UninterruptedCalls:
     def _submit(self, call: _Call[T]) -> None:
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "distjax-uninterrupted")
+            self.process = os.getpid()
         try:
             self._thread.submit(call.run)
         except BaseException as error:  # a signal while the thread was starting
-            thread, self._thread = self._thread, None
+            thread, self._thread, self.process = self._thread, None, None
             thread.shutdown(wait=False)
             raise find_interrupt(error) from None
 
     def close(self) -> None:
         """Ends the thread once pending calls are done; a later call starts a new one."""
-        thread, self._thread = self._thread, None
+        thread, self._thread, self.process = self._thread, None, None
         if thread is not None:
             thread.shutdown()
 

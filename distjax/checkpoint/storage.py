@@ -12,7 +12,6 @@ import functools
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +24,8 @@ from distjax.checkpoint import json_values
 from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
 from distjax.checkpoint.first_process import ask_first_process
 from distjax.checkpoint.orbax_settings import multiprocessing_options, restore_args, retry_look
+from distjax.checkpoint.origin import require_own_job, require_own_process
+from distjax.checkpoint.under_way import saves_under_way
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
@@ -70,6 +71,7 @@ class Storage:
         local: bool = False,
     ):
         self.job = None if local else job()
+        self._is_local = local
         check = functools.partial(require_checkpoint_directory, directory)
         ask_first_process(self.job, "the construction of a Checkpointer", check)
         self.directory = os.path.abspath(os.fspath(directory))
@@ -100,8 +102,11 @@ class Storage:
         """Starts writing a step, after completing the one in progress.
 
         Raises:
-          CheckpointError: this step, or the one before, cannot be written.
+          CheckpointError: this step, or the one before, cannot be written; or this process has
+            joined its job later.
+          ContextError: in a forked process.
         """
+        self._require_origin()
         self.wait()
         if self._is_alone_in_a_job:  # orbax rejects single-process arrays there
             for key, array in arrays.items():
@@ -119,7 +124,7 @@ class Storage:
                 make_writer = functools.partial(self._make_manager, is_writer=True)
                 self._writer = self._calls.call(make_writer)
             self._under_way = step  # set first, so that an interrupted save is waited for, too
-            _with_a_save_under_way.add(self)
+            saves_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
             self._calls.call(functools.partial(save, step, metrics=dict(metrics), force=True))
 
@@ -134,6 +139,7 @@ class Storage:
           CheckpointError: the save failed.
         """
         if self._under_way is not None and self._writer is not None:
+            require_own_process(self._calls.process)
             with self._guard_write(self._under_way):
                 self._calls.call(self._writer.wait_until_finished)
         self._set_complete()
@@ -142,7 +148,7 @@ class Storage:
 
     def _set_complete(self) -> None:
         self._under_way = None
-        _with_a_save_under_way.discard(self)
+        saves_under_way.discard(self)
 
     def delete(self, step: int) -> None:
         """Removes a step.
@@ -167,7 +173,9 @@ class Storage:
         shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
 
     def close(self) -> None:
-        """Waits, then stops orbax's threads."""
+        """Waits, then stops orbax's threads; does nothing in a forked process."""
+        if self._calls.process not in (None, os.getpid()):
+            return
         try:
             self.wait()
         finally:
@@ -293,12 +301,18 @@ class Storage:
           look: the query.
           alone: whether this process runs it without the rest of the job.
         """
+        self._require_origin()
 
         def call() -> T:
             with self._open_manager(alone) as manager:
                 return look(manager)
 
         return self._calls.call(_with_settings(call))
+
+    def _require_origin(self) -> None:
+        require_own_process(self._calls.process)
+        if not self._is_local:
+            require_own_job(self.job)
 
     @contextlib.contextmanager
     def _open_manager(self, alone: bool) -> Generator[ocp.CheckpointManager]:
@@ -369,28 +383,3 @@ def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-# -- the end of the program ---------------------------------------------------
-
-#: Keeps storages alive until their save completes, even if nothing else references them.
-_with_a_save_under_way: set[Storage] = set()
-
-
-def _wait_for_all() -> None:
-    """Waits for every save; raises the first error of those that fail."""
-    errors: list[Exception] = []
-    for storage in list(_with_a_save_under_way):
-        try:
-            storage.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-# A program may end with a save. `atexit` functions run after Python has shut down the thread
-# pools, without which orbax cannot complete a step.
-_register: Any = getattr(threading, "_register_atexit", None)
-if _register is not None:
-    _register(_wait_for_all)

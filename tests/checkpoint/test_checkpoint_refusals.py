@@ -12,6 +12,7 @@ import pytest
 
 import distjax as dj
 from distjax.errors import AggregationError, CheckpointError, ContextError
+from tests.cluster.test_ending import make_job
 
 
 def make_on_read(strategy):
@@ -197,6 +198,29 @@ def test_a_checkpoint_of_a_later_format(checkpointer, monkeypatch):
         f"  Why: distjax {dj.__version__} reads formats up to 1. Nothing has been changed.",
         f"  Fix: restore it with distjax {dj.__version__} or later",
     ]
+
+
+def test_one_that_was_made_before_the_job_was_joined(checkpointer, monkeypatch):
+    """Each process would write by itself, to one directory."""
+    joined = make_job()
+    with monkeypatch.context() as patch:
+        patch.setattr("distjax.checkpoint.origin.job", lambda: joined)
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.save(1, {"x": 1})
+    assert str(error.value).splitlines() == [
+        "Checkpointer needs to be constructed after the process has joined its job.",
+        "  Got: one made before dj.initialize, in what is now process 0 on a (pid 1).",
+        "  Why: each process would save by itself, all into one directory.",
+        "  Fix: dj.initialize() at the start of the program; for what one process alone keeps: "
+        "dj.checkpoint.Checkpointer(directory, local=True)",
+    ]
+    assert not os.path.exists(checkpointer.directory)
+    checkpointer.save(1, {"x": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("distjax.checkpoint.origin.job", lambda: joined)
+        with pytest.raises(CheckpointError, match="to be constructed after the process has join"):
+            checkpointer.restore({"x": 0})
+    assert checkpointer.restore({"x": 0}) == {"x": 1}
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import distjax as dj
-from distjax.checkpoint import storage
-from distjax.errors import CheckpointError
+from distjax.checkpoint import under_way
+from distjax.errors import CheckpointError, ContextError
 
 ROOT = pathlib.Path(dj.__file__).parent.parent
 
@@ -115,10 +115,64 @@ def test_at_the_end_every_save_is_waited_for_though_one_fails(monkeypatch):
             if self.number < 2:
                 raise CheckpointError(f"save {self.number}")
 
-    monkeypatch.setattr(storage, "_with_a_save_under_way", [Save(0), Save(1), Save(2)])
+    monkeypatch.setattr(under_way, "saves_under_way", [Save(0), Save(1), Save(2)])
     with pytest.raises(CheckpointError, match="save 0"):
-        storage._wait_for_all()
+        under_way.wait_for_all()
     assert waited == [0, 1, 2]
+
+
+FORKED = """
+import multiprocessing, sys
+import numpy as np
+import distjax as dj
+from distjax.checkpoint import under_way
+
+checkpointer = dj.checkpoint.Checkpointer(sys.argv[1])
+
+def use():
+    for call in (lambda: checkpointer.save(2, {"x": 1}), checkpointer.latest_step):
+        try:
+            call()
+        except dj.errors.ContextError as error:
+            print(str(error).splitlines()[0], flush=True)
+    checkpointer.close()
+
+checkpointer.save(1, {"x": np.random.default_rng(0).normal(size=1 << 22)})
+assert checkpointer._storage in under_way.saves_under_way
+child = multiprocessing.get_context("fork").Process(target=use)
+child.start()
+child.join(60)
+print(child.exitcode, checkpointer.all_steps(), flush=True)
+child.kill()
+"""
+
+
+def test_a_process_that_is_forked_during_a_save_ends(checkpointer):
+    """At its end Python calls what waits for saves, whose threads it does not have."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, checkpointer.directory]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    refused = "a Checkpointer needs to be used in the process that began to use it."
+    assert done.stdout.decode().splitlines() == [refused, refused, "0 [1]"]
+
+
+def test_a_checkpointer_in_a_forked_process(checkpointer, monkeypatch):
+    checkpointer.save(1, {"x": 1})
+    here = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: here + 1)
+        for call in (checkpointer.wait, checkpointer.latest_step, checkpointer.description):
+            with pytest.raises(ContextError) as e:
+                call()
+            assert str(e.value) == (
+                "a Checkpointer needs to be used in the process that began to use it.\n"
+                f"  Got: process {here + 1}, forked from process {here}.\n"
+                "  Why: the threads that read and write files are not in it, so it would wait "
+                "forever.\n"
+                "  Fix: a new one in the new process: dj.checkpoint.Checkpointer(directory)"
+            )
+        checkpointer.close()
+    assert checkpointer.all_steps() == [1]
 
 
 WITHOUT_ORBAX = """

@@ -22,6 +22,9 @@ from distjax.cluster.marks import hear
 from distjax.cluster.phases import waiting
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
+#: The longest wait in one call of the service: Python handles no signal (Ctrl-C) during it.
+_CALL_SECONDS = 1.0
+
 #: Meetings are numbered, and occur in the same order on every process.
 _lock = threading.RLock()
 _count = 0
@@ -92,8 +95,7 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
                 return said
             key = f"{place}/came/{missing[0]}"
         try:
-            remaining = max(1, math.ceil((deadline - now) * 1000))
-            heard = joined.client.blocking_key_value_get(key, remaining)
+            heard = _wait_for(joined, key, deadline - now)
             if joined.process_id != 0:
                 return heard
         except jax.errors.JaxRuntimeError as error:
@@ -102,6 +104,18 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
                 raise
             deadline = time.monotonic() + seconds
         now = time.monotonic()
+
+
+def _wait_for(joined: Job, key: str, seconds: float) -> str:
+    """Returns the value of a key, once it is there."""
+    while True:
+        part = min(seconds, _CALL_SECONDS)
+        seconds -= part
+        try:
+            return joined.client.blocking_key_value_get(key, max(1, math.ceil(part * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if seconds <= 0 or "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
 
 def who_came(joined: Job, place: str) -> dict[int, str]:

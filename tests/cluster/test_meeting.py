@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import jax
 import pytest
 
 from distjax.cluster import meeting
@@ -75,6 +76,30 @@ def test_who_compiles_is_awaited(jobs, who):
         come(job)
     heard = meeting._hear_all(jobs[who], PLACE, 1.0)
     assert heard == ('["said 0", "said 1", "said 2"]' if who == 0 else "all of it")
+
+
+class Asked(Store):
+    """Keeps how long each wait may last."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        self.waits.append(timeout_in_ms)
+        return super().blocking_key_value_get(key, timeout_in_ms // 10)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_call_of_the_service_outlasts_a_signal_by_more_than_a_second(jobs, who):
+    """Python raises KeyboardInterrupt between two calls; others may be awaited for an hour."""
+    store = Asked()
+    jobs[:] = [dataclasses.replace(job, client=store) for job in jobs]
+    come(jobs[who])
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        meeting._hear_all(jobs[who], PLACE, 1.3)
+    assert max(store.waits) == 1000
+    assert sum(store.waits) // 100 == 13
 
 
 @pytest.mark.parametrize("who", [0, 1])

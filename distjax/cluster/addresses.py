@@ -15,7 +15,8 @@ def split_address(address: object, name: str) -> tuple[str, int]:
     if isinstance(address, str):
         host, colon, port = address.strip().rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if colon and port.isdecimal() and 0 < int(port) < 65536 and not host.count("]"):
+        is_number = port.isascii() and port.isdecimal() and len(port) < 6
+        if colon and is_number and 0 < int(port) < 65536 and _is_host(host):
             return host, int(port)
     raise ClusterError(
         message(
@@ -25,6 +26,15 @@ def split_address(address: object, name: str) -> tuple[str, int]:
             fix="dj.initialize('10.0.0.1:1234', ...), with a port that is free",
         )
     )
+
+
+def _is_host(host: str) -> bool:
+    """Returns whether `host` can be looked up: Python raises no OSError if it cannot."""
+    try:
+        host.encode("idna")
+    except UnicodeError:  # an empty label, or a long one
+        return False
+    return not host.count("]") and "\0" not in host
 
 
 def join_address(host: str, port: int) -> str:

@@ -56,6 +56,9 @@ class Settings:
         return fields
 
 
+#: The longest time that JAX takes.
+_MAX_SECONDS = 2**31 - 1
+
 #: What defines a job: all three are needed, or none.
 _PLACE = ("coordinator_address", "num_processes", "process_id")
 
@@ -127,10 +130,10 @@ def make_timeouts(
     }
     for name, value in given.items():
         is_number = is_int(value) or isinstance(value, float)
-        if not (is_number and value > 0 and math.isfinite(value)):
+        if not (is_number and 0 < value <= _MAX_SECONDS):
             raise ClusterError(
                 message(
-                    f"{name} of initialize needs to be a number of seconds",
+                    f"{name} of initialize needs to be a number of seconds, up to {_MAX_SECONDS}",
                     got=repr(value),
                     why="every wait of a job ends, and this is how long it may be",
                     fix=f"dj.initialize(..., {name}=60)",

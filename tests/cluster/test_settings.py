@@ -143,7 +143,9 @@ def test_a_place_that_is_none(count, own):
         find("a:1", count, own)
 
 
-@pytest.mark.parametrize("address", ["a", "a:", "a:0", "a:70000", ":x", 3, "[::1]"])
+@pytest.mark.parametrize(
+    "address", ["a", "a:", "a:0", "a:70000", "a:١", "a:" + "9" * 5000, ":x", 3, "[::1]", "a..b:1"]
+)
 def test_an_address_that_is_none(address):
     with pytest.raises(ClusterError, match="coordinator_address of initialize needs to be an addr"):
         find(address, 2, 0)
@@ -165,7 +167,7 @@ def test_a_detection_that_fails(monkeypatch):
     assert "RuntimeError: no metadata" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "60", None, float("inf"), float("nan"), True])
+@pytest.mark.parametrize("value", [0, -1.0, "60", None, float("inf"), 1e10, float("nan"), True])
 def test_a_timeout_that_is_none(value):
     with pytest.raises(ClusterError, match="heartbeat_timeout of initialize needs to be a number"):
         make_timeouts(60, value, 10, 600.0, None, 3600.0)

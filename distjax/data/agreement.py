@@ -78,7 +78,9 @@ def describe_elements(tree: HostTree, *, is_own: bool) -> Report:
     return Report(ELEMENT, text, checksum, len(tree.leaves[0]))
 
 
-def agree_on_elements(job: Job, own_report: Report, partial: Partial, *, is_own: bool) -> Next:
+def agree_on_elements(
+    job: Job, own_report: Report, steps: int | None, partial: Partial, *, is_own: bool
+) -> Next:
     """Returns what all processes do next.
 
     With "pad", a process that has fewer elements than others adds masked copies.
@@ -86,15 +88,18 @@ def agree_on_elements(job: Job, own_report: Report, partial: Partial, *, is_own:
     Args:
       job: the job.
       own_report: this process's report.
+      steps: how many elements it has asked for, as steps of a loop; None: one.
       partial: what to do if some processes run out of data first.
       is_own: whether each process reads its own data.
 
     Raises:
-      AgreementError: elements differ though all read the same data, or differ in shape.
+      AgreementError: elements differ though all read the same data, or differ in shape; or
+        another number was asked for.
       BatchError: some processes run out of data first, and `partial` does not allow it.
       PeerLostError: the source of another process failed; includes its error text.
     """
-    texts = exchange(job, _OCCASION, json.dumps(own_report), job.timeouts.phase)
+    occasion = _OCCASION if steps is None else f"the next {steps} steps of a dataset"
+    texts = exchange(job, occasion, json.dumps(own_report), job.timeouts.phase)
     reports = [Report(*json.loads(text)) for text in texts]
     failed = [i for i, other in enumerate(reports) if other.kind == FAILED]
     if failed and own_report.kind != FAILED:

@@ -245,9 +245,10 @@ class DistributedIterator:
         said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
         assert said is not None, "described, as the layout spans processes"
         is_own = self._layout.is_own
-        count, sender = agree_on_elements(joined, said, self._options.partial, is_own=is_own)
+        partial = self._options.partial
+        count, sender = agree_on_elements(joined, said, steps, partial, is_own=is_own)
         block = None if isinstance(outcome, End) else outcome.block
-        if self._options.partial == PAD and is_own and block is not None:
+        if partial == PAD and is_own and block is not None:
             self._latest = block.element(len(block) - 1).tree
         if sender is not None:
             example = receive_example(joined, sender, self._latest, self._layout.num_rows)

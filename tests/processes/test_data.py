@@ -223,6 +223,31 @@ def test_an_example_of_another_class_cannot_be_told(group):
     assert first.startswith("the next element of a dataset needs to be there on all processes, or ")
 
 
+def take_other_numbers(numbers, partial):
+    """Of data of its own; "drop" took the first end of one process for that of all."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    options = dj.InputOptions(shard="own", partial=partial)
+    iterator = iter(strategy.distribute_dataset([np.ones(4)] * 6, options))
+    with pytest.raises(dj.errors.AgreementError) as caught:
+        number = numbers[job().process_id]
+        iterator.take(number) if number else next(iterator)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("partial", ["drop", "pad"])
+@pytest.mark.parametrize(
+    ("numbers", "got"),
+    [
+        ((2, 0), "'the next element of a dataset' on process 1; 'the next 2 steps of a dataset' "),
+        ((2, 3), "'the next 3 steps of a dataset' on process 1; 'the next 2 steps of a dataset' "),
+    ],
+)
+def test_all_take_as_many_steps(group, numbers, got, partial):
+    first, second = group.call(take_other_numbers, numbers, partial)
+    assert first == second
+    assert f"Got: {got}on process 0" in first
+
+
 def refuse_uneven(lengths, partial="error"):
     with pytest.raises(dj.errors.BatchError) as caught:
         own_counts(lengths, partial)

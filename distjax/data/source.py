@@ -20,8 +20,8 @@ from distjax.typing import DatasetLike
 
 
 def find_length(dataset: Sized) -> int | None:
-    """Returns the length of `dataset`; None if it has none, or is endless."""
-    with contextlib.suppress(TypeError):
+    """Returns the length of `dataset`; None if it has none, does not tell, or is endless."""
+    with contextlib.suppress(Exception):  # a stream may raise whatever it likes
         length = len(dataset)
         return length if length < sys.maxsize else None  # grain's endless datasets report maxsize
     return None

@@ -200,6 +200,20 @@ def test_a_dataset_whose_items_raise_is_not_asked_again(pair):
     assert len(elements(pair, Broken(batches_of(8, 4)))) == 2
 
 
+@pytest.mark.parametrize("options", [None, DROP, PAD])
+def test_a_dataset_whose_length_raises_is_read_as_one_without(pair, options):
+    class Stream(Sized):
+        def __len__(self):
+            raise NotImplementedError("a stream")
+
+    dataset = pair.distribute_dataset(Stream(batches_of(8, 4)), options)
+    assert sum(1 for _ in dataset) == 2
+    with pytest.raises(NotImplementedError, match="a stream"):
+        len(dataset)
+    of_each = pair.distribute_datasets_from_function(lambda _: Stream(batches_of(8, 4)), options)
+    assert sum(1 for _ in of_each) == 1
+
+
 def test_drop(strategy):
     r = strategy.num_replicas_in_sync
     batches = [np.arange(2 * r), np.arange(r), np.arange(2 * r), np.arange(2 * r - 1)]

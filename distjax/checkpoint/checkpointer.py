@@ -108,13 +108,7 @@ class Checkpointer:
           ValueError: an invalid step number, or metrics without the `best_metric`.
         """
         wanted = as_tree(tree, "save")
-        step = require_int(
-            "save: step",
-            step,
-            0,
-            why="steps are in the order of their numbers, and the latest is where a run resumes",
-            fix="checkpointer.save(int(step), tree)",
-        )
+        step = _require_step(step, "save", "checkpointer.save(int(step), tree)")
         metrics = self._require_metrics(metrics)
         leaves = wanted.leaves.values()
         decisive = {name: metrics[name] for name in metrics if name == self._best_metric}
@@ -144,7 +138,9 @@ class Checkpointer:
 
         Raises:
           CheckpointError: the step does not exist or cannot be removed.
+          ValueError: an invalid step number.
         """
+        step = _require_step(step, "delete", "checkpointer.delete(checkpointer.all_steps()[0])")
         agree_on_step(self._storage.job, "the removal of a checkpoint", step)
         self._storage.delete(self._existing(step))
 
@@ -328,6 +324,11 @@ def _require_of_all_processes(leaves: Iterable[Leaf], joined: Job | None) -> Non
     for leaf in leaves if joined is not None and joined.num_processes > 1 else ():
         if isinstance(leaf, ArrayLeaf):
             leaf.require_of_all_processes()
+
+
+def _require_step(step: object, method: str, fix: str) -> int:
+    why = "steps are in the order of their numbers, and the latest is where a run resumes"
+    return require_int(f"{method}: step", step, 0, why=why, fix=fix)
 
 
 def _require_options(max_to_keep: object, best_mode: object) -> None:

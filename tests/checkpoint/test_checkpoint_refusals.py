@@ -98,6 +98,15 @@ def test_no_step_number(step, checkpointer):
         checkpointer.save(step, {})
 
 
+def test_a_removal_needs_a_step_number(checkpointer):
+    """It took None, as of a best step that there is not, for the latest."""
+    checkpointer.save(1, {"x": 1})
+    with pytest.raises(ValueError, match="^delete: step needs an int of 0 or more") as error:
+        checkpointer.delete(checkpointer.best_step())
+    assert "Fix: checkpointer.delete(checkpointer.all_steps()[0])" in str(error.value)
+    assert checkpointer.all_steps() == [1]
+
+
 @pytest.mark.parametrize("step", [3, 2])
 def test_a_step_that_is_not_after_the_latest(step, checkpointer):
     checkpointer.save(3, {"x": 1})

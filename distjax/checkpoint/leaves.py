@@ -120,6 +120,8 @@ def _is_array(value: object) -> bool:
         return True
     if not isinstance(value, (np.ndarray, np.generic)):
         return False
+    if value.dtype.char in "gG":  # long doubles, which cannot be written
+        return False
     return value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, jnp.number)
 
 

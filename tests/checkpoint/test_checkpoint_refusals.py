@@ -43,6 +43,13 @@ def test_an_object_that_holds_nothing(checkpointer):
     assert first_line(error) == "'model/f' needs to be something that a checkpoint can hold."
 
 
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_a_dtype_that_cannot_be_written_does_not_blame_the_disk(dtype, checkpointer):
+    with pytest.raises(CheckpointError) as error:
+        checkpointer.save(1, {"x": np.ones(3, dtype)})
+    assert first_line(error) == "'x' needs to be something that a checkpoint can hold."
+
+
 def test_a_shape_cannot_be_saved(checkpointer):
     with pytest.raises(CheckpointError) as error:
         checkpointer.save(1, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})

@@ -26,6 +26,7 @@ from distjax.checkpoint.first_process import ask_first_process
 from distjax.checkpoint.orbax_settings import multiprocessing_options, restore_args, retry_look
 from distjax.checkpoint.origin import require_own_job, require_own_process
 from distjax.checkpoint.under_way import saves_under_way
+from distjax.checkpoint.write_barrier import WriteBarrier
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
@@ -345,7 +346,10 @@ class Storage:
             multiprocessing_options=processes,
             # Processes wait for a directory by the number of the save, which differs between them
             # once one has saved alone: they would not wait.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=job() is None),
+            async_options=ocp.AsyncOptions(
+                create_directories_asynchronously=job() is None,
+                barrier_sync_fn=WriteBarrier(self.job) if is_writer and self.job else None,
+            ),
             # What a killed process left. Not for readers: another process may be writing it.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,

@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import re
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,44 @@ def test_one_process_goes_on_where_several_ended(group, tmp_path):
         checkpointer.save(3, state)
     first, latest = group.call(restore, directory, "multi_worker")[0]
     assert latest == ([x + 8.0 + 3.0 for x in range(8)], 8.0 + 3.0)
+
+
+def save_where_one_cannot_write(directory, who):
+    """What the save says, the steps before and after it, and a save when there is room again."""
+    strategy = STRATEGIES["zero3"]()
+    with strategy.scope():
+        noise = np.random.default_rng(0).normal(size=1 << 18)  # does not compress
+        state = {"v": dj.Variable(noise.astype(np.float32))}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        if job().process_id == who:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+        try:
+            checkpointer.save(2, state)
+            with pytest.raises(dj.errors.CheckpointError) as caught:
+                checkpointer.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        before = checkpointer.all_steps()
+        checkpointer.save(3, state)
+        return str(caught.value), before, checkpointer.all_steps()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_cannot_write_is_known_to_all(group, who, tmp_path):
+    """The others were at another barrier of orbax, and all waited until it timed out."""
+    directory = str(tmp_path / "checkpoints")
+    ended = group.call(save_where_one_cannot_write, directory, who, seconds=60)
+    needed = f"the checkpoint of step 2 in {directory!r} needs to be written to the disk."
+    cause = "ValueError: OUT_OF_RANGE: Error writing "
+    for process, (text, *steps) in enumerate(ended):
+        first, got, *_ = text.splitlines()
+        assert first == needed
+        by_another = "" if process == who else rf"RuntimeError: process {who} on .* failed: "
+        assert re.match(rf"  Got: {by_another}{cause}", got)
+        assert steps == [[1], [1, 3]]
 
 
 def own_data(strategy, lengths):

@@ -26,12 +26,24 @@ STATE_FIX = (
     "grads = dj.get_replica_context().all_reduce('mean', grads) before the update, and before "
     "computing any flag that gates it"
 )
+#: Flax's name for the collection of a batch norm's moving averages: state, but not parameters.
+_STATISTICS = "batch_stats"
+_STATISTICS_FIX = (
+    "nn.BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all replicas' examples"
+)
 #: The rule name for averaged local variances, which ignore how the replicas' means differ.
 LOCAL_VARIANCES = "local variances averaged"
 
 #: The steps of a path such as s.a['b'][0].
 _STEP = re.compile(r"^\w+|\.\w+|\['[^']*'\]|\[\w+\]")
 _num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
+
+
+def state_why(differing: Sequence[str]) -> str:
+    """Returns why state at these paths needs to come back equal."""
+    if _are_statistics(differing):
+        return "each replica keeps the statistics of its own examples"
+    return STATE_WHY
 
 
 def expected_state_fix(differing: Sequence[str], equal: Collection[str]) -> str:
@@ -47,11 +59,17 @@ def expected_state_fix(differing: Sequence[str], equal: Collection[str]) -> str:
     kept = {part for path in equal for part in _parts(path)}
     parts = [next((p for p in _parts(path) if p not in kept), path) for path in differing]
     first, *more = dict.fromkeys(parts)
-    fix = f"{STATE_FIX}; or, where it is meant: dj.expect(reason, differs={first})"
+    cure = _STATISTICS_FIX if _are_statistics(differing) else STATE_FIX
+    fix = f"{cure}; or, where it is meant: dj.expect(reason, differs={first})"
     if not more:
         return fix
     rest = f" and {len(more) - 3} more parts" if len(more) > 3 else ""
     return f"{fix}, and the same for {', '.join(more[:3])}{rest}"
+
+
+def _are_statistics(differing: Sequence[str]) -> bool:
+    """Returns whether only batch statistics differ: the parameters were reduced."""
+    return all(_STATISTICS in path for path in differing)
 
 
 def _parts(path: str) -> list[str]:

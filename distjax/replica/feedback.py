@@ -17,10 +17,10 @@ from distjax.context.expectation import without_expectations
 from distjax.context.finding import Finding
 from distjax.context.reporting import (
     STATE,
-    STATE_WHY,
     expected_state_fix,
     num_reported,
     report,
+    state_why,
 )
 from distjax.errors import LocalityWarning, message
 from distjax.placement.per_replica import PerReplica
@@ -101,11 +101,12 @@ class Feedback:
     def _text(self, pairs: Sequence[tuple[str, str]], others: Sequence[str]) -> str:
         shown = ", ".join(f"{argument} (which is {result})" for argument, result in pairs[:8])
         more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+        differing = [argument for argument, _ in pairs]
         return message(
             f"{self._name} takes state that is equal on every replica and needs to return it equal",
             got=f"in its second call values that differ per replica at {shown}{more}",
-            why=STATE_WHY,
-            fix=expected_state_fix([argument for argument, _ in pairs], others),
+            why=state_why(differing),
+            fix=expected_state_fix(differing, others),
         )
 
 

@@ -18,6 +18,7 @@ from distjax.context.reporting import (
     STATE_WHY,
     expected_state_fix,
     report,
+    state_why,
 )
 from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.replica.examine import Given, updated_argument
@@ -172,7 +173,7 @@ def _report(
         "equal",
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
-        why=STATE_WHY,
+        why=STATE_WHY if strict else state_why(paths),
         fix=STATE_FIX if strict else expected_state_fix(paths, others),
     )
     level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)

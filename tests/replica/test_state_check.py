@@ -77,8 +77,14 @@ def test_flax_train_state_that_comes_out_different_raises(pair):
     def diverging_statistics(state, x):
         return state.replace(batch_stats={"mean": state.batch_stats["mean"] + x})
 
-    with pytest.warns(LocalityWarning, match="batch_stats"):
+    with pytest.warns(LocalityWarning, match="batch_stats") as warned:
         out = pair.run(diverging_statistics, args=(start, ids(pair)))
+    assert str(warned[0].message).endswith(
+        "  Got: values that differ per replica at state.batch_stats['mean'].\n"
+        "  Why: each replica keeps the statistics of its own examples.\n"
+        "  Fix: nn.BatchNorm(..., axis_name=strategy.axis_name), for the statistics of all "
+        "replicas' examples; or, where it is meant: dj.expect(reason, differs=state.batch_stats)"
+    )
     assert local(pair, out.batch_stats["mean"]) == [[0.0, 0.0], [1.0, 1.0]]
     with warnings.catch_warnings():
         warnings.simplefilter("error", LocalityWarning)

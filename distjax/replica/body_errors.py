@@ -27,6 +27,8 @@ _TRACED_VALUE = (
 )
 #: JAX's messages for a traced value as a shape, a length or an index.
 _AS_NUMBER = re.compile("Shapes must be 1D|`length`|__index__")
+#: JAX's message for several PRNG keys in the place of one, with their shape.
+_SEVERAL_KEYS = re.compile(r"accepts a single key, but was given a key array of shape (\(.*?\)) ")
 _START = "Python needs the value of a traced array"
 
 
@@ -70,6 +72,35 @@ def add_value_note(
         why = "it is known only when the program runs, after float(x), x.item() or NumPy asked"
         fix = "return it, and read it outside of the step; jax.debug.print('{}', x) to print it"
     error.add_note(f"{_START}: {why}.\n  Fix: {fix}")
+
+
+def add_keys_note(
+    error: Exception, name: str, paths: Sequence[str], leaves: Sequence[Any], num_replicas: int
+) -> None:
+    """Adds a note to an error of JAX about several keys if they are those of an argument.
+
+    Args:
+      error: the error.
+      name: the user's name for the function that was traced.
+      paths: the user's paths to its arrays.
+      leaves: these arrays.
+      num_replicas: R; a loop of `jax.pmap` splits its key into as many.
+    """
+    found = _SEVERAL_KEYS.search(str(error))
+    if found is None:
+        return
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, PerReplica):
+            continue
+        shape = jax.typeof(leaf).shape
+        if str(shape) == found[1] and shape[0] == num_replicas:
+            error.add_note(
+                f"Argument {path} of {name} holds {num_replicas} keys, as many as there are "
+                "replicas, and each replica sees all of them.\n"
+                f"  Fix: strategy.per_replica({path}) where the step is called; or one key there, "
+                "and dj.get_replica_context().fold_in(key) in the step"
+            )
+            return
 
 
 def _is_number(leaf: PyTree) -> bool:

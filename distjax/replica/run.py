@@ -19,6 +19,7 @@ from distjax.context.expectation import without_expectations
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.body_errors import (
+    add_keys_note,
     add_value_note,
     require_no_other_mesh,
     require_own_axis,
@@ -224,6 +225,10 @@ def _trace_valid(
     except (TypeError, jax.errors.JAXTypeError) as error:
         is_pmap = options.out_axes is not AS_VALUES
         add_value_note(error, given.name, given.paths, given.partitioned.leaves, is_pmap=is_pmap)
+        raise
+    except ValueError as error:
+        arguments = given.name, given.paths, given.partitioned.leaves
+        add_keys_note(error, *arguments, topology.num_replicas)
         raise
     require_no_other_mesh(given.name, traced.jaxpr, topology)
     return traced

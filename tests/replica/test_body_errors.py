@@ -36,6 +36,28 @@ def test_a_number_as_a_shape_or_length(pair, step):
     assert float(jnp.sum(mapped(np.ones(2, np.float32), 3))) == 6
 
 
+def noisy(state, x):
+    return x + jax.random.normal(state["key"])
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_for_each_replica_is_not_one_key(pair, make):
+    keys = jax.random.split(make(0), 2)
+    with pytest.raises(ValueError, match="accepts a single key") as found:
+        pair.run(noisy, args=({"key": keys}, 0.0))
+    assert found.value.__notes__[0] == (
+        "Argument state['key'] of noisy holds 2 keys, as many as there are replicas, and each "
+        "replica sees all of them.\n"
+        "  Fix: strategy.per_replica(state['key']) where the step is called; or one key there, and "
+        "dj.get_replica_context().fold_in(key) in the step"
+    )
+    drawn = pair.run(noisy, args=({"key": pair.per_replica(keys)}, 0.0))
+    assert local(pair, drawn) == [float(jax.random.normal(key)) for key in keys]
+    with pytest.raises(ValueError, match="accepts a single key") as found:
+        pair.run(noisy, args=({"key": jax.random.split(make(0), 3)}, 0.0))
+    assert not any("each replica" in note for note in getattr(found.value, "__notes__", ()))
+
+
 def test_an_array_of_strings(pair):
     names = np.array(["cat", "dog"])
     with pytest.raises(TypeError) as found:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from distjax import jax_compat
 from distjax.errors import BatchError, describe_value, message
 from distjax.placement.host_values import require_no_mask
 from distjax.placement.per_replica import PerReplica, is_per_replica
@@ -107,11 +108,20 @@ def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: 
             got=describe_value(leaf),
             why="the values of the replicas are slices of one array: sparse, ragged, text and "
             "Python-object values, PRNG keys and values that are already distributed cannot be",
-            fix="iterate over it as it is: it is distributed already"
-            if isinstance(leaf, PerReplica)
-            else "turn it into a dense array (padded, or as ids) in the dataset",
+            fix=_fix_of(leaf),
         )
     ) from cause
+
+
+def _fix_of(leaf: PyTree) -> str:
+    if isinstance(leaf, PerReplica):
+        return "iterate over it as it is: it is distributed already"
+    if isinstance(leaf, jax.Array) and jax_compat.is_key_dtype(leaf.dtype):
+        return (
+            "jax.random.key_data(keys) in the dataset, and jax.random.wrap_key_data(data) in the "
+            "step; or a key beside the batch, and dj.get_replica_context().fold_in(key) in the step"
+        )
+    return "turn it into a dense array (padded, or as ids) in the dataset"
 
 
 @functools.lru_cache

@@ -317,6 +317,18 @@ def test_leaves_whose_conversion_fails_keep_the_cause(pair):
         assert isinstance(e.value.__cause__, TypeError)
 
 
+def test_keys_are_refused_and_their_data_is_not(pair):
+    keys = jax.random.split(jax.random.key(3), 4)
+    assert refused(pair, {"key": keys}).endswith(
+        "  Fix: jax.random.key_data(keys) in the dataset, and jax.random.wrap_key_data(data) in "
+        "the step; or a key beside the batch, and dj.get_replica_context().fold_in(key) in the step"
+    )
+    draw = lambda data: jax.vmap(jax.random.normal)(jax.random.wrap_key_data(data))
+    (data,) = pair.distribute_dataset([jax.random.key_data(keys)])
+    drawn = pair.gather(pair.run(draw, args=(data,)), axis=0)
+    np.testing.assert_array_equal(drawn, jax.vmap(jax.random.normal)(keys))
+
+
 @pytest.mark.parametrize("dataset", [{"x": np.zeros(4)}, 3, "text"])
 def test_what_is_no_dataset(pair, dataset):
     with pytest.raises(TypeError, match="^distribute_dataset needs an iterable of batches"):

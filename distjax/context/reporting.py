@@ -33,6 +33,8 @@ _STATISTICS_FIX = (
 )
 #: The rule name for averaged local variances, which ignore how the replicas' means differ.
 LOCAL_VARIANCES = "local variances averaged"
+#: The rule name for gradients that are equal before any reduction.
+EQUAL_BATCH = "the same batch on every replica"
 
 #: The steps of a path such as s.a['b'][0].
 _STEP = re.compile(r"^\w+|\.\w+|\['[^']*'\]|\[\w+\]")

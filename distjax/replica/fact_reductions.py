@@ -27,6 +27,7 @@ def summed(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
 
 def _summed_over_replicas(walk: FactWalk, site: Where, x: Fact) -> Fact:
     if x.differs:
+        walk.gradients_differ |= x.find("grad") is not None
         findings.find_unreducible(walk, site, x)
         if x.find("share"):
             return EQUAL.having(whole=x.find("share"))

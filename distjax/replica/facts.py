@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from distjax import jax_compat, user_lines
-from distjax.context.reporting import LOCAL_VARIANCES, report
+from distjax.context.reporting import EQUAL_BATCH, LOCAL_VARIANCES, report
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from distjax.replica.analysis import CALLS, MERGE_NAME
 
@@ -151,6 +151,8 @@ class FactWalk:
       sums, counts: sums of R equal parts, and of an equal number, that variables take.
       combines: whether the function reduces or merges anything over the replicas.
       ratio_counts: local counts that a total is divided by.
+      gradients_differ: whether gradients that differ are reduced: not every replica has the same
+        batch, though a parameter that only a penalty depends on has the same gradient.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class FactWalk:
         self.counts_replicas = False
         self.sums: list[tuple[Any, Times]] = []
         self.counts: list[tuple[Any, float, Where]] = []
-        self.combines = False
+        self.combines = self.gradients_differ = False
         self.ratio_counts: set[Any] = set()
         self._calls: list[JaxprEqn] = []
         self._control_flow = {"scan": self._scan, "while": self._while, "cond": self._cond}
@@ -209,10 +211,10 @@ class FactWalk:
         return of_literal(atom.val) if isinstance(atom, Literal) else env[atom]
 
     def report(self) -> None:
-        """Reports what was found."""
+        """Reports what was found, without what another part of the function refutes."""
+        refuted = {EQUAL_BATCH: self.gradients_differ, LOCAL_VARIANCES: self.tells_means_apart}
         for (rule, _), finding in self.found.items():
-            # The function may also reduce what the variance between replicas needs.
-            if rule != LOCAL_VARIANCES or not self.tells_means_apart:
+            if not refuted.get(rule, False):
                 report(finding)
 
     def _equation(self, eqn: JaxprEqn, ins: list[Fact]) -> Sequence[Fact]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
+from distjax.context.reporting import EQUAL_BATCH
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
 from distjax.replica.facts import Fact, FactWalk, Times, Where, shape_of
@@ -109,7 +110,7 @@ def find_equal_batch(walk: FactWalk, sites: Sequence[Where]) -> None:
     find(
         walk,
         "note",
-        "the same batch on every replica",
+        EQUAL_BATCH,
         sites,
         "a reduction of gradients needs data that differ",
         got="gradients that are equal on every replica",
@@ -331,6 +332,7 @@ def find_sums(walk: FactWalk) -> None:
 def find_unfit_gradients(walk: FactWalk, op: str, eqn: JaxprEqn, x: Fact) -> None:
     """Reports gradients that do not fit an optimizer with reduction `op`."""
     site = walk.site(eqn)
+    walk.gradients_differ |= x.differs and x.find("grad") is not None
     find_unreducible(walk, site, x)
     made = reduction_of(x)
     if made is not None and op == "SUM":

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -316,3 +317,40 @@ def test_parameters_gathered_for_the_loss():
         return shard - 0.1 * grads / s.num_replicas_in_sync
 
     require_silence(s, step, shards, inputs(s))
+
+
+# -- gradients that are equal beside others that differ ---------------------------
+
+
+def penalized(params, x):
+    loss = jnp.mean((x @ params["w"] - 1.0) ** 2)
+    return loss + 1e-4 * sum(jnp.sum(p**2) for p in params.values())
+
+
+def descended(params, grads):
+    return {name: p - 0.1 * grads[name] for name, p in params.items()}
+
+
+@pytest.mark.parametrize("order", [("w", "unused"), ("unused", "w")])
+def test_a_parameter_that_only_a_penalty_depends_on(order):
+    """Its gradient is equal on every replica, whatever the batches."""
+    s = dj.VirtualStrategy(2)
+    params = dict.fromkeys(order, weights())
+    gradients = lambda params, x: jax.grad(penalized)(params, x)
+    step = lambda params, x: descended(params, mean(gradients(params, x)))
+    require_silence(s, step, params, inputs(s))
+
+    def outside(params, x):
+        return descended(params, s.reduce("mean", s.run(gradients, args=(params, x))))
+
+    assert dj.check(outside, params, inputs(s)) is None
+    with s.scope():
+        variables = jax.tree.map(dj.Variable, params)
+    optimizer = dj.optim.Optimizer(optax.sgd(0.1), "mean")
+    optimizer.init(variables)
+
+    def updated(x):
+        grads = gradients(jax.tree.map(lambda v: v.value, variables), x)
+        optimizer.apply_gradients([(grads, variables)])
+
+    require_silence(s, updated, inputs(s))

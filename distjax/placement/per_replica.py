@@ -24,6 +24,7 @@ AuxData = tuple[Topology, tuple[int, ...]]
 _ARRAYS = (jax.Array, np.ndarray)
 
 
+_UNPACKING = "a loop or unpacking"
 #: What needs one value, and the methods by which Python asks a PerReplica for it.
 _REFUSED = {
     "an operator": (
@@ -38,7 +39,7 @@ _REFUSED = {
     "len(x)": ("len",),
     "a length or an index": ("index",),
     "a condition": ("bool",),
-    "a loop or unpacking": ("iter",),
+    _UNPACKING: ("iter",),
     "`in`": ("contains",),
     "x[...]": ("getitem", "setitem"),
 }
@@ -200,13 +201,14 @@ class PerReplica:
 def _refuse(value: PerReplica, what: str) -> NoReturn:
     if not isinstance(value.stacked, _ARRAYS):
         raise TypeError(_no_array_text(what, value))
+    batches = "; [(x, y)] is a dataset of one batch, (x, y) of two" if what == _UNPACKING else ""
     raise TypeError(
         message(
             f"{what} needs one value, not one value per replica",
             got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
             why=_WHY_REFUSED,
             fix=f"{_REDUCE}; strategy.local_results(x) for each of them; or use it inside "
-            "strategy.run(fn, args=(x,))",
+            f"strategy.run(fn, args=(x,)){batches}",
         )
     )
 

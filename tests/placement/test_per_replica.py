@@ -67,7 +67,7 @@ def test_r257_arithmetic_is_refused(pair, name):
     x = per_replica(pair, [np.int32([1, 2]), np.int32([3, 4])])
     with pytest.raises(TypeError) as info:
         REFUSED[name](x)
-    text = str(info.value)
+    text, of_dataset = str(info.value), "; [(x, y)] is a dataset of one batch, (x, y) of two"
     assert text == (
         f"{SUBJECTS.get(name, 'an operator')} needs one value, not one value per replica.\n"
         "  Got: a PerReplica of 2 values of shape (2,).\n"
@@ -75,6 +75,8 @@ def test_r257_arithmetic_is_refused(pair, name):
         "argument.\n"
         "  Fix: strategy.reduce('mean', x) for a loss ('sum' for counts); "
         "strategy.local_results(x) for each of them; or use it inside strategy.run(fn, args=(x,))"
+        + of_dataset
+        * (name in ("iter", "unpack"))
     )
 
 

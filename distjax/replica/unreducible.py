@@ -28,11 +28,12 @@ UNREDUCIBLE = {
     ),
     "clipped": (
         "clipped before the reduction",
-        "gradients as they are, to clip afterwards",
-        "a reduction of clipped gradients",
+        "gradients as they are, to clip or normalize afterwards",
+        "a reduction of clipped or normalized gradients (Adam's updates are)",
         "each replica clips by its own gradient, and the mean of clipped gradients is not the "
         "clipped mean",
-        f"{_MEAN_FIX}, then clip; in an optax chain dj.optim.reduce_gradients() comes first",
+        f"{_MEAN_FIX}, then clip or update; in an optax chain dj.optim.reduce_gradients() comes "
+        "first",
     ),
     "norm": (
         "the norm of local gradients",

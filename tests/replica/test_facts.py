@@ -418,6 +418,23 @@ def test_the_largest_parts_that_differ_as_a_whole_are_named(differing, equal, na
     assert expected_state_fix(differing, equal).endswith(f"dj.expect(reason, differs={named}")
 
 
+def test_parameters_averaged_after_adam_are_told_of_its_normalization(two):
+    tx = optax.adam(0.1)
+
+    def step(w, x):
+        updates, _ = tx.update(gradient(w, x), tx.init(w), w)
+        return mean(optax.apply_updates(w, updates))
+
+    with pytest.warns(ReductionWarning) as warned:
+        two.run(step, args=(weights(), inputs(two)))
+    text = str(warned[0].message)
+    assert text.startswith(
+        "a reduction over the replicas needs gradients as they are, to clip or normalize afterwards"
+    )
+    assert "Got: a reduction of clipped or normalized gradients (Adam's updates are), at " in text
+    assert "all_reduce('mean', grads), then clip or update; in an optax chain" in text
+
+
 def test_a_read_mask_is_enough(two):
     step = lambda w, batch: total(dj.losses.average_loss(errors_of(w, batch.data), batch.mask))
     dj.check(step, weights(), dj.Batch(inputs(two), masks(two)), strategy=two)

@@ -8,9 +8,11 @@ the function writes to them is a traced one. Both are found around the trace, by
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import types
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jec
@@ -18,8 +20,9 @@ from jax.extend import core as jec
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import MAX_DEPTH, MAX_ITEMS, is_of_a_library
+from distjax.objects.stateful import active_bridge
 from distjax.replica.partitioned_tree import Static, is_static
-from distjax.replica.user_names import user_path
+from distjax.replica.user_names import function_name, user_path
 from distjax.typing import PyTree
 
 
@@ -93,7 +96,39 @@ class ObjectArguments:
                     raise TraceLeakError(_result_text(function, path, array))
 
 
-def _find_arrays(value: object, name: str) -> dict[str, jax.Array]:
+@contextlib.contextmanager
+def checking_owner(fn: Callable[..., Any]) -> Generator[None]:
+    """Raises if ``fn`` is a method, and its trace inside leaves a traced value in its object.
+
+    Objects of a bridge hold traced values until the whole program is traced; they are checked by
+    the bridge.
+
+    Raises:
+      TraceLeakError: it has.
+    """
+    method: Any = fn
+    while isinstance(method, functools.partial):
+        method = method.func
+    if not isinstance(method, types.MethodType):
+        yield
+        return
+    before = _find_arrays(method.__self__, "self", is_checked_elsewhere=_is_stateful)
+    known = set(map(id, before.values()))
+    yield
+    after = _find_arrays(method.__self__, "self", is_checked_elsewhere=_is_stateful)
+    for path, array in after.items():
+        if isinstance(array, jax_compat.Tracer) and id(array) not in known:
+            raise TraceLeakError(_leak_text(function_name(fn), path, array))
+
+
+def _is_stateful(value: object) -> bool:
+    bridge = active_bridge()
+    return bridge is not None and bridge.is_stateful(value)
+
+
+def _find_arrays(
+    value: object, name: str, is_checked_elsewhere: Callable[[object], bool] = lambda value: False
+) -> dict[str, jax.Array]:
     """Returns the arrays of JAX that an object holds, by their names: "state.w"."""
     found: dict[str, jax.Array] = {}
     seen: set[int] = set()
@@ -102,7 +137,7 @@ def _find_arrays(value: object, name: str) -> dict[str, jax.Array]:
         name, value, depth = queue.popleft()
         if isinstance(value, jax.Array):
             found[name] = value
-        elif id(value) not in seen:
+        elif id(value) not in seen and not is_checked_elsewhere(value):
             seen.add(id(value))
             queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
     return found

@@ -19,6 +19,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.objects.captures import find_captures
 from distjax.objects.claims import HeldClaims
+from distjax.objects.object_arguments import checking_owner
 from distjax.objects.program_form import ObjectKeywords, StaticPart, TracedCall
 from distjax.objects.stateful import (
     Bridge,
@@ -290,10 +291,11 @@ def run_here(
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
     try:
-        if stateful is None:
-            return run_in_trace(strategy, fn, args, kwargs, state, options)
-        emitted = stateful.emit_run(strategy, fn, stateful.args, stateful.kwargs, state, options)
-        return stateful.finish(emitted)
+        with checking_owner(fn):
+            if stateful is None:
+                return run_in_trace(strategy, fn, args, kwargs, state, options)
+            call = stateful.args, stateful.kwargs
+            return stateful.finish(stateful.emit_run(strategy, fn, *call, state, options))
     except Exception as error:
         _explain(error)
         raise
@@ -313,10 +315,11 @@ def emit_run(
     state, new stored values).
     """
     try:
-        if isinstance(kwargs, ObjectKeywords):
-            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
-        _require_no_state(fn, args, kwargs)
-        return run_in_trace(strategy, fn, args, kwargs, state, options)
+        with checking_owner(fn):
+            if isinstance(kwargs, ObjectKeywords):
+                return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
+            _require_no_state(fn, args, kwargs)
+            return run_in_trace(strategy, fn, args, kwargs, state, options)
     except Exception as error:
         _explain(error)
         raise
@@ -327,10 +330,11 @@ def emit_call(
 ) -> Any:
     """Calls ``fn`` in the global view; otherwise like `emit_run`."""
     try:
-        if isinstance(kwargs, ObjectKeywords):
-            return _this_thread.call.emit_call(fn, args, kwargs)
-        _require_no_state(fn, args, kwargs)
-        return fn(*args, **kwargs)
+        with checking_owner(fn):
+            if isinstance(kwargs, ObjectKeywords):
+                return _this_thread.call.emit_call(fn, args, kwargs)
+            _require_no_state(fn, args, kwargs)
+            return fn(*args, **kwargs)
     except Exception as error:
         _explain(error)
         raise

@@ -1,11 +1,13 @@
 """Objects among the arguments that JAX does not know as pytrees, and the arrays they hold."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import distjax as dj
 from distjax.errors import TraceLeakError
@@ -162,6 +164,48 @@ def test_a_method_that_writes_an_attribute():
     assert np.array_equal(Trainer().read(ONE), [1, 1, 1])
     with pytest.raises(TraceLeakError, match=r"Trainer\.write needs .*\n  Got: .* in self\.w\."):
         Trainer().write(ONE)
+
+
+class Trainer:
+    """Its steps leave traced values behind, or none."""
+
+    def __init__(self):
+        self.params, self.losses, self.count = {"w": ONE}, [], 0
+        self.model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    def update(self, scale, x):
+        self.params = {"w": self.params["w"] + x}
+        return x
+
+    def append(self, scale, x):
+        self.losses.append(x + 1)
+
+    def right(self, scale, x):
+        self.count += 1
+        self.scratch = x + self.params["w"]
+        self.model.kernel[...] = self.model.kernel[...] + self.scratch.mean()
+        del self.scratch
+        return {"w": self.params["w"] + x}
+
+
+@pytest.mark.parametrize(
+    ("step", "path"), [(Trainer.update, "self.params['w']"), (Trainer.append, "self.losses[0]")]
+)
+@pytest.mark.parametrize("wrap", [lambda method: method, functools.partial])
+def test_a_traced_value_left_in_the_object_of_a_method(call, step, path, wrap):
+    """`self` is no argument of a bound method; the program would read its first values for ever."""
+    with pytest.raises(TraceLeakError) as caught:
+        call(wrap(step.__get__(Trainer())), (ONE, ONE))
+    first, got, *_ = str(caught.value).splitlines()
+    assert first.startswith(f"Trainer.{step.__name__} needs to return what it computes, or to ")
+    assert got == f"  Got: a traced value of type float32[] in {path}."
+
+
+def test_a_method_that_leaves_none(call):
+    trainer = Trainer()
+    for _ in range(2):
+        assert np.array_equal(call(trainer.right, (ONE, ONE))["w"], 2)
+    assert not isinstance(trainer.model.kernel[...], jax.core.Tracer)
 
 
 def test_a_traced_value_in_an_object_among_the_results(pair):

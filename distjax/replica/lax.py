@@ -27,16 +27,21 @@ Example:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
+from distjax.replica.partitioned_tree import is_array
 from distjax.typing import ArrayLike, PyTree
+from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
 
 _NOT_GIVEN = object()
@@ -54,8 +59,10 @@ def scan(
     options: dict[str, Any] = dict(length=length, reverse=reverse, unroll=unroll)
     outer = frames.current().state
     if outer is None:
-        return _step_by_step(lambda: lax.scan(f, init, xs, **options))
-    written = _find_written(outer, lambda x: f(init, x), jax.tree.map(_slice_shape, xs))
+        if _has_no_steps(xs, length) and not jax_compat.tracing():
+            return _scan_no_steps(f, init, xs)
+        return _step_by_step(lambda f: lax.scan(f, init, xs, **options), f)
+    written = _find_written(outer, f, _types_of(init), jax.tree.map(_slice_shape, xs))
 
     def body(carry: PyTree, x: PyTree) -> Any:
         (inner, y), values = _with_values(outer, written, carry[1], lambda: f(carry[0], x))
@@ -72,9 +79,10 @@ def while_loop(
     """Like `jax.lax.while_loop`; ``body_fun`` may write variables."""
     outer = frames.current().state
     if outer is None:
-        return _step_by_step(lambda: lax.while_loop(cond_fun, body_fun, init_val))
-    _require_no_writes(outer, lambda: cond_fun(init_val))
-    written = _find_written(outer, lambda: body_fun(init_val))
+        run = lambda cond, body: lax.while_loop(cond, body, init_val)
+        return _step_by_step(run, cond_fun, body_fun)
+    _require_no_writes(outer, cond_fun, _types_of(init_val))
+    written = _find_written(outer, body_fun, _types_of(init_val))
 
     def cond(carry: PyTree) -> Any:
         return _with_values(outer, written, carry[1], lambda: cond_fun(carry[0]))[0]
@@ -98,8 +106,9 @@ def fori_loop(
     """Like `jax.lax.fori_loop`; ``body_fun`` may write variables."""
     outer = frames.current().state
     if outer is None:
-        return _step_by_step(lambda: lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll))
-    written = _find_written(outer, lambda: body_fun(lower, init_val))
+        run = lambda body: lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
+        return _step_by_step(run, body_fun)
+    written = _find_written(outer, body_fun, *_types_of((lower, init_val)))
 
     def body(i: jax.Array, carry: PyTree) -> Any:
         return _with_values(outer, written, carry[1], lambda: body_fun(i, carry[0]))
@@ -121,7 +130,7 @@ def cond(
     operands = _all_operands("cond", operands, operand)
     outer = frames.current().state
     if outer is None:
-        return _step_by_step(lambda: lax.cond(pred, true_fun, false_fun, *operands))
+        return _step_by_step(lambda *fns: lax.cond(pred, *fns, *operands), true_fun, false_fun)
     return _branch(outer, lambda fns: lax.cond(pred, *fns), [true_fun, false_fun], operands)
 
 
@@ -135,7 +144,7 @@ def switch(
     operands = _all_operands("switch", operands, operand)
     outer = frames.current().state
     if outer is None:
-        return _step_by_step(lambda: lax.switch(index, branches, *operands))
+        return _step_by_step(lambda *fns: lax.switch(index, fns, *operands), *branches)
     return _branch(outer, lambda fns: lax.switch(index, fns), branches, operands)
 
 
@@ -161,6 +170,7 @@ def _branch(
     operands: tuple[Any, ...],
 ) -> Any:
     written: dict[Any, None] = {}
+    operands = _as_arrays(operands)
     for fn in branches:
         written.update(dict.fromkeys(_find_written(outer, lambda fn=fn: fn(*operands))))
     start = _values(outer, list(written))
@@ -176,11 +186,46 @@ def _branch(
 # -- variables as part of the carry -------------------------------------------
 
 
-def _step_by_step(run: Callable[[], Any]) -> Any:
+def _step_by_step(run: Callable[..., Any], *fns: Callable[..., Any]) -> Any:
+    """Returns ``run(*fns)``; outside of traces uncompiled, with arrays for the functions."""
     if jax_compat.tracing():
-        return run()
+        return run(*fns)
     with jax.disable_jit():
-        return run()
+        return run(*map(_on_arrays, fns))
+
+
+def _on_arrays(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(fn)(lambda *args: fn(*_as_arrays(args)))
+
+
+def _as_arrays(tree: PyTree) -> Any:
+    """Returns `tree` with numbers and numpy arrays as JAX arrays, as bodies of `jax.lax` get."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) or is_number(x) else x, tree)
+
+
+def _types_of(tree: PyTree) -> Any:
+    return jax.tree.map(jax_compat.aval_of, tree)
+
+
+def _has_no_steps(xs: PyTree, length: int | None) -> bool:
+    leaves = jax.tree.leaves(xs)
+    return (length == 0 or bool(leaves and length is None)) and all(
+        np.shape(x)[:1] == (0,) for x in leaves
+    )
+
+
+def _scan_no_steps(f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree) -> Any:
+    """Returns what a scan without steps gives, which JAX cannot run step by step."""
+    found: list[Any] = []
+
+    def traced(carry: PyTree, x: PyTree) -> Any:
+        state = TraceState(local_view=False)
+        with frames.with_frame(dataclasses.replace(frames.current(), state=state)):
+            found[:] = [_types_of(f(carry, x)[1])]
+
+    with frames.without_observer():
+        inner_traces.trace_jaxpr(traced, (_types_of(init), jax.tree.map(_slice_shape, xs)))
+    return _as_arrays(init), jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), found[0])
 
 
 def _inner_state(outer: TraceState) -> TraceState:
@@ -215,8 +260,8 @@ def _find_written(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) ->
     return written
 
 
-def _require_no_writes(outer: TraceState, fn: Callable[[], Any]) -> None:
-    for variable in _find_written(outer, fn):
+def _require_no_writes(outer: TraceState, fn: Callable[..., Any], *shapes: PyTree) -> None:
+    for variable in _find_written(outer, fn, *shapes):
         raise TraceLeakError(
             message(
                 f"cond_fun of while_loop needs to leave variable {variable.name!r} as it is",

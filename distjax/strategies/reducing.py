@@ -255,7 +255,7 @@ def batch_reduce_to(
 def _fitting(
     target: Sharding | None, destinations: Destinations, leaf: PyTree, topology: Topology
 ) -> Any:
-    """Returns where a reduced value goes: split only if it has the variable's shape."""
+    """Returns where a value goes: split only if it has the variable's shape."""
     if not isinstance(destinations, Variable) or np.shape(leaf) == destinations.shape:
         return target
     return target if target is None or target.is_fully_replicated else topology.mirrored
@@ -325,7 +325,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
             return place_output(x, extended.topology)
         if target is not None and not target.is_fully_addressable:
             record_write("broadcast_to", x)
-        return place_on(x, target)
+        return place_on(x, _fitting(target, destinations, x, extended.topology))
 
     return unmark(jax.tree.map(leaf, value, is_leaf=is_per_replica))
 

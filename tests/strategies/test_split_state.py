@@ -294,3 +294,16 @@ def test_r253_no_variables_at_all():
         step = dj.Variable(0, name="step")
     strategy.extended.update_non_slot(devices, lambda: step.assign_add(1))
     assert int(step.value) == 1
+
+
+def test_what_does_not_fit_a_split_variable_is_broadcast_whole():
+    """As `reduce_to` does: a step count, beside a moment that is split as its variable is."""
+    strategy = make_strategy("parameters", 2)
+    with strategy.scope():
+        v = dj.Variable(jnp.zeros(4))
+    tree = {"count": 3, "odd": np.arange(3.0), "moment": np.arange(4.0)}
+    placed = strategy.extended.broadcast_to(tree, v)
+    assert dj.locality(placed["moment"]) == dj.locality(v)
+    for name in ("count", "odd"):
+        assert dj.locality(placed[name]).kind == "mirrored"
+        np.testing.assert_array_equal(placed[name], tree[name])

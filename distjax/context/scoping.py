@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from distjax.context import frames
@@ -47,9 +49,11 @@ class Scope(contextlib.ContextDecorator):
             frames.take_out(frame)  # a signal may have cut the first attempt short
             self._entered.remove(frame)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Nobody can exit it any more: it was entered by hand, or a signal came first. (A signal
         # in `__init__` leaves no list.)
+        if is_finalizing():  # Python has taken this module apart
+            return
         for frame in vars(self).get("_entered", ()):
             frames.take_out(frame)
 

@@ -1,6 +1,8 @@
 """`strategy.scope()` is one object: entered again, in itself, and from several threads."""
 
 import contextvars
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -109,6 +111,13 @@ def test_a_scope_decorates_a_function(pair):
 def test_a_scope_that_nobody_can_leave_is_left(pair):
     pair.scope().__enter__()
     assert not dj.has_strategy()
+
+
+def test_the_program_may_end_in_a_scope():
+    """As a notebook does that entered it by hand; its frame is gone with the modules."""
+    code = "import distjax as dj; scope = dj.VirtualStrategy(2).scope(); scope.__enter__()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_task_that_began_in_a_scope_stays_in_it(pair):

@@ -75,7 +75,8 @@ def _scope_frame(strategy: StrategyLike) -> Frame:
         _require_nothing_to_nest(now)
         return Frame(strategy, now.replica_context, state=now.state, allows_both=True)
     frames.require_enterable(strategy, "scope()")
-    return Frame(strategy, state=now.state, in_update=now.in_update)
+    colocate_with = now.colocate_with if now.strategy is strategy else None
+    return Frame(strategy, state=now.state, in_update=now.in_update, colocate_with=colocate_with)
 
 
 def _require_nothing_to_nest(now: Frame) -> None:

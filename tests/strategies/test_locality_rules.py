@@ -109,8 +109,10 @@ def test_colocated_variables_may_be_split_over_the_devices_of_theirs():
         v, other = dj.Variable(jnp.zeros(SHAPE)), dj.Variable(jnp.zeros(SHAPE))
         with d.extended.colocate_vars_with(v):
             slot = dj.Variable(jnp.zeros(SHAPE))
+            with d.scope():  # entered again, it changes nothing
+                nested = dj.Variable(jnp.zeros(SHAPE))
     assert dj.locality(v).kind == dj.locality(other).kind == "mirrored"
-    assert dj.locality(slot).kind == "partitioned"
+    assert dj.locality(slot).kind == dj.locality(nested).kind == "partitioned"
     assert slot.storage.sharding == placed(d, PartitionSpec("replica"))
 
 

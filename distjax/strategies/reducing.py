@@ -79,7 +79,9 @@ def _reduce_leaves(
     options: CommunicationOptions = DEFAULT_OPTIONS,
     splits: Sequence[Any] = (),
 ) -> Any:
-    global_values = [_as_global_value(extended, leaf, is_sum=op is ReduceOp.SUM) for leaf in leaves]
+    is_sum = op is ReduceOp.SUM
+    leaves = [_read_foreign(extended, leaf, is_sum=is_sum) for leaf in leaves]
+    global_values = [_as_global_value(extended, leaf, is_sum=is_sum) for leaf in leaves]
     found = [x for x in global_values if x is not None]
     for x in found:
         require_sums(x.array.dtype, f"reduce({op.name})")
@@ -112,18 +114,27 @@ def _as_global_value(
         require_same_topology(leaf, extended.topology, role)
         return GlobalValue(leaf.stacked, True)
     if isinstance(leaf, Variable):
-        return _locate_variable(extended, leaf, is_sum=is_sum)
+        return _locate_variable(extended, leaf, role, is_sum=is_sum)
     if is_mirrored(extended.topology, leaf):
         return GlobalValue(leaf, False)
     require_not_split(leaf, extended.topology, role)
     return None
 
 
+def _read_foreign(extended: ExtendedContract, leaf: PyTree, *, is_sum: bool = False) -> Any:
+    """Returns the value of another strategy's variable, if it has a single one; else `leaf`."""
+    is_foreign = isinstance(leaf, Variable) and leaf.strategy is not extended.strategy
+    is_refused = is_sum and extended.num_replicas > 1
+    return leaf.value if is_foreign and not leaf.policy.stacked and not is_refused else leaf
+
+
 def _locate_variable(
-    extended: ExtendedContract, variable: Variable, *, is_sum: bool
+    extended: ExtendedContract, variable: Variable, role: str, *, is_sum: bool
 ) -> GlobalValue:
     if variable.policy.stacked:
-        return GlobalValue(read_components(variable), True)
+        components = PerReplica(read_components(variable), variable.strategy.extended.topology)
+        require_same_topology(components, extended.topology, role)
+        return GlobalValue(components.stacked, True)
     if is_sum and extended.num_replicas > 1:
         raise LocalityError(
             message(
@@ -201,7 +212,9 @@ def _axes(axis: AxisLike, shape: Sequence[int]) -> tuple[int, ...]:
 def _reduce_masked(
     extended: ExtendedContract, op: ReduceOp, value: PyTree, axis: AxisLike, mask: PyTree
 ) -> Any:
-    global_value = _as_global_value(extended, value, is_sum=op is ReduceOp.SUM)
+    is_sum = op is ReduceOp.SUM
+    value, mask = _read_foreign(extended, value, is_sum=is_sum), _read_foreign(extended, mask)
+    global_value = _as_global_value(extended, value, is_sum=is_sum)
     if global_value is None:
         value = _reduce_elsewhere(extended, op, value, ())  # or raises
         global_value = GlobalValue(jnp.asarray(off_device(value)), False)
@@ -355,6 +368,7 @@ def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
     """Returns the replicas' values concatenated: see `Strategy.gather`."""
     require_dense(value, "gather")
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    leaves = [_read_foreign(extended, leaf) for leaf in leaves]
     global_values = [_as_global_value(extended, leaf, "the value to gather") for leaf in leaves]
     found = [x for x in global_values if x is not None]
     for x in found:

@@ -212,8 +212,27 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
     if any(isinstance(value, jax.Array) for value in column):
         stacked = jnp.stack([jnp.asarray(off_device(value)) for value in column])
     else:
-        stacked = np.stack([np.asarray(value) for value in column])
+        stacked = np.stack(list(map(_on_host, column)))
     return PerReplica(transfer_local_rows(stacked, topology), topology)
+
+
+def _on_host(value: PyTree) -> Any:
+    """Returns a host array or number as numpy; numbers in the dtype that JAX gives them."""
+    if hasattr(value, "dtype"):
+        return np.asarray(value)
+    kind = next(kind for kind in (bool, int, float, complex) if isinstance(value, kind))
+    dtype = jax.dtypes.canonicalize_dtype(kind)
+    try:
+        return np.asarray(value, dtype)
+    except OverflowError as error:
+        raise OverflowError(
+            message(
+                f"distribute_values_from_function needs numbers that {dtype} holds",
+                got=describe_value(value),
+                why="it would wrap around on the devices",
+                fix="a float; 64 bits need jax_enable_x64",
+            )
+        ) from error
 
 
 def off_device(value: PyTree) -> Any:

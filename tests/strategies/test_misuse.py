@@ -151,6 +151,56 @@ def test_values_of_other_replicas_are_named_by_their_role(pair):
             call()
 
 
+@pytest.mark.parametrize("number", [2**40, -(2**31) - 1, 2**70])
+def test_a_value_of_a_replica_is_an_int_that_jax_holds(pair, number):
+    refused(
+        OverflowError,
+        "distribute_values_from_function needs numbers that int32 holds.",
+        lambda: pair.distribute_values_from_function(lambda ctx: number),
+    )
+
+
+def test_a_variable_of_other_replicas_is_no_value_of_these(pair):
+    """Decision 24: its components are a value of each of the others."""
+    modes = {"synchronization": dj.VariableSynchronization.ON_READ}
+    with dj.MirroredStrategy(jax.devices()[:3]).scope():
+        alien = dj.Variable(np.ones(2), aggregation=dj.VariableAggregation.SUM, **modes)
+    for strategy in (pair, dj.get_strategy(), dj.CentralStorageStrategy(jax.devices()[:2])):
+        count = strategy.num_replicas_in_sync
+        calls = {
+            "value to reduce": lambda s=strategy: s.reduce("sum", alien),
+            "mask": lambda s=strategy: s.reduce("mean", np.ones(2), mask=alien),
+            "value to gather": lambda s=strategy: s.gather(alien, axis=0),
+        }
+        for role, call in calls.items():
+            text = f"^the {role} needs a PerReplica over {count} replicas"
+            with pytest.raises(LocalityError, match=text):
+                call()
+
+
+@pytest.mark.parametrize("owner", ["default", "mirrored", "one_device"])
+def test_a_variable_elsewhere_is_reduced_as_its_value(pair, owner):
+    """Decision 6: a mean of what lies elsewhere is the value, and so is what is gathered."""
+    owners = {
+        "default": dj.get_strategy(),
+        "mirrored": dj.MirroredStrategy(jax.devices()[:3]),
+        "one_device": dj.OneDeviceStrategy(jax.devices()[5]),
+    }
+    with owners[owner].scope():
+        v = dj.Variable(np.arange(2.0, dtype=np.float32))
+    two_each = dj.MirroredStrategy(jax.devices()[:4], model_axes={"model": 2})
+    for strategy in (pair, two_each, dj.CentralStorageStrategy(jax.devices()[:2])):
+        for call in (
+            lambda x, s=strategy: s.reduce("mean", x),
+            lambda x, s=strategy: s.reduce("mean", {"x": x})["x"],
+            lambda x, s=strategy: s.reduce("mean", x, axis=0),
+            lambda x, s=strategy: s.reduce("mean", x, mask=np.array([True, False])),
+            lambda x, s=strategy: s.extended.reduce_to("mean", x, None),
+            lambda x, s=strategy: s.gather(x, axis=0),
+        ):
+            np.testing.assert_array_equal(call(v), call(v.value))
+
+
 def test_pickle_of_a_strategy(strategy):
     with pytest.raises(TypeError) as caught:
         pickle.dumps({"strategy": strategy})

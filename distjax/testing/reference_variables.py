@@ -159,10 +159,10 @@ class ReferenceVariable(Variable):
             return [array] * count
         if self.aggregation is _NONE or method != "assign":
             raise AggregationError(_across_text(self, method))
-        if not jnp.issubdtype(self.dtype, jnp.integer):
+        if jnp.issubdtype(self.dtype, jnp.inexact):
             return [(array / count).astype(self.dtype)] * count
         share, rest = array // count, array % count
-        return [share + (i < rest).astype(self.dtype) for i in range(count)]
+        return [(share + (i < rest)).astype(self.dtype) for i in range(count)]
 
     def describe(self) -> VariableDescription:
         """Returns a description; the bytes of components that share an array count once."""

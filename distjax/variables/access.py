@@ -176,6 +176,8 @@ def _read_view(variable: StoredVariable, state: State, frame: Frame) -> jax.Arra
 def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:
     """Returns the cross-replica value of the stored components [R, ...]."""
     rule = variable.policy.cross_read
+    if rule is Combine.SUM:
+        _require_sums(variable, "a cross-replica read")
     if rule is Combine.REFUSE:
         raise AggregationError(
             message(
@@ -244,6 +246,8 @@ def _combine_in_replica(
     if rule is Combine.FIRST:
         first = ops.from_first_replica(array, frames.replica_axis(topology))
         return call_on_replica(form.own_part, topology, first)
+    if rule is Combine.SUM:
+        _require_sums(variable, method)
     reduce = lambda x: form.reduce(ReduceOp[rule.name], x, topology)
     return call_on_replica(reduce, topology, array)
 
@@ -265,6 +269,7 @@ def _write_across(variable: StoredVariable, state: State, array: Array, method: 
     if rule is Combine.REFUSE:
         raise AggregationError(_cross_write_text(variable, method))
     if rule is Combine.SPLIT:
+        _require_sums(variable, method)
         split = _split_total if isinstance(array, np.ndarray) else _split_on_devices
         array = split(array, variable.layout.num_copies)
     elif variable.policy.stacked:
@@ -273,9 +278,9 @@ def _write_across(variable: StoredVariable, state: State, array: Array, method: 
 
 
 def _split_total(total: Array, num_components: int) -> Any:
-    """Returns components [R, ...] that sum to `total`, exactly for integers."""
+    """Returns components [R, ...] that sum to `total`, exactly for integers and bools."""
     module = module_of(total)
-    if jnp.issubdtype(total.dtype, jnp.integer):
+    if jnp.issubdtype(total.dtype, jnp.integer) or total.dtype == jnp.bool_:
         # Widened first, since a narrow dtype may not hold R itself.
         wide = total.astype(jnp.int32 if total.dtype.itemsize < 4 else total.dtype)
         index = module.arange(num_components, dtype=wide.dtype)
@@ -324,6 +329,10 @@ def _require_arithmetic(variable: StoredVariable, method: str) -> None:
             fix="assign a new value: v.assign(v.value | x)",
         )
     )
+
+
+def _require_sums(variable: StoredVariable, what: str) -> None:
+    ops.require_sums(variable.dtype, f"{what} of variable {variable.name!r} with aggregation SUM")
 
 
 def _no_aggregation_text(variable: StoredVariable, method: str) -> str:

@@ -105,7 +105,7 @@ def policy_for(modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
         raise ValueError(
             message(
                 f"variable {name!r} needs a floating dtype for aggregation MEAN",
-                got=f"dtype {jnp.dtype(dtype)}",
+                got=f"dtype {dtype}",
                 why="the mean of integers need not be an integer",
                 fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
             )

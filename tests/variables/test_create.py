@@ -144,11 +144,12 @@ def test_aggregation_none_the_object(pair):
     assert make(pair, 1.0, aggregation=None).aggregation is AGG.NONE
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, None])
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ])
 def test_mean_of_a_dtype_that_is_not_floating(pair, dtype, sync):
+    initial = jax.random.key(0) if dtype is None else True
     with pytest.raises(ValueError) as caught:
-        make(pair, True, name="v", dtype=dtype, synchronization=sync, aggregation=AGG.MEAN)
+        make(pair, initial, name="v", dtype=dtype, synchronization=sync, aggregation=AGG.MEAN)
     assert first_line(caught) == "variable 'v' needs a floating dtype for aggregation MEAN."
 
 

@@ -72,6 +72,33 @@ def test_sum_of_integers_is_split_without_loss(dtype, total):
     assert [int(c) for c in v.local_results()] == [share + (r < rest) for r in range(3)]
 
 
+@pytest.mark.parametrize("total", [np.array([True, False]), jnp.array([True, False])], ids=type)
+def test_sum_of_bools_is_split_without_loss(pair, how, total):
+    """Decision 12: a total of 1 is True on one replica, not on each."""
+    for strategy in (pair, dj.testing.ReferenceStrategy(2)):
+        v = make(strategy, (ON_READ, SUM), start=np.array([False, False]))
+        step = how(lambda v=v: v.assign(total)) if strategy is pair else lambda v=v: v.assign(total)
+        assert step().tolist() == v.value.tolist() == [1, 0]
+        assert [c.tolist() for c in v.local_results()] == [[True, False], [False, False]]
+
+
+def test_sums_of_keys_name_the_variable_and_what_was_called(pair, how):
+    key = jax.random.key(1)
+    mirrored, own = (make(pair, (sync, SUM), start=key) for sync in (ON_WRITE, ON_READ))
+    calls = {
+        "assign": lambda: pair.run(lambda: mirrored.assign(key)),
+        "assign ": lambda: own.assign(key),
+        "a cross-replica read": lambda: own.value,
+    }
+    for what, call in calls.items():
+        with pytest.raises(TypeError) as caught:
+            how(call)()
+        assert str(caught.value).splitlines()[0] == (
+            f"{what.strip()} of variable 'v' with aggregation SUM needs numbers, not PRNG keys."
+        )
+    assert mirrored.assign(key) == key and len(own.local_results()) == 2
+
+
 def test_sum_of_integers_reads_back_exactly_on_two_devices(pair, how):
     v = make(pair, (ON_READ, SUM), start=np.zeros(3, np.int32))
     step = how(lambda x: v.assign(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -241,6 +242,12 @@ class Variable(StoredVariable):
     def __int__(self) -> int:
         return int(self.value)
 
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
+    def __index__(self) -> int:
+        return operator.index(self.value)
+
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else repr(self)
 
@@ -299,7 +306,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return apply
 
 
-for _name in "add sub mul truediv floordiv mod divmod pow matmul and or xor".split():
+for _name in "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split():
     setattr(Variable, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(Variable, f"__r{_name}__", _operator(f"__r{_name}__"))
 for _name in "neg pos abs invert lt le gt ge round".split():
@@ -320,6 +327,9 @@ def _in_place(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_SYMBOLS = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @ and & or | xor ^".split()
+_SYMBOLS = (
+    "add + sub - mul * truediv / floordiv // mod % pow ** matmul @ and & or | xor ^ lshift << "
+    "rshift >>"
+).split()
 for _name, _symbol in zip(_SYMBOLS[::2], _SYMBOLS[1::2], strict=True):
     setattr(Variable, f"__i{_name}__", _in_place(_symbol))

@@ -98,6 +98,10 @@ def test_conversions(strategy):
     assert np.asarray(v).dtype == np.float32 and np.asarray(v, np.int64).dtype == np.int64
     assert isinstance(jnp.asarray(v), jax.Array) and float(jnp.asarray(v)) == 3
     assert np.float32(3) == np.asarray(v)
+    assert complex(make(strategy, 1 + 2j)) == 1 + 2j and complex(v) == 3
+    assert [7, 8, 9][make(strategy, 2)] == 9 and list(range(make(strategy, 2))) == [0, 1]
+    with pytest.raises(TypeError, match="integer"):
+        [7, 8, 9][v]
 
 
 def test_conversions_that_lose_nothing_in_kind(strategy):

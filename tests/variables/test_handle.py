@@ -60,7 +60,7 @@ def test_a_comparison_decides_by_the_value(pair):
     assert step != "0" and step not in ["a", None] and len({step, step}) == 1
 
 
-@pytest.mark.parametrize("name", ["and_", "or_", "xor"])
+@pytest.mark.parametrize("name", ["and_", "or_", "xor", "lshift", "rshift"])
 def test_bit_operators(pair, name):
     v, fn = make(pair, np.array([6, 1])), getattr(operator, name)
     assert fn(v, 3).tolist() == fn(np.array([6, 1]), 3).tolist()
@@ -260,7 +260,9 @@ def test_sum_of_a_mirrored_variable_is_refused(pair):
         pair.reduce("sum", make(pair, 1.0))
 
 
-IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor".split()
+IN_PLACE = (
+    "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
+)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)

@@ -282,6 +282,7 @@ class _ComponentState(TraceState):
 
     def __init__(self, variable: Variable | None, outer: TraceState):
         super().__init__(local_view=True, parent=outer)
+        self.holds_whole = True  # read in the global view, around the map over the components
         self._updated = variable
 
     def _initial(self, variable: StoredVariable) -> Any:

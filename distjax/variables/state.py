@@ -124,6 +124,7 @@ class TraceState:
       creations: the log of variables created in this trace; None if none can be.
       feedbacks: by `id`, each function run in this trace and the `Feedback` of its calls.
       is_pure: whether the code leaves no value of the trace elsewhere.
+      holds_whole: whether values of split variables are whole in the replica view, too.
       expectations: by `id`, each array that `dj.expect` allows to come back different, and why.
     """
 
@@ -139,6 +140,7 @@ class TraceState:
         self.parent = parent
         self.creations = creations
         self.is_pure = True
+        self.holds_whole = parent is not None and parent.holds_whole
         self.read_order: list[Any] = []
         self.written: dict[Any, None] = {}
         self.expectations: dict[int, tuple[Any, str]] = {}
@@ -181,6 +183,8 @@ class TraceState:
         `jax.checkpoint` re-gathers it instead of saving the whole.
         """
         shard = self.read(variable)
+        if self.holds_whole:
+            return shard
         if jax_compat.current_trace() is not self.trace:
             return _gathered(variable, shard)
         held, whole = self._gathered.get(variable, (None, None))

@@ -7,6 +7,8 @@ import pytest
 import distjax as dj
 from tests.replicas import here, local, num_copies, num_local_copies
 
+ON_READ, SUM = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
+
 
 def make(strategy, initial=1.0, **options):
     with strategy.scope():
@@ -87,3 +89,17 @@ def test_variables_are_carried_and_traced_once(strategy):
     strategy.extended.run_steps_on_iterator(step, iterator, 3)
     assert int(total.value) == sum(range(6)) * count * 2
     assert len(traces) == seen  # the second call compiles nothing
+
+
+def test_an_update_of_components_reads_other_variables(strategy, how):
+    """It sees them whole, however the strategy keeps them; in a loop, too."""
+    with strategy.scope():
+        w = dj.Variable(np.arange(24, dtype=np.float32), name="w")
+        total = dj.Variable(0.0, synchronization=ON_READ, aggregation=SUM, name="total")
+
+    def fn(total):
+        add = lambda carry, _: (carry + w.value.sum(), None)
+        return total.assign(dj.lax.scan(add, w.value.sum(), None, length=2)[0])
+
+    how(lambda: strategy.extended.update(total, fn))()
+    assert local(strategy, total) == [3 * 276.0] * num_copies(strategy, total)

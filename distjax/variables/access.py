@@ -49,6 +49,22 @@ def read(variable: StoredVariable) -> jax.Array:
     return _read_view(variable, state, frame)
 
 
+def read_assigned(variable: StoredVariable) -> jax.Array:
+    """Returns what a sync-on-read variable was just assigned, as the current context sees it."""
+    frame = frames.current()
+    state = _state_for(variable, frame, "read")
+    if frame.in_update and not state.local_view:  # each component has this value
+        return _combine(variable, state.read(variable), Combine.FIRST)
+    return _read_view(variable, state, frame)
+
+
+def require_readable(variable: StoredVariable) -> None:
+    """Raises if a write of a sync-on-read variable could not return its new value."""
+    frame = frames.current()
+    if frame.in_update and not _state_for(variable, frame, "write").local_view:
+        raise ContextError(_update_text(variable, frame))
+
+
 def write(variable: StoredVariable, value: PyTree, method: str) -> None:
     """Writes `value` as the current context requires."""
     if variable.sharding is None:
@@ -161,15 +177,7 @@ def _read_view(variable: StoredVariable, state: State, frame: Frame) -> jax.Arra
     if not variable.policy.stacked or state.local_view:
         return stored
     if frame.in_update:
-        raise ContextError(
-            message(
-                f"a read of sync-on-read variable {variable.name!r} needs a context with one value",
-                got=f"{frame.name} for another variable",
-                why="the function runs once for all copies, and each has a component of its own",
-                fix=f"read it before the update and pass it: update(v, fn, args=({variable.name}"
-                ".value,))",
-            )
-        )
+        raise ContextError(_update_text(variable, frame))
     return aggregate(variable, stored)
 
 
@@ -189,6 +197,10 @@ def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:
                 "look at v.local_results()",
             )
         )
+    return _combine(variable, stored, rule)
+
+
+def _combine(variable: StoredVariable, stored: jax.Array, rule: Combine) -> jax.Array:
     topology = variable.strategy.extended.topology
     name = f"the read of variable {variable.name!r}"
     return call_compiled(combine_components, stored, topology, rule.name, name=name)
@@ -333,6 +345,15 @@ def _require_arithmetic(variable: StoredVariable, method: str) -> None:
 
 def _require_sums(variable: StoredVariable, what: str) -> None:
     ops.require_sums(variable.dtype, f"{what} of variable {variable.name!r} with aggregation SUM")
+
+
+def _update_text(variable: StoredVariable, frame: Frame) -> str:
+    return message(
+        f"a read of sync-on-read variable {variable.name!r} needs a context with one value",
+        got=f"{frame.name} for another variable",
+        why="the function runs once for all copies, and each has a component of its own",
+        fix=f"read it before the update and pass it: update(v, fn, args=({variable.name}.value,))",
+    )
 
 
 def _no_aggregation_text(variable: StoredVariable, method: str) -> str:

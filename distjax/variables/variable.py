@@ -161,7 +161,7 @@ class Variable(StoredVariable):
             loops and branches use `dj.lax`.
         """
         self.write(value)
-        return self.value
+        return access.read_assigned(self) if self.policy.stacked else self.value
 
     def write(self, value: PyTree) -> None:
         """Sets the variable to `value` as `assign` does, without reading back the new value."""
@@ -172,13 +172,18 @@ class Variable(StoredVariable):
 
         Raises:
           AggregationError: also for ON_READ with SUM in cross-replica context.
+          ContextError: ON_READ, in an update of another variable.
         """
-        access.write(self, value, "assign_add")
-        return self.value
+        return self._change(value, "assign_add")
 
     def assign_sub(self, value: PyTree) -> jax.Array:
         """Subtracts `value` and returns the new value; otherwise like `assign_add`."""
-        access.write(self, value, "assign_sub")
+        return self._change(value, "assign_sub")
+
+    def _change(self, value: PyTree, method: str) -> jax.Array:
+        if self.policy.stacked:
+            access.require_readable(self)
+        access.write(self, value, method)
         return self.value
 
     def local_results(self) -> tuple[jax.Array, ...]:

@@ -191,6 +191,24 @@ def test_sync_on_read_variable_read_in_anothers_update(pair):
     assert float(v.value) == 1.0
 
 
+@pytest.mark.parametrize("slot", [True, False], ids=["update", "update_non_slot"])
+def test_sync_on_read_variable_written_in_anothers_update(pair, how, slot):
+    """Writes are raw. Each component then has what was assigned; sums would be one for each."""
+    v, c = make(pair), make(pair, 3.0, synchronization=ON_READ, aggregation=SUM, name="c")
+
+    def update(write):
+        if slot:
+            return pair.extended.update(v, lambda v: write())
+        return pair.extended.update_non_slot(pair.extended.non_slot_devices([]), write)
+
+    assert float(how(lambda: update(lambda: c.assign(7.0)))()) == 7.0
+    assert local(pair, c) == [7.0, 7.0]
+    for method in (c.assign_add, c.assign_sub):
+        with pytest.raises(ContextError, match="^a read of sync-on-read variable 'c' needs"):
+            how(lambda method=method: update(lambda: method(1.0)))()
+    assert local(pair, c) == [7.0, 7.0]
+
+
 def test_an_exception_in_an_update_changes_nothing_else(pair):
     v = make(pair, 1.0, synchronization=ON_READ, aggregation=SUM)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
@@ -109,6 +110,11 @@ class Metric(abc.ABC):
 
         Locality: M out. Context: any. Cost: one all-reduce per total.
         """
+        if self._strategy.extended.is_default:  # its code may name the user's mesh
+            return self._compute_here()
+        return user_mesh.ignores_user_mesh(self._compute_here)()
+
+    def _compute_here(self) -> Any:
         own, frame = self._strategy, frames.current()
         with self._between_closures():
             totals = {key: v.value for key, v in self.variables.items()}

@@ -126,6 +126,24 @@ def test_update(each):
     is_near(each.extended.update_non_slot(devices, lambda x: x * 2, args=(jnp.ones(4),)), 2.0)
 
 
+def test_metrics(each):
+    if each.extended.is_default:  # code under it may name the mesh, so JAX's own rules apply
+        return
+    with each.scope():
+        mean, accuracy = dj.metrics.Mean(), dj.metrics.Accuracy()
+
+    def step(x):
+        mean.update(x)
+        accuracy.update(jnp.eye(3), jnp.array([0, 1, 0]))
+
+    each.run(step, args=(jnp.array([1.0, 2.0, 6.0]),))
+    is_near(mean.result(), 3.0)
+    is_near(accuracy.result(), np.float32(2) / np.float32(3))
+    is_near(dj.jit(mean.result)(), 3.0)
+    mean.reset()
+    is_near(mean.result(), 0.0)
+
+
 def test_steps(each):
     def step(context, x):
         loss = each.run(lambda x: dj.get_replica_context().all_reduce("mean", x), args=(x,))

@@ -49,9 +49,12 @@ class Pauses:
     def is_free(self, pause: Pause) -> bool:
         """Returns whether no other thread is in a block that excludes that of a pause.
 
-        A restore changes values: what others read in their pauses must not change meanwhile.
+        A restore changes values: what others read in their pauses must not change meanwhile, unless
+        they wait there for a restore of their own, which would wait for this one forever.
         """
-        others = [p for p in tuple(self._pauses) if p.is_entered and p.thread != pause.thread]
+        pauses = tuple(self._pauses)
+        waiting = {p.thread for p in pauses if p.is_restore and not p.is_entered}
+        others = [p for p in pauses if p.is_entered and p.thread not in {pause.thread, *waiting}]
         return not any(p.is_restore or pause.is_restore for p in others)
 
     @contextlib.contextmanager

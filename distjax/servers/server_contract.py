@@ -108,7 +108,7 @@ class ParameterServer(Protocol):
         ...
 
     def withdraw(self, closure: int) -> bool:
-        """Does so at once, for one that may still run; returns whether it has changed a value."""
+        """Rejects further pushes of a closure, at once; returns whether it has changed a value."""
         ...
 
     def snapshot(self) -> ServerSnapshot:

@@ -285,7 +285,7 @@ class Server:
         self.withdraw(closure)
 
     def withdraw(self, closure: int) -> bool:
-        """Does so, for one that may still run; returns whether it has changed a value."""
+        """Rejects further pushes of a closure; returns whether it has changed a value."""
         with self._lock:
             return self._applied.mark_done(closure)
 

@@ -364,6 +364,28 @@ def test_a_restore_waits_for_what_other_threads_read_in_a_pause():
         assert float(strategy.value("a")) == 0
 
 
+def test_two_threads_that_restore_in_pauses_of_their_own_take_turns():
+    """Each waited until the pause of the other had ended."""
+    strategy, both = make_two(), threading.Barrier(2)
+    with Coordinator(strategy) as coordinator:
+        coordinator.snapshot()
+        coordinator.schedule(two_counters(), one(1)).get()
+        read = []
+
+        def restore():
+            with coordinator.paused():
+                both.wait()
+                coordinator.restore()
+                read.append(float(strategy.value("a")))
+
+        threads = [threading.Thread(target=restore, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert read == [0, 0]
+
+
 def test_a_snapshot_that_waits_for_a_closure_has_what_a_restore_has_made(monkeypatch):
     """The closure is undone, and so is what it pushed meanwhile."""
     held = Held("after_push", closures={1})

@@ -230,3 +230,18 @@ def test_arrays_of_an_object_that_is_no_pytree(ps, v):
     text = "writes needs to return what it computes, or to assign it to variables."
     assert_refused(dj.errors.TraceLeakError, text, ps.run, writes, args=(state,))
     np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])
+
+
+class Kept:
+    def __init__(self, v):
+        self.v, self.last = v, None
+
+    def step(self, x):
+        self.last = self.v.value + x
+        self.v.assign_add(x)
+
+
+def test_a_traced_value_left_in_the_object_of_a_method(ps, v):
+    text = "Kept.step needs to return what it computes, or to assign it to variables."
+    assert_refused(dj.errors.TraceLeakError, text, ps.run, Kept(v).step, args=(jnp.ones(3),))
+    np.testing.assert_array_equal(v.value, [1.0, 1.0, 1.0])

@@ -40,6 +40,7 @@ from distjax import inner_traces, jax_compat
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.replica.partitioned_tree import is_array
+from distjax.traced_types import type_of
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables.conversion import is_number
 from distjax.variables.state import TraceState
@@ -204,7 +205,7 @@ def _as_arrays(tree: PyTree) -> Any:
 
 
 def _types_of(tree: PyTree) -> Any:
-    return jax.tree.map(jax_compat.aval_of, tree)
+    return jax.tree.map(type_of, tree)
 
 
 def _has_no_steps(xs: PyTree, length: int | None) -> bool:

@@ -226,7 +226,7 @@ class DistributedIterator:
         else:
             with phase("waiting for data"):
                 outcome = self._claim(thread, steps)
-            outcome = self._agree(joined, outcome, steps)
+            outcome = self._agree(joined, thread, outcome, steps)
         if isinstance(outcome, End):
             error = outcome.take_error()
             try:
@@ -240,7 +240,9 @@ class DistributedIterator:
             self._claims[thread] = outcome
             raise
 
-    def _agree(self, joined: Job, outcome: Chunk | End, steps: int | None) -> Chunk | End:
+    def _agree(
+        self, joined: Job, thread: int, outcome: Chunk | End, steps: int | None
+    ) -> Chunk | End:
         """Returns this process's item after all processes have compared theirs."""
         said = self._describe(outcome) if isinstance(outcome, End) else outcome.said
         assert said is not None, "described, as the layout spans processes"
@@ -255,9 +257,24 @@ class DistributedIterator:
             self._latest = self._latest or example
         if count == said.num_elements:
             return outcome
-        if count < said.num_elements:  # others ran out of data, and nothing is padded
+        if not count:  # others ran out of data, and nothing is padded
             self.close()
-        return self._cut(block, count, steps) if count else End()
+            return End()
+        chunk = self._cut(block, count, steps)
+        if block is not None and count < len(block):
+            self._put_back(thread, block, chunk, count)
+        return chunk
+
+    def _put_back(self, thread: int, block: Block, chunk: Chunk, count: int) -> None:
+        """Leaves a block's elements from `count` on to the next call.
+
+        Others may have fewer because their data has ended, or changes its shape: that call tells.
+        """
+        with self._taking:
+            self._stop_reading()
+            ahead = [*block.elements[count:], *self._stream.ahead]
+            state = block.element(count - 1).state
+            self._stream.ahead, self._state, self._claims[thread] = ahead, state, chunk
 
     def _describe(self, end: End) -> Report:
         if end.error_text is not None:

@@ -223,6 +223,39 @@ def test_an_example_of_another_class_cannot_be_told(group):
     assert first.startswith("the next element of a dataset needs to be there on all processes, or ")
 
 
+def take_before_another_shape(partial):
+    """How many steps there are before the shape differs, and the error that says so."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    later = np.ones((4, 3 if job().process_id else 2))
+    options = dj.InputOptions(shard="own", partial=partial)
+    iterator = iter(strategy.distribute_dataset([np.ones((4, 3))] * 2 + [later] * 3, options))
+    num_steps = 0
+    with pytest.raises(dj.errors.AgreementError) as caught:
+        while True:
+            num_steps += iterator.take(4).num_steps
+    return num_steps, str(caught.value)
+
+
+@pytest.mark.parametrize(("partial", "num_steps"), [("drop", 2), ("pad", 4)])
+def test_another_shape_on_one_process_is_no_end_of_the_data(group, partial, num_steps):
+    first, second = group.call(take_before_another_shape, partial)
+    assert first == second
+    assert first[0] == num_steps
+    assert first[1].startswith("the next element of a dataset needs to be equal on all processes")
+
+
+def position_after_the_first_end():
+    strategy = dj.MultiWorkerMirroredStrategy()
+    options = dj.InputOptions(shard="own", partial="drop")
+    data = [np.ones(4)] * (2 + 3 * job().process_id)
+    iterator = iter(strategy.distribute_dataset(data, options))
+    return iterator.take(4).num_steps, iterator.get_state()["consumed"]
+
+
+def test_what_the_others_have_no_more_of_does_not_count_as_delivered(group):
+    assert group.call(position_after_the_first_end) == [(2, 2)] * 2
+
+
 def take_other_numbers(numbers, partial):
     """Of data of its own; "drop" took the first end of one process for that of all."""
     strategy = dj.MultiWorkerMirroredStrategy()

@@ -238,7 +238,10 @@ class Storage:
 
         def look(manager: ocp.CheckpointManager) -> Any:
             with self._guard_read(step):
-                return manager.restore(step, args=args)[_DESCRIPTION]
+                found = manager.restore(step, args=args)[_DESCRIPTION]
+                if not {"format", "keys", "values"} <= set(found):
+                    raise ValueError("a description that lacks its format, keys or values")
+                return found
 
         return self._ask("a look at the description of a step", look)
 

@@ -1,6 +1,7 @@
 """What save and restore refuse, in which words; a full disk; nothing is changed."""
 
 import os
+import pathlib
 import resource
 
 import jax
@@ -189,6 +190,19 @@ def test_a_step_that_cannot_be_removed(checkpointer):
     assert checkpointer.restore({"x": 0}) == {"x": 1}
     checkpointer.delete(1)
     assert checkpointer.all_steps() == []
+
+
+@pytest.mark.parametrize("text", ['{"format": 1}', "[1]", "3"])
+def test_a_description_of_another_form(text, checkpointer):
+    checkpointer.save(1, {"x": 1})
+    checkpointer.wait()
+    pathlib.Path(checkpointer.directory, "1", "description", "metadata").write_text(text)
+    with pytest.raises(CheckpointError) as error:
+        checkpointer.restore({"x": 0})
+    assert "needs to be one that distjax wrote, with all its files" in first_line(error)
+    if text != "3":
+        got = "Got: ValueError: a description that lacks its format, keys or values"
+        assert got in str(error.value)
 
 
 def test_a_checkpoint_of_another_program(tmp_path):

@@ -39,6 +39,7 @@ _VALUES, _DESCRIPTION = "values", "description"  # subdirectories of a step
 #: Steps are moved here by a rename before their files are removed, so that a process killed
 #: meanwhile leaves no step with half of its files.
 _REMOVED = ".removed"
+_DAY = 86400  # in seconds
 T = TypeVar("T")
 
 
@@ -352,6 +353,7 @@ class Storage:
             async_options=ocp.AsyncOptions(
                 create_directories_asynchronously=job() is None,
                 barrier_sync_fn=WriteBarrier(self.job) if is_writer and self.job else None,
+                timeout_secs=_DAY if self.job is None else math.ceil(self.job.timeouts.phase),
             ),
             # What a killed process left. Not for readers: another process may be writing it.
             cleanup_tmp_directories=is_writer,

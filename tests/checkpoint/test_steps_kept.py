@@ -1,5 +1,6 @@
 """Which steps there are: the latest, those kept, the best; the directory and its processes."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import distjax as dj
 from distjax.checkpoint import under_way
 from distjax.errors import CheckpointError, ContextError
+from tests.cluster.test_ending import make_job
 
 ROOT = pathlib.Path(dj.__file__).parent.parent
 
@@ -34,6 +36,21 @@ def test_the_latest_step(checkpointer):
 def test_a_step_under_way_is_awaited(checkpointer):
     checkpointer.save(1, {"x": jnp.ones(1 << 16)})
     assert checkpointer.latest_step() == 1
+
+
+@pytest.mark.parametrize("phase_timeout", [None, 1800.5])
+def test_how_long_a_save_may_take(phase_timeout, checkpointer, monkeypatch):
+    """Nobody waits for that of one process; orbax would give up after twenty minutes."""
+    asked = []
+    options = ocp.AsyncOptions
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp, "AsyncOptions", lambda **kw: asked.append(kw) or options(**kw))
+        if phase_timeout is not None:
+            timeouts = dataclasses.replace(make_job().timeouts, phase=phase_timeout)
+            joined = dataclasses.replace(make_job(), timeouts=timeouts)
+            patch.setattr(checkpointer._storage, "job", joined)
+        checkpointer._storage._make_manager(is_writer=True).close()
+    assert [kw["timeout_secs"] for kw in asked] == [86400 if phase_timeout is None else 1801]
 
 
 def test_max_to_keep(tmp_path):

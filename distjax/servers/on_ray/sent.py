@@ -78,9 +78,9 @@ class Sent:
     def send(self, method: str, *args: int) -> None:
         """Calls a method of the worker with the order."""
         self._call = method, args
+        self._answer = getattr(self._process.actor, method).remote(self._order, *args)
         if self not in self._process.in_hand:
             self._process.in_hand.append(self)
-        self._answer = getattr(self._process.actor, method).remote(self._order, *args)
 
     def ask(self, method: str, *args: int) -> Outcome:
         """Calls a method of the worker, and returns its outcome.
@@ -137,6 +137,9 @@ class Sent:
             raise self._host.workers.replace_dead(
                 self._worker, self._process, self, error
             ) from error
+        except BaseException:  # such as that of a source of data, which the process cannot make
+            self.let_go()
+            raise
 
     def _get(self) -> Outcome:
         """Returns the worker's answer; tells it to stop if that is no longer wanted."""

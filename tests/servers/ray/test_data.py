@@ -167,12 +167,14 @@ def unpickle_twice(log):
     return MadeTwice(log)
 
 
-def test_a_source_that_the_process_of_another_worker_cannot_make(coordinator, tmp_path):
+def test_a_source_that_the_process_of_another_worker_cannot_make(served, coordinator, tmp_path):
     before = [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]]
     values = next(iter(coordinator.create_per_worker_dataset(MadeTwice(tmp_path / "log"))))
     coordinator.schedule(lambda x, y: x + y, values.values)  # whose it is has one of the two
     with pytest.raises(dj.errors.ClosureError, match="ShardError: log:3 is corrupt"):
         coordinator.join()
+    # Else it would be taken to be what the process was at, if that is killed later.
+    assert not any(process.in_hand for process in served.engine.workers._processes.values())
     assert [(w["pid"], w["restarts"]) for w in coordinator.stats()["workers"]] == before
 
 

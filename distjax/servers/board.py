@@ -279,8 +279,10 @@ class Board:
 
     def _next_for(self, worker: Worker) -> Closure | None:
         """Returns the first closure for which the worker has data."""
-        if self.is_to_end(worker):
+        if worker.is_removed:
             return None
+        if self.is_closed:  # those that `_drop_queue` has kept are still to be ended
+            return next((c for c in tuple(self.queue) if c.stop is not None), None)
         if self.pauses:
             return next(iter(tuple(self._retried)), None)
         if not worker.ended:
@@ -306,7 +308,8 @@ class Board:
     def _drop_queue(self, reason: str) -> list[Closure]:
         # A worker ends those that have drawn, or whose pushes servers may have, as it takes them.
         has_worker = not self.is_closed and bool(self.active_workers())
-        kept = [c for c in self.queue if has_worker and (c.drawn or c in self._retried)]
+        is_begun = lambda c: c.drawn or (c in self._retried and not c.sources)
+        kept = [c for c in self.queue if has_worker and is_begun(c)]
         queued, stop = [c for c in self.queue if c not in kept], cancelled(reason)
         self.queue = collections.deque(kept)
         for closure in (*self.running, *kept):

@@ -207,7 +207,10 @@ def test_closures_are_applied_once_whatever_workers_are_lost(max_staleness):
     assert found["worst"] <= (np.inf if max_staleness is None else max_staleness)
 
 
-def test_a_closure_cancelled_as_it_waits_for_another_worker_says_that_it_was_pushed(monkeypatch):
+@pytest.mark.parametrize("method", ["cancel", "close"])
+def test_a_closure_dropped_as_it_waits_for_another_worker_says_that_it_was_pushed(
+    method, monkeypatch
+):
     has_died, go_on = threading.Event(), threading.Event()
 
     def fault(point, worker, closure):
@@ -219,16 +222,19 @@ def test_a_closure_cancelled_as_it_waits_for_another_worker_says_that_it_was_pus
     prepare = lambda *_: not has_died.is_set() or go_on.wait(60)
     monkeypatch.setattr(strategy.engine, "prepare", prepare)
     with Coordinator(strategy) as coordinator:
+        board = coordinator._board
         values = [coordinator.schedule(counter(), one(1)) for _ in range(2)]
-        coordinator._board.waiters.wait_until(lambda: coordinator.stats()["closures"]["retried"])
-        coordinator.cancel()
+        board.waiters.wait_until(lambda: board.counts["retried"])
+        dropping = threading.Thread(target=getattr(coordinator, method))
+        dropping.start()
+        board.waiters.wait_until(lambda: board.is_closed or values[1].done(), 60)
         go_on.set()
-        coordinator.join()
+        dropping.join()
     with pytest.raises(
         CancelledError, match=r"^fetch needs closure 0 \(add\) to be run to its end"
     ):
         values[0].fetch()
-    with pytest.raises(CancelledError, match=r"coordinator.cancel\(\) was called before"):
+    with pytest.raises(CancelledError, match=r"before it had run"):
         values[1].fetch()
     assert strategy.value("total") == 1
 

@@ -227,3 +227,35 @@ def test_other_callables(pair, kind):
     fn = (lambda x: jnp.sum(x) + 1) if kind == "builtin" else fn
     for _ in range(2):
         assert local(pair, pair.run(fn, args=(x,))) == [3, 3]
+
+
+SOURCE = """
+def step(x):
+    return x * {0}
+
+def steps(context, x):
+    context.set_last_step_output("x", x * {0})
+
+class Model:
+    def step(self, x):
+        return x * {0}
+"""
+
+
+def test_code_that_autoreload_replaces_is_traced_anew(pair):
+    """IPython's autoreload puts the code of an edited file into the functions that there are."""
+    old, new = {}, {}
+    exec(SOURCE.format(2), old)
+    exec(SOURCE.format(5), new)
+    model, one = old["Model"](), jnp.float32(1)
+
+    def call():
+        elements = iter([one])
+        outputs = pair.extended.run_steps_on_iterator(old["steps"], elements).last_step_outputs
+        return [pair.run(old["step"], (one,)), pair.run(model.step, (one,)), outputs["x"]]
+
+    assert call() == call() == [2, 2, 2]
+    for name in ("step", "steps"):
+        old[name].__code__ = new[name].__code__
+    old["Model"].step.__code__ = new["Model"].step.__code__
+    assert call() == call() == [5, 5, 5]

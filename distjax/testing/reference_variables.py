@@ -8,9 +8,10 @@ rules here do not.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from distjax.errors import (
     LocalityError,
     StrategyMismatchError,
     TraceLeakError,
+    UnsupportedError,
     describe_value,
     message,
 )
@@ -223,6 +225,21 @@ class ReferenceVariable(Variable):
         made.components = list(self.components)
         memo[id(self)] = made
         return made
+
+    def __copy__(self) -> ReferenceVariable:
+        return copy.deepcopy(self)
+
+    @property
+    def stored(self) -> NoReturn:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raises: there are components, and no one array of them."""
+        raise UnsupportedError(
+            message(
+                f"variable {self.name!r} of a reference strategy needs reading by components",
+                got="a call for compiled strategies, which reads the one array that they store",
+                why="the reference interpreter keeps a list of components",
+                fix="v.local_results(), or v.value; or dj.VirtualStrategy(R) in its place",
+            )
+        )
 
 
 def _strong(value: PyTree) -> jax.Array:

@@ -13,6 +13,7 @@ from distjax.errors import (
     ContextError,
     LocalityError,
     StrategyMismatchError,
+    UnsupportedError,
 )
 from tests.testing.on_reference import context, local, rid, variable
 
@@ -123,12 +124,31 @@ def test_a_variable_is_a_variable(strategy):
     assert not variable(strategy, synchronization=ON_READ).trainable
 
 
-def test_a_deep_copy_has_components_of_its_own(strategy):
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_a_copy_has_components_of_its_own(strategy, how):
     v = variable(strategy, synchronization=ON_READ)
     strategy.run(lambda: v.assign(rid() + 1.0))
-    w = copy.deepcopy(v)
+    w = how(v)
     strategy.run(lambda: v.assign(0.0))
     assert parts(w) == [1, 2] and parts(v) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, v: s.first(v),
+        lambda s, v: v._repr_html_(),
+        lambda s, v: dj.VirtualStrategy(2).reduce("sum", v),
+    ],
+    ids=["first", "html", "reduce of another strategy"],
+)
+def test_what_reads_one_array_of_a_variable_is_told_of_components(strategy, call):
+    v = variable(strategy, synchronization=ON_READ, name="v")
+    with pytest.raises(UnsupportedError) as caught:
+        call(strategy, v)
+    assert str(caught.value).splitlines()[0] == (
+        "variable 'v' of a reference strategy needs reading by components."
+    )
 
 
 def test_replica_0_gives_the_initial_value(strategy):

@@ -15,7 +15,7 @@ from distjax.data.input_context import InputContext
 from distjax.errors import message
 from distjax.servers.crew import Crew
 from distjax.servers.in_process import refuse_pickle
-from distjax.servers.options import require_positive, require_servers
+from distjax.servers.options import require_positive, require_servers, require_snapshot
 from distjax.servers.outcomes import undone
 from distjax.servers.per_worker import PerWorkerDataset, PerWorkerIterator, require_source
 from distjax.servers.remote_value import RemoteValue, require_outside_of_steps, to_numpy
@@ -290,7 +290,8 @@ class Coordinator:
         with self._board.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
             positions = weakref.WeakKeyDictionary((it, it.positions()) for it in self._iterators)
-            self._snapshot = Snapshot(self._board.num_held, servers, positions)
+            strategy = weakref.ref(self._strategy)
+            self._snapshot = Snapshot(self._board.num_held, servers, positions, strategy)
         return self._snapshot
 
     def restore(self, snapshot: Snapshot | None = None) -> int:
@@ -304,8 +305,11 @@ class Coordinator:
 
         Raises:
           RuntimeError: there is no snapshot.
+          TypeError, ValueError: something else, or a snapshot of another strategy.
         """
         self._require_ready("restore")
+        if snapshot is not None:
+            require_snapshot(snapshot, self._strategy)
         snapshot = snapshot or self._snapshot
         if snapshot is None:
             raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distjax.errors import describe_value, message
 from distjax.integers import require_int
+from distjax.servers.snapshot import Snapshot
 from distjax.servers.strategy_contract import ServerStrategy
 
 
@@ -34,3 +35,21 @@ def require_positive(value: object, method: str, name: str, fix: str) -> None:
     """
     why = "it is a number of workers or closures"
     require_int(f"{method}: {name}", value, 1, why=why, fix=fix)
+
+
+def require_snapshot(snapshot: object, strategy: ServerStrategy) -> None:
+    """Raises a TypeError or ValueError unless it is a snapshot of the servers of `strategy`."""
+    is_snapshot = isinstance(snapshot, Snapshot)
+    if is_snapshot and snapshot.strategy() is strategy:
+        return
+    raise (ValueError if is_snapshot else TypeError)(
+        message(
+            f"restore needs a snapshot of the servers of {strategy!r}",
+            got=f"one of another strategy: {snapshot!r}"
+            if is_snapshot
+            else describe_value(snapshot),
+            why="servers go back to the values that they themselves had",
+            fix="snapshot = coordinator.snapshot(); dj.checkpoint takes values from one strategy "
+            "to another",
+        )
+    )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from distjax.servers.per_worker import PerWorkerIterator
 from distjax.servers.server_contract import ServerSnapshot
+from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.streams import Position
 
 
@@ -19,11 +20,13 @@ class Snapshot:
       closures: how many closures it contains.
       servers: the state of each server.
       positions: the positions of iterators over per-worker data, as long as they are alive.
+      strategy: the strategy of the servers, as long as it is alive.
     """
 
     closures: int
     servers: Sequence[ServerSnapshot]
     positions: weakref.WeakKeyDictionary[PerWorkerIterator, list[Position]]
+    strategy: weakref.ref[ServerStrategy]
 
     @property
     def versions(self) -> tuple[int, ...]:

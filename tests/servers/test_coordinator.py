@@ -331,6 +331,19 @@ def test_a_lost_server_ends_all_and_restore_goes_on_from_the_snapshot():
     coordinator.close()
 
 
+def test_a_snapshot_of_another_strategy_is_refused_before_anything_is_undone():
+    strategy = make_two()
+    with Coordinator(strategy) as coordinator, Coordinator(make()) as another:
+        value = coordinator.schedule(two_counters(), one(1))
+        foreign = another.snapshot()
+        for error, wrong in ((ValueError, foreign), (TypeError, foreign.servers), (TypeError, 0)):
+            text = "^restore needs a snapshot of the servers of"
+            with pytest.raises(error, match=text) as raised:
+                coordinator.restore(wrong)
+            assert is_explained(raised.value)
+        assert value.fetch() is None and value.version == (1, 1)
+
+
 def test_restore_with_closures_in_flight():
     """What they still push is refused; the next join raises once."""
     held = Held("before_push", closures={1, 2})

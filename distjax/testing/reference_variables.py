@@ -229,9 +229,9 @@ class ReferenceVariable(Variable):
     def __copy__(self) -> ReferenceVariable:
         return copy.deepcopy(self)
 
-    @property
-    def stored(self) -> NoReturn:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Raises: there are components, and no one array of them."""
+    def __getattr__(self, name: str) -> NoReturn:
+        if name != "stored":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise UnsupportedError(
             message(
                 f"variable {self.name!r} of a reference strategy needs reading by components",

@@ -285,6 +285,8 @@ def _reduce_gradients(
 ) -> list[jax.Array]:
     """Returns gradients reduced over the replicas, split where the strategy splits them.
 
+    Those that are equal on all replicas already, and not to be split, need no communication.
+
     Args:
       extended: the strategy.
       op: SUM or MEAN.
@@ -293,7 +295,8 @@ def _reduce_gradients(
       own_forms: per parameter, the form that it was gathered from; None: it is whole.
     """
     topology = extended.topology
-    arrays = [stack_replicas(from_user_value(g), topology) for g in grads]
+    values = list(map(from_user_value, grads))
+    arrays = [stack_replicas(value, topology) for value in values]
     done = [
         own is not None and g.shape[1:] != p.shape
         for g, p, own in zip(arrays, params, own_forms, strict=True)
@@ -302,14 +305,16 @@ def _reduce_gradients(
         own if own is not None and is_done else gradient_form(extended, p)
         for p, own, is_done in zip(params, own_forms, done, strict=True)
     ]
+    equal = [not (v.varying or f.is_split) for v, f in zip(values, forms, strict=True)]
 
     def reduce(*local: jax.Array) -> list[jax.Array]:
-        whole = [i for i, form in enumerate(forms) if not (done[i] or form.is_split)]
+        whole = [i for i, f in enumerate(forms) if not (done[i] or equal[i] or f.is_split)]
         sums = sum_over_replicas([local[i] for i in whole], topology, extended.communication)
         out = dict(zip(whole, sums, strict=True))
         for i, form in enumerate(forms):
             if i not in out:
-                out[i] = local[i] if done[i] else form.reduce(ReduceOp.SUM, local[i], topology)
+                is_reduced = done[i] or equal[i]
+                out[i] = local[i] if is_reduced else form.reduce(ReduceOp.SUM, local[i], topology)
         return [out[i] for i in range(len(local))]
 
     splits = [form.is_split for form in forms]
@@ -317,4 +322,7 @@ def _reduce_gradients(
     sums = [
         form.from_replicas(x) if form.is_split else x for x, form in zip(sums, forms, strict=True)
     ]
-    return [x / topology.num_replicas for x in sums] if op is ReduceOp.MEAN else sums
+    count = topology.num_replicas
+    if op is ReduceOp.MEAN:
+        return [x if is_equal else x / count for x, is_equal in zip(sums, equal, strict=True)]
+    return [x * count if is_equal else x for x, is_equal in zip(sums, equal, strict=True)]

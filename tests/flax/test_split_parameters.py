@@ -95,6 +95,34 @@ def test_two_steps_are_those_of_plain_nnx(plain, name):
     assert np.asarray(model.blocks.calls[...]).tolist() == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:a mean over the replicas:distjax.errors.ReductionWarning")
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["virtual2", "mirrored2", "gradients"])
+def test_gradients_that_are_reduced_already_are_not_reduced_again(name, op):
+    """Unless they are split: then each replica gets its rows of R equal sums."""
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model, optimizer = dj.flax.create(lambda: build(2, tx=optax.sgd(0.1)))
+        (part,) = strategy.distribute_dataset([batch(16)])
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+
+    def reducing(model, optimizer, x):
+        grads = dj.get_replica_context().all_reduce("mean", nnx.grad(loss_fn)(model, x))
+        dj.flax.apply_gradients(optimizer, model, grads, op)
+        return grads
+
+    explained = dj.explain(reducing, model, optimizer, part, strategy=strategy)
+    num_gradients = len(jax.tree.leaves(before))
+    num_written = [c.kind for c in explained.written].count("all-reduce")
+    assert num_written == (0 if name == "virtual2" else num_gradients)
+    grads = strategy.run(reducing, args=(model, optimizer, part))
+    factor = strategy.num_replicas_in_sync if op == "sum" else 1
+    after, gradients = jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(grads)
+    for old, gradient, new in zip(jax.tree.leaves(before), gradients, after, strict=True):
+        np.testing.assert_allclose(new, old - 0.1 * factor * gradient, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("depth", [3, 8], ids=["split_in_a_layer", "split_along_the_layers"])
 def test_layers_and_gradients_are_gathered_and_scattered_once(depth):
     strategy = STRATEGIES["parameters"]()

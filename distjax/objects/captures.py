@@ -86,17 +86,17 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # an empty cell
             continue
-    for name in _names(fn.__code__):
+    for name in names_of_globals(fn.__code__):
         yield fn.__globals__.get(name)
     yield fn.__defaults__
     yield fn.__kwdefaults__
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def names_of_globals(code: types.CodeType) -> tuple[str, ...]:
     """Returns the globals that `code` and nested code read; `co_names` would add attributes."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname in _READS_OF_GLOBALS}
-    nested = [_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    nested = [names_of_globals(part) for part in code.co_consts if isinstance(part, types.CodeType)]
     return tuple(sorted(own.union(*nested)))
 
 

@@ -7,22 +7,17 @@ the function writes to them is a traced one. Both are found around the trace, by
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
-import types
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.extend import core as jec
 
 from distjax import jax_compat
 from distjax.errors import TraceLeakError, message
-from distjax.objects.captures import MAX_DEPTH, MAX_ITEMS, is_of_a_library
-from distjax.objects.stateful import active_bridge
+from distjax.objects.held_arrays import find_arrays, leak_text
 from distjax.replica.partitioned_tree import Static, is_static
-from distjax.replica.user_names import function_name, user_path
+from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 
 
@@ -54,7 +49,7 @@ class ObjectArguments:
         for path, leaf in pairs:
             if isinstance(leaf, Static):
                 name = user_path(jax.tree_util.keystr(path), names)
-                self._arguments.append(_Argument(name, leaf, _find_arrays(leaf.value, name)))
+                self._arguments.append(_Argument(name, leaf, find_arrays(leaf.value, name)))
 
     def require_inputs(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> None:
         """Raises if the trace read an array of an object that the user did not mark as static.
@@ -87,86 +82,13 @@ class ObjectArguments:
         """
         before = {id(array) for each in self._arguments for array in each.held.values()}
         for name, static, _ in self._arguments:
-            for path, array in _find_arrays(static.value, name).items():
+            for path, array in find_arrays(static.value, name).items():
                 if isinstance(array, jax_compat.Tracer) and id(array) not in before:
-                    raise TraceLeakError(_leak_text(function, path, array))
+                    raise TraceLeakError(leak_text(function, path, array))
         for result in results:
-            for path, array in _find_arrays(result, type(result).__name__).items():
+            for path, array in find_arrays(result, type(result).__name__).items():
                 if isinstance(array, jax_compat.Tracer) and id(array) not in before:
                     raise TraceLeakError(_result_text(function, path, array))
-
-
-@contextlib.contextmanager
-def checking_owner(fn: Callable[..., Any]) -> Generator[None]:
-    """Raises if ``fn`` is a method, and its trace inside leaves a traced value in its object.
-
-    Objects of a bridge hold traced values until the whole program is traced; they are checked by
-    the bridge.
-
-    Raises:
-      TraceLeakError: it has.
-    """
-    method: Any = fn
-    while isinstance(method, functools.partial):
-        method = method.func
-    if not isinstance(method, types.MethodType):
-        yield
-        return
-    before = _find_arrays(method.__self__, "self", is_checked_elsewhere=_is_stateful)
-    known = set(map(id, before.values()))
-    yield
-    after = _find_arrays(method.__self__, "self", is_checked_elsewhere=_is_stateful)
-    for path, array in after.items():
-        if isinstance(array, jax_compat.Tracer) and id(array) not in known:
-            raise TraceLeakError(_leak_text(function_name(fn), path, array))
-
-
-def _is_stateful(value: object) -> bool:
-    bridge = active_bridge()
-    return bridge is not None and bridge.is_stateful(value)
-
-
-def _find_arrays(
-    value: object, name: str, is_checked_elsewhere: Callable[[object], bool] = lambda value: False
-) -> dict[str, jax.Array]:
-    """Returns the arrays of JAX that an object holds, by their names: "state.w"."""
-    found: dict[str, jax.Array] = {}
-    seen: set[int] = set()
-    queue = collections.deque([(name, value, 0)])
-    while queue:
-        name, value, depth = queue.popleft()
-        if isinstance(value, jax.Array):
-            found[name] = value
-        elif id(value) not in seen and not is_checked_elsewhere(value):
-            seen.add(id(value))
-            queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
-    return found
-
-
-def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
-    """Yields what `value` holds: the end of its name, the part, and its depth."""
-    if isinstance(value, (tuple, list, dict)):
-        if len(value) <= MAX_ITEMS:
-            for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
-                yield f"[{key!r}]", item, depth
-    elif isinstance(value, types.MethodType):
-        yield ".__self__", value.__self__, depth
-    elif depth < MAX_DEPTH and not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value):
-        for attribute, inner in _attributes(value):
-            yield f".{attribute}", inner, depth + 1
-
-
-def _attributes(value: object) -> list[tuple[str, object]]:
-    found = list(getattr(value, "__dict__", {}).items())
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__"):
-                found.append((name, getattr(value, name, None)))
-    return found
-
-
-_WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 def _constants(jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> Iterator[object]:
@@ -187,17 +109,6 @@ def _baked_text(name: str, value: object, paths: Sequence[str]) -> str:
         "arrays would be constants there, and later ones would never be read",
         fix=f"@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays; "
         f"dj.static({name}) if constants are meant",
-    )
-
-
-def _leak_text(function: str, path: str, tracer: jax.Array) -> str:
-    return message(
-        f"{function} needs to return what it computes, or to assign it to variables",
-        got=f"a traced value of type {jax.typeof(tracer).str_short()} in {path}",
-        why="a compiled step does not run its Python code again: the attribute would never be "
-        "written, and a traced value is of no use outside of its trace",
-        fix="pass the value and return the new one, or make it a variable: "
-        f"{path} = dj.Variable(...), and {path}.assign(...) in the step",
     )
 
 

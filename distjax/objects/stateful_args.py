@@ -19,7 +19,7 @@ from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.objects.captures import find_captures
 from distjax.objects.claims import HeldClaims
-from distjax.objects.object_arguments import checking_owner
+from distjax.objects.outer_state import checking_outer_state
 from distjax.objects.program_form import ObjectKeywords, StaticPart, TracedCall
 from distjax.objects.stateful import (
     Bridge,
@@ -291,7 +291,7 @@ def run_here(
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
     try:
-        with checking_owner(fn):
+        with checking_outer_state(fn):
             if stateful is None:
                 return run_in_trace(strategy, fn, args, kwargs, state, options)
             call = stateful.args, stateful.kwargs
@@ -315,7 +315,7 @@ def emit_run(
     state, new stored values).
     """
     try:
-        with checking_owner(fn):
+        with checking_outer_state(fn):
             if isinstance(kwargs, ObjectKeywords):
                 return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
             _require_no_state(fn, args, kwargs)
@@ -330,7 +330,7 @@ def emit_call(
 ) -> Any:
     """Calls ``fn`` in the global view; otherwise like `emit_run`."""
     try:
-        with checking_owner(fn):
+        with checking_outer_state(fn):
             if isinstance(kwargs, ObjectKeywords):
                 return _this_thread.call.emit_call(fn, args, kwargs)
             _require_no_state(fn, args, kwargs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -130,8 +131,8 @@ def test_a_traced_value_left_in_an_object(pair):
         "test_a_traced_value_left_in_an_object.<locals>.step needs to return what it computes, or "
         "to assign it to variables.",
         "  Got: a traced value of type float32[3] in state.w.",
-        "  Why: a compiled step does not run its Python code again: the attribute would never be "
-        "written, and a traced value is of no use outside of its trace.",
+        "  Why: a compiled step does not run its Python code again: nothing more would be written "
+        "there, and a traced value is of no use outside of its trace.",
         "  Fix: pass the value and return the new one, or make it a variable: "
         "state.w = dj.Variable(...), and state.w.assign(...) in the step",
     ]
@@ -199,6 +200,74 @@ def test_a_traced_value_left_in_the_object_of_a_method(call, step, path, wrap):
     first, got, *_ = str(caught.value).splitlines()
     assert first.startswith(f"Trainer.{step.__name__} needs to return what it computes, or to ")
     assert got == f"  Got: a traced value of type float32[] in {path}."
+
+
+TOTAL = ONE
+
+
+def make_leaks(where):
+    """Returns a step that updates an array outside, and what shows the array as it is."""
+    total, state, shown = ONE, {"total": ONE}, []
+
+    def rebind(scale, x):
+        nonlocal total
+        total = total + x
+        return total
+
+    def rebind_within(scale, x):
+        def add(y):
+            nonlocal total
+            total = total + y
+
+        add(x)
+        return total
+
+    def rebind_global(scale, x):
+        global TOTAL
+        TOTAL = TOTAL + x
+        return x
+
+    def set_item(scale, x):
+        state["total"] = state["total"] + x
+
+    def show(scale, x):
+        shown.append(x + total + state["total"])
+        return x + 1
+
+    def restore(scale, x):
+        nonlocal total
+        kept, total = total, total + x
+        try:
+            return total
+        finally:
+            total = kept
+
+    return locals()[where]
+
+
+@pytest.mark.parametrize(
+    ("where", "path"),
+    [
+        ("rebind", "total"),
+        ("rebind_within", "total"),
+        ("rebind_global", "TOTAL"),
+        ("set_item", "state['total']"),
+    ],
+)
+def test_a_traced_value_left_in_what_a_function_captures(call, where, path, monkeypatch):
+    """A loop over such a step computed the same at each call, from the first values."""
+    monkeypatch.setattr(sys.modules[__name__], "TOTAL", ONE)
+    with pytest.raises(TraceLeakError) as caught:
+        call(make_leaks(where), (ONE, ONE))
+    assert f"{where} needs to return what it computes, or to" in str(caught.value)
+    assert f"  Got: a traced value of type float32[] in {path}." in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["show", "restore"])
+def test_a_function_that_updates_nothing_that_it_captures(call, where):
+    step = make_leaks(where)
+    for x in (ONE, jnp.ones(3), ONE):
+        assert np.all(call(step, (ONE, x)) == 2)
 
 
 def test_a_method_that_leaves_none(call):

@@ -12,7 +12,8 @@ from distjax import jax_compat, user_mesh
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
-from distjax.objects.object_arguments import ObjectArguments, checking_owner
+from distjax.objects.object_arguments import ObjectArguments
+from distjax.objects.outer_state import checking_outer_state
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.program.discovery import signature_of
@@ -122,7 +123,7 @@ def _cut(
     outer = TraceState(local_view=False)  # no log of creations: variables are made outside of steps
     topology = strategy.extended.topology
     objects = ObjectArguments((args, kwargs), names)
-    with checking_owner(fn):
+    with checking_outer_state(fn):
         traced = trace_replica(strategy, fn, partitioned, values, outer, topology)
     objects.require_no_leaks(function_name(fn), traced.result.objects)
     objects.require_inputs(traced.jaxpr, traced.consts)

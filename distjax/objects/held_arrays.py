@@ -1,0 +1,66 @@
+"""The arrays that a Python object holds, by their names."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable, Iterator
+
+import jax
+
+from distjax.errors import message
+from distjax.objects.captures import MAX_DEPTH, MAX_ITEMS, is_of_a_library
+
+_WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+
+
+def find_arrays(
+    value: object, name: str, is_checked_elsewhere: Callable[[object], bool] = lambda value: False
+) -> dict[str, jax.Array]:
+    """Returns the arrays of JAX that an object holds, by their names: "state.w"."""
+    found: dict[str, jax.Array] = {}
+    seen: set[int] = set()
+    queue = collections.deque([(name, value, 0)])
+    while queue:
+        name, value, depth = queue.popleft()
+        if isinstance(value, jax.Array):
+            found[name] = value
+        elif id(value) not in seen and not is_checked_elsewhere(value):
+            seen.add(id(value))
+            queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
+    return found
+
+
+def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
+    """Yields what `value` holds: the end of its name, the part, and its depth."""
+    if isinstance(value, (tuple, list, dict)):
+        if len(value) <= MAX_ITEMS:
+            for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
+                yield f"[{key!r}]", item, depth
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__, depth
+    elif depth < MAX_DEPTH and not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value):
+        for attribute, inner in _attributes(value):
+            yield f".{attribute}", inner, depth + 1
+
+
+def _attributes(value: object) -> list[tuple[str, object]]:
+    found = list(getattr(value, "__dict__", {}).items())
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                found.append((name, getattr(value, name, None)))
+    return found
+
+
+def leak_text(function: str, path: str, tracer: jax.Array) -> str:
+    """Returns the error text for a traced value that a function has left at `path`."""
+    return message(
+        f"{function} needs to return what it computes, or to assign it to variables",
+        got=f"a traced value of type {jax.typeof(tracer).str_short()} in {path}",
+        why="a compiled step does not run its Python code again: nothing more would be written "
+        "there, and a traced value is of no use outside of its trace",
+        fix="pass the value and return the new one, or make it a variable: "
+        f"{path} = dj.Variable(...), and {path}.assign(...) in the step",
+    )

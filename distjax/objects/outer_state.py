@@ -1,0 +1,71 @@
+"""What a function can change without returning it, and the traced values that it leaves there.
+
+A method changes its object, and a function what it captures. A compiled step does so once, in its
+trace: a loop over it would compute with the first values for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from distjax import jax_compat
+from distjax.errors import TraceLeakError
+from distjax.objects.captures import names_of_globals
+from distjax.objects.held_arrays import find_arrays, leak_text
+from distjax.objects.stateful import active_bridge
+from distjax.replica.user_names import function_name
+
+
+@contextlib.contextmanager
+def checking_outer_state(fn: Callable[..., Any]) -> Generator[None]:
+    """Raises if the trace of ``fn`` inside leaves a traced value in what it can change.
+
+    In what a function captures, only one that takes the place of a value counts: a list that
+    traced values are appended to shows a trace to the user, as a debugger does. Objects of a bridge
+    hold traced values until the whole program is traced; they are checked by the bridge.
+
+    Raises:
+      TraceLeakError: it has.
+    """
+    before = _held_arrays(fn)
+    known = set(map(id, before.values()))
+    values = {path for path, array in before.items() if not isinstance(array, jax_compat.Tracer)}
+    yield
+    for path, array in _held_arrays(fn).items():
+        is_new = isinstance(array, jax_compat.Tracer) and id(array) not in known
+        if is_new and (path in values or path.startswith("self.")):
+            raise TraceLeakError(leak_text(function_name(fn), path, array))
+
+
+def _held_arrays(fn: Callable[..., Any]) -> dict[str, Any]:
+    held: dict[str, Any] = {}
+    for name, value in _outer_state(fn):
+        held |= find_arrays(value, name, is_checked_elsewhere=_is_stateful)
+    return held
+
+
+def _outer_state(fn: Callable[..., Any]) -> Iterator[tuple[str, object]]:
+    """Yields what the function can change, by name."""
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if isinstance(inner, types.MethodType):
+        yield "self", inner.__self__
+        inner = inner.__func__
+    if not isinstance(inner, types.FunctionType):
+        return
+    code = inner.__code__
+    for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
+    for name in names_of_globals(code):
+        yield name, inner.__globals__.get(name)
+
+
+def _is_stateful(value: object) -> bool:
+    bridge = active_bridge()
+    return bridge is not None and bridge.is_stateful(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -15,15 +16,25 @@ _WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunct
 
 
 def find_arrays(
-    value: object, name: str, is_checked_elsewhere: Callable[[object], bool] = lambda value: False
-) -> dict[str, jax.Array]:
-    """Returns the arrays of JAX that an object holds, by their names: "state.w"."""
-    found: dict[str, jax.Array] = {}
+    value: object,
+    name: str,
+    kinds: tuple[type, ...] = (jax.Array,),
+    is_checked_elsewhere: Callable[[object], bool] = lambda value: False,
+) -> dict[str, Any]:
+    """Returns the arrays that an object holds, by their names: "state.w".
+
+    Args:
+      value: the object.
+      name: its name.
+      kinds: the types that count as arrays.
+      is_checked_elsewhere: whether a part of it is left out.
+    """
+    found: dict[str, Any] = {}
     seen: set[int] = set()
     queue = collections.deque([(name, value, 0)])
     while queue:
         name, value, depth = queue.popleft()
-        if isinstance(value, jax.Array):
+        if isinstance(value, kinds):
             found[name] = value
         elif id(value) not in seen and not is_checked_elsewhere(value):
             seen.add(id(value))

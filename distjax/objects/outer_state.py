@@ -12,12 +12,18 @@ import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+
 from distjax import jax_compat
 from distjax.errors import TraceLeakError
 from distjax.objects.captures import names_of_globals
 from distjax.objects.held_arrays import find_arrays, leak_text
 from distjax.objects.stateful import active_bridge
 from distjax.replica.user_names import function_name
+
+#: What a traced value may take the place of.
+_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 @contextlib.contextmanager
@@ -44,7 +50,7 @@ def checking_outer_state(fn: Callable[..., Any]) -> Generator[None]:
 def _held_arrays(fn: Callable[..., Any]) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for name, value in _outer_state(fn):
-        held |= find_arrays(value, name, is_checked_elsewhere=_is_stateful)
+        held |= find_arrays(value, name, _VALUES, _is_stateful)
     return held
 
 

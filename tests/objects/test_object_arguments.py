@@ -207,7 +207,7 @@ TOTAL = ONE
 
 def make_leaks(where):
     """Returns a step that updates an array outside, and what shows the array as it is."""
-    total, state, shown = ONE, {"total": ONE}, []
+    total, state, shown, number = ONE, {"total": np.float32(1)}, [], 1.0
 
     def rebind(scale, x):
         nonlocal total
@@ -226,6 +226,10 @@ def make_leaks(where):
         global TOTAL
         TOTAL = TOTAL + x
         return x
+
+    def rebind_number(scale, x):
+        nonlocal number
+        number += x
 
     def set_item(scale, x):
         state["total"] = state["total"] + x
@@ -251,6 +255,7 @@ def make_leaks(where):
         ("rebind", "total"),
         ("rebind_within", "total"),
         ("rebind_global", "TOTAL"),
+        ("rebind_number", "number"),
         ("set_item", "state['total']"),
     ],
 )

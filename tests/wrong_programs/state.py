@@ -319,6 +319,19 @@ def a_variable_without_aggregation(s, right):
     return Case(step, (inputs(s),))
 
 
+@program(ERROR, "needs to return what it computes", more=True)
+def parameters_updated_outside_of_the_arguments(s, right):
+    outside = {"w": weights()}
+
+    def step(w, x):
+        new = (w if right else outside["w"]) - 0.1 * mean(gradient(w, x))
+        if not right:
+            outside["w"] = new
+        return new
+
+    return Case(step, (weights(), inputs(s)), first_argument)
+
+
 @program(ERROR, "needs to return values of one replica", more=True)
 def a_closed_over_value_of_all_replicas(s, right):
     x = inputs(s)

@@ -12,6 +12,8 @@ import jax
 from distjax.errors import message
 from distjax.objects.captures import MAX_DEPTH, MAX_ITEMS, is_of_a_library
 
+#: What holds more is data rather than state, and would be slow to search at each trace.
+_MAX_PARTS = 5000
 _WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -22,6 +24,8 @@ def find_arrays(
     is_checked_elsewhere: Callable[[object], bool] = lambda value: False,
 ) -> dict[str, Any]:
     """Returns the arrays that an object holds, by their names: "state.w".
+
+    The first ones, breadth first, of an object that has very many parts.
 
     Args:
       value: the object.
@@ -36,7 +40,7 @@ def find_arrays(
         name, value, depth = queue.popleft()
         if isinstance(value, kinds):
             found[name] = value
-        elif id(value) not in seen and not is_checked_elsewhere(value):
+        elif id(value) not in seen and len(queue) < _MAX_PARTS and not is_checked_elsewhere(value):
             seen.add(id(value))
             queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
     return found

@@ -12,6 +12,7 @@ from flax import nnx
 
 import distjax as dj
 from distjax.errors import TraceLeakError
+from distjax.objects import held_arrays
 
 ONE = jnp.float32(1)
 
@@ -266,6 +267,13 @@ def test_a_traced_value_left_in_what_a_function_captures(call, where, path, monk
         call(make_leaks(where), (ONE, ONE))
     assert f"{where} needs to return what it computes, or to" in str(caught.value)
     assert f"  Got: a traced value of type float32[] in {path}." in str(caught.value)
+
+
+def test_little_of_large_data_that_a_function_captures_is_looked_at():
+    """A table of a million numbers cost seconds at each trace."""
+    table = [[1.0] * 1000 for _ in range(1000)]
+    assert len(held_arrays.find_arrays(table, "table", (float,))) < 10_000
+    assert "table[0][999]" in held_arrays.find_arrays(table, "table", (float,))
 
 
 @pytest.mark.parametrize("where", ["show", "restore"])

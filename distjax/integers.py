@@ -1,4 +1,4 @@
-"""What counts as an integer where a user passes a count or an axis."""
+"""What counts as an integer where a user passes a count or an axis, and the error otherwise."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ endif
 WORKERS ?= auto
 # More options for pytest, as in make test PYTEST_FLAGS="-k merge".
 PYTEST_FLAGS ?=
+# What `make accelerator` runs on: JAX's name of a platform.
+PLATFORM ?= cuda
 # How many sequences of mixed calls `make laws` draws for each strategy; the tests draw a few.
 EXAMPLES ?= 50
 # How many random programs `make fuzz` draws; the tests draw a few.
@@ -35,10 +37,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
+.PHONY: help venv demo test accelerator laws fuzz drills doctest examples notebooks docs table bench golden lint types format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(INSTALLED)  ## build the virtual environment, nothing else
 
@@ -47,6 +49,12 @@ demo: $(INSTALLED)  ## train on the digits, mirrored over 8 virtual CPU devices
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_FLAGS)
+
+accelerator: export DISTJAX_TESTS_PLATFORM := $(PLATFORM)
+accelerator: export XLA_PYTHON_CLIENT_PREALLOCATE := false
+accelerator: export JAX_DEFAULT_MATMUL_PRECISION := highest
+accelerator: $(INSTALLED)  ## the laws of all strategies on the devices of PLATFORM, as many as there are
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m table $(PYTEST_FLAGS)
 
 laws: $(INSTALLED)  ## random sequences of mixed calls, EXAMPLES for each strategy
 	LAW_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n $(WORKERS) tests/laws $(PYTEST_FLAGS)

@@ -1,4 +1,8 @@
-"""Eight CPU devices for every test, and the one table of strategies that laws run over."""
+"""Eight CPU devices for every test, and the one table of strategies that laws run over.
+
+With DISTJAX_TESTS_PLATFORM=cuda (`make accelerator`) tests run on the devices of that platform,
+and rows of the table that need more of them than there are skip.
+"""
 
 import functools
 import gc
@@ -8,8 +12,10 @@ import sys
 import tempfile
 import threading
 
+PLATFORM = os.environ.get("DISTJAX_TESTS_PLATFORM", "cpu")
+
 # Read when JAX is imported; children inherit them.
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 # Most programs run once: a quarter of the time of the tests would be LLVM making them fast.
 # Nearly all of them are small: parts for several threads are more work, not less time.
 _QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -21,7 +27,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_TO_COMPILE
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # before a backend starts
+if PLATFORM == "cpu":
+    jax.config.update("jax_num_cpu_devices", 8)  # before a backend starts
 
 # Many rows of the table compile the same program (every sharded strategy of one replica is a
 # mirrored one): a cache for the length of the run, which the workers of pytest-xdist share.
@@ -47,12 +54,12 @@ REPLICA_COUNTS = (1, 2, 3, 8)
 
 
 def _table():
-    """Yields a name for the test id, and what makes the strategy."""
+    """Yields a name for the test id, what makes the strategy, and how many devices that takes."""
     yield "default", lambda devices: dj.get_strategy(), 1
     yield "one_device", lambda devices: dj.OneDeviceStrategy(), 1
     for n in REPLICA_COUNTS:
         yield f"mirrored{n}", dj.MirroredStrategy, n
-        yield f"virtual{n}", lambda devices, n=n: dj.VirtualStrategy(n), n
+        yield f"virtual{n}", lambda devices, n=n: dj.VirtualStrategy(n), 1
         for part in ("optimizer", "gradients", "parameters"):
             yield f"{part}{n}", functools.partial(dj.ShardedStrategy, partition=part), n
         yield f"central{n}", dj.CentralStorageStrategy, n
@@ -63,8 +70,15 @@ def _table():
         yield f"two_each{n}", make, 2 * n
 
 
+def _devices(n):
+    """Returns the first ``n`` devices; where an accelerator has fewer, the test skips."""
+    if jax.device_count() < n:
+        pytest.skip(f"needs {n} devices; {PLATFORM} has {jax.device_count()} here")
+    return jax.devices()[:n]
+
+
 #: Every way to run a step in one process: sharded strategies by what they split.
-STRATEGIES = {name: (lambda make=make, n=n: make(jax.devices()[:n])) for name, make, n in _table()}
+STRATEGIES = {name: (lambda make=make, n=n: make(_devices(n))) for name, make, n in _table()}
 
 #: A row of each kind, and each number of replicas: for tests of what is built on strategies.
 SAMPLE = (
@@ -99,10 +113,13 @@ def pytest_generate_tests(metafunc):
     if "strategy" in metafunc.fixturenames and "strategy" not in vars(metafunc.module):
         is_law = metafunc.definition.path.parent.name == "conformance"
         rows = [*STRATEGIES, *SPANNING] if is_law else SAMPLE
+        if PLATFORM != "cpu":  # one process to a machine's accelerators
+            rows = [row for row in rows if row not in SPANNING]
         if metafunc.function.__name__ in NOT_AT_SERVERS:
             rows = [row for row in rows if row not in ("servers", "groups")]
         if metafunc.definition.path.stem not in OF_GROUPS:
             rows = [row for row in rows if row != "groups"]
+        rows = [pytest.param(row, marks=pytest.mark.table) for row in rows]
         metafunc.parametrize("strategy", rows, indirect=True)
 
 

@@ -53,11 +53,11 @@ def _pmap(body, w, equal):
 
 
 def _shard_map(check_vma):
-    mesh = jax.make_mesh(
-        (2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-
     def call(body, w, equal):
+        mesh = jax.make_mesh(
+            (2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+        )
+
         def local(w, x):
             out = body("i")(w[0] if w.ndim else w, x[0])
             return out if equal else out[None]

@@ -107,7 +107,8 @@ def test_dtypes_of_values(strategy, make):
     values = {dtype: jnp.asarray([1, 0, 0, 1] * 100, dtype) for dtype in means}
     strategy.run(lambda: [mean.update(values[dtype]) for dtype, mean in means.items()])
     for dtype, mean in means.items():
-        assert float(mean.result()) == 0.5, dtype
+        # A GPU divides to the last bit but one.
+        assert float(mean.result()) == pytest.approx(0.5, rel=1e-7), dtype
         assert mean.result().dtype == jnp.float32, dtype
 
 

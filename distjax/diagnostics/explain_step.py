@@ -15,7 +15,7 @@ from distjax.context.scoping import require_strategy
 from distjax.diagnostics.explanation import Cut, Explanation, Memory, VariableUse
 from distjax.diagnostics.notes import Notes
 from distjax.diagnostics.program_collectives import list_compiled, list_lowered
-from distjax.errors import ContextError, message
+from distjax.errors import ContextError, UnsupportedError, message
 from distjax.placement import locality as kinds
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.program.ahead import CompiledProgram, LoweredProgram
@@ -132,6 +132,7 @@ def lower_step(
     _require_outside_traces(method)
     require_callable(fn, method)
     require_strategy(strategy, method)
+    _require_compiling(strategy, method)
     watched = dataclasses.replace(frames.current(), observer=notes)
     fn, args = _with_object(fn, args)
     if strategy is not None:
@@ -148,6 +149,20 @@ def lower_step(
             if strategy is None and not notes.runs and _is_cross_replica((args, kwargs)):
                 error.add_note(_cross_replica_note(function_name(fn), method))
             raise
+
+
+def _require_compiling(strategy: Strategy | None, method: str) -> None:
+    if strategy is None or strategy.extended.compiles:
+        return
+    raise UnsupportedError(
+        message(
+            f"dj.{method} needs a strategy that compiles its steps",
+            got=f"strategy={strategy!r}",
+            why="the reference interpreter runs replicas as threads, and traces nothing",
+            fix=f"dj.{method}(step, *args, strategy=dj.VirtualStrategy"
+            f"({strategy.num_replicas_in_sync}))",
+        )
+    )
 
 
 def _require_outside_traces(method: str) -> None:

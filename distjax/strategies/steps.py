@@ -126,16 +126,7 @@ def run_steps(
     initial_loop_values: Mapping[str, Any] | None,
 ) -> MultiStepContext:
     """Runs up to K steps: see `StrategyExtended.run_steps_on_iterator`."""
-    require_callable(fn, "run_steps_on_iterator")
-    _require_iterator(iterator)
-    iterations = require_int(
-        "run_steps_on_iterator: iterations",
-        iterations,
-        1,
-        why="it is the number of steps to run",
-        fix="run_steps_on_iterator(fn, iterator, iterations=100)",
-    )
-    _require_initial(initial_loop_values)
+    iterations = require_steps(fn, iterator, iterations, initial_loop_values)
     context = MultiStepContext(initial_loop_values)
     is_ours = isinstance(iterator, DistributedIterator)
     chunks = iter(()) if is_ours else _stack_steps(iterator, iterations)
@@ -155,6 +146,22 @@ def run_steps(
         context.non_tensor_outputs.update(others)
         context.iterations += steps.num_steps
     return context
+
+
+def require_steps(
+    fn: Callable[..., Any], iterator: object, iterations: int, initial_loop_values: object
+) -> int:
+    """Returns `iterations` as an int; raises if an argument is not one of run_steps_on_iterator."""
+    require_callable(fn, "run_steps_on_iterator")
+    _require_iterator(iterator)
+    _require_initial(initial_loop_values)
+    return require_int(
+        "run_steps_on_iterator: iterations",
+        iterations,
+        1,
+        why="it is the number of steps to run",
+        fix="run_steps_on_iterator(fn, iterator, iterations=100)",
+    )
 
 
 def _require_arrays(output: PyTree, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,23 +22,26 @@ from distjax.context.contracts import Destinations
 from distjax.context.expectation import without_expectations
 from distjax.data import dataset as datasets
 from distjax.data.options import InputOptions
-from distjax.errors import LocalityError, UnsupportedError, describe_value, message
+from distjax.errors import LocalityError, UnsupportedError, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.replica.call_checks import require_call
 from distjax.replica.partitioned_tree import is_array
 from distjax.replica.static import mark_modules, unmark
+from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
 from distjax.strategies.strategy_description import StrategyDescription, describe
 from distjax.strategies.values import ValueContext
 from distjax.testing.reference_replicas import require_no_objects, run_replicas
+from distjax.testing.reference_steps import run_steps
 from distjax.testing.reference_values import (
     combine,
     combine_within,
     components,
     concatenate,
     regroup,
+    require_mean,
     select,
 )
 from distjax.testing.reference_variables import ComponentFrame, ReferenceVariable
@@ -180,7 +183,7 @@ class ReferenceExtended:
             return jax.tree.map(lambda x: self._reduce_value(op, x), value, is_leaf=is_per_replica)
         parts = self._parts(op, value)
         if parts is None:
-            self._require_mean(op, value)
+            require_mean(op, value, self.num_replicas)
             parts = [jnp.asarray(value)] * self.num_replicas
         if mask is not None and not isinstance(mask, PerReplica):
             mask = jnp.asarray(mask)
@@ -190,7 +193,7 @@ class ReferenceExtended:
         parts = self._parts(op, value)
         if parts is not None:
             return combine(op, parts)
-        self._require_mean(op, value)
+        require_mean(op, value, self.num_replicas)
         return value
 
     def _parts(self, op: ReduceOp, value: PyTree) -> list[Any] | None:
@@ -207,19 +210,6 @@ class ReferenceExtended:
                 )
             )
         return list(value.local_results())
-
-    def _require_mean(self, op: ReduceOp, value: object) -> None:
-        if op is ReduceOp.MEAN or self.num_replicas == 1:
-            return
-        raise ValueError(
-            message(
-                "A non-DistributedValues value cannot be reduced with the given reduce op "
-                "ReduceOp.SUM",
-                got=describe_value(value),
-                why="it is unclear whether it stands for one value or for R of them",
-                fix="return it from strategy.run",
-            )
-        )
 
     def reduce_to(self, op: ReduceOpLike, value: PyTree, destinations: Destinations) -> Any:
         """Returns `value` reduced; destinations are ignored, as there is one device."""
@@ -278,6 +268,18 @@ class ReferenceExtended:
         """Gives each replica its own elements."""
         self._require_context("distribute_datasets_from_function")
         return datasets.distribute_datasets_from_function(self.topology, fn, options)
+
+    def run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Iterator[PyTree],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, PyTree] | None = None,
+    ) -> MultiStepContext:
+        """Runs K steps, one after the other, in cross-replica context."""
+        self._require_context("run_steps_on_iterator")
+        with self.strategy.scope():
+            return run_steps(fn, iterator, iterations, initial_loop_values)
 
     # -- variables ------------------------------------------------------------
 

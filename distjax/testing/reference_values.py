@@ -65,6 +65,20 @@ def _regroup_column(column: Sequence[Any], topology: Topology, where: str) -> An
     return PerReplica(jnp.stack(arrays), topology)
 
 
+def require_mean(op: ReduceOp, value: object, num_replicas: int) -> None:
+    """Raises if a value that is not one per replica is to be summed over them."""
+    if op is ReduceOp.MEAN or num_replicas == 1:
+        return
+    raise ValueError(
+        message(
+            "A non-DistributedValues value cannot be reduced with the given reduce op ReduceOp.SUM",
+            got=describe_value(value),
+            why="it is unclear whether it stands for one value or for R of them",
+            fix="return it from strategy.run",
+        )
+    )
+
+
 def all_equal(arrays: Sequence[jax.Array]) -> bool:
     """Returns whether the arrays are equal bit for bit."""
     return all(_content(a) == _content(arrays[0]) for a in arrays)

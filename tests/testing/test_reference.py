@@ -376,3 +376,49 @@ def test_other_meetings_need_concrete_values(strategy):
 
     with pytest.raises(MergeError, match="merge_call in the reference interpreter needs concrete"):
         strategy.run(fn, args=(1.0,))
+
+
+# -- steps on an iterator -----------------------------------------------------
+
+
+def last_outputs(strategy, iterations, initial):
+    """A running total in a variable, of batches of which two steps have another shape."""
+    with strategy.scope():
+        v = dj.Variable(0.0, name="v", aggregation=SUM)
+
+    def step(context, batch):
+        def replica(x):
+            v.assign_add(x.sum())
+            context.set_last_step_output("mean", x.mean(), reduce_op="mean")
+            return x.max()
+
+        own = strategy.run(replica, args=(batch,))
+        context.set_last_step_output("largest", own, reduce_op="sum")
+        if initial:
+            context.set_last_step_output("count", context.last_step_outputs["count"] + 1)
+        context.set_non_tensor_output("where", "cross")
+
+    batches = [np.arange(n, dtype=np.float32) for n in (4, 4, 6, 6)]
+    iterator = iter(strategy.distribute_dataset(batches))
+    found = strategy.extended.run_steps_on_iterator(step, iterator, iterations, initial)
+    outputs = {k: np.asarray(x).tolist() for k, x in found.last_step_outputs.items()}
+    return outputs, found.non_tensor_outputs, found.iterations, float(v.value)
+
+
+@pytest.mark.parametrize("initial", [None, {"count": 10}])
+@pytest.mark.parametrize("iterations", [1, 3, 9])
+def test_steps_on_an_iterator_are_those_of_the_compiled_loop(strategy, iterations, initial):
+    expected = last_outputs(dj.VirtualStrategy(2), iterations, initial)
+    assert last_outputs(strategy, iterations, initial) == expected
+
+
+def test_steps_on_an_iterator_without_an_element(strategy):
+    with pytest.raises(StopIteration):
+        strategy.extended.run_steps_on_iterator(lambda context, x: None, iter([]), 2)
+
+
+@pytest.mark.parametrize("method", ["explain", "check"])
+def test_what_looks_at_a_compiled_step_refuses(strategy, method):
+    text = rf"dj\.{method} needs a strategy that compiles its steps\.\s+Got: strategy=Reference"
+    with pytest.raises(UnsupportedError, match=text):
+        getattr(dj, method)(lambda x: x, 1.0, strategy=strategy)

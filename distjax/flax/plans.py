@@ -239,8 +239,7 @@ def write_entries(variables: Sequence[Any], values: dict[int, Any]) -> None:
 
 # Keyed weakly by strategy; `_NO_STRATEGY` stands for none. A plan holds what static attributes
 # close over, so it lives only while a program was compiled for it or a cached graph refers to it.
-_plans: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, Plan]]
-_plans = weakref.WeakKeyDictionary()
+_plans = weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, Plan]]()
 
 
 class _NoStrategy:

@@ -17,8 +17,7 @@ class CompiledPlans:
     """Which plans have their programs compiled, and for which signatures."""
 
     def __init__(self) -> None:
-        self._plans: weakref.WeakKeyDictionary[Plan, dict[Hashable, _Once]]
-        self._plans = weakref.WeakKeyDictionary()
+        self._plans = weakref.WeakKeyDictionary[Plan, dict[Hashable, _Once]]()
         self._adding = threading.Lock()
 
     def compile_once(

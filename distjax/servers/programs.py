@@ -36,8 +36,7 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._jitted: weakref.WeakKeyDictionary[Program, dict[_Variant, Any]]
-        self._jitted = weakref.WeakKeyDictionary()
+        self._jitted = weakref.WeakKeyDictionary[Program, dict[_Variant, Any]]()
         self._making = threading.Lock()
 
     def run(

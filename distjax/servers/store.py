@@ -62,13 +62,12 @@ class Server:
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
         self._sizes: dict[str, int] = {}  # bytes, by key
-        self._traffic: weakref.WeakKeyDictionary[Program, tuple[int, int]]
-        self._traffic = weakref.WeakKeyDictionary()  # bytes in and out
+        #: The bytes that each program receives and answers.
+        self._traffic = weakref.WeakKeyDictionary[Program, tuple[int, int]]()
         self._given: set[str] = set()  # keys whose arrays workers may hold for good
         self._lent: dict[AttemptId, Collection[str]] = {}  # keys of arrays that attempts hold
         #: The variants that were compiled: the numbers of the arguments that each donates.
-        self._compiled: weakref.WeakKeyDictionary[Program, set[tuple[int, ...]]]
-        self._compiled = weakref.WeakKeyDictionary()
+        self._compiled = weakref.WeakKeyDictionary[Program, set[tuple[int, ...]]]()
         self._programs = Programs()
         # JAX compiles twice what two threads ask for at once, and one would not find it later.
         self._compiling = threading.Lock()

@@ -127,8 +127,8 @@ class ReferenceExtended:
         self.num_replicas = num_replicas
         self.placement = MirroredPlacement(self.topology)
         self.worker_devices = self.parameter_devices = (device,)
-        self.variables: weakref.WeakKeyDictionary[ReferenceVariable, None]
-        self.variables = weakref.WeakKeyDictionary()  # in order of creation
+        #: In order of creation.
+        self.variables = weakref.WeakKeyDictionary[ReferenceVariable, None]()
 
     def bind(self, strategy: OwningStrategy) -> None:
         """Sets the Strategy that owns this object."""

@@ -81,8 +81,7 @@ class RayEngine(Engine):
         self.workers: RayWorkers
         self._streams: RayStreams
         self._gate: Gate | None
-        self._plans: weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]
-        self._plans = weakref.WeakKeyDictionary()
+        self._plans = weakref.WeakKeyDictionary[Plan, tuple[int, ShippedPlan]]()
         self._numbers = itertools.count()  # of plans
         self._dropped: collections.deque[int] = collections.deque()  # only processes have them
         self._announcing = threading.RLock()  # held while a plan or a server is announced

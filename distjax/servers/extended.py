@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -27,10 +28,10 @@ from distjax.servers.server_contract import ParameterServer
 from distjax.servers.server_storage import ServerStorage, make_parts
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.strategies.extended import StrategyExtended
-from distjax.typing import DTypeLike, PositionalArgs, PyTree, VariableModes
+from distjax.typing import PositionalArgs, PyTree, VariableModes
 from distjax.variables.construct import make_variable
 from distjax.variables.partitioners import Partitioner
-from distjax.variables.policy import Policy, policy_at_servers
+from distjax.variables.policy import policy_at_servers
 from distjax.variables.storage import StoredArray
 from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable import Variable
@@ -78,7 +79,7 @@ class ParameterServerExtended(StrategyExtended):
         super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
         self.engine, self.cut = engine, cut
         self.run_closure = run_closure
-        self.cuts = FunctionCache(self._make_cuts)
+        self.cuts = FunctionCache(lambda fn: Cuts(fresh_functions.record(fn(), self.strategy)))
         self.tracing = threading.RLock()
         self._numbers = itertools.count()
 
@@ -101,9 +102,6 @@ class ParameterServerExtended(StrategyExtended):
             return run_here(self.strategy, fn, args, kwargs, state)
         return self.run_closure(fn, args, kwargs)
 
-    def _make_cuts(self, resolve: Callable[[], Any]) -> Cuts:
-        return Cuts(fresh_functions.record(resolve(), self.strategy))
-
     def pause_writers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which no closure runs."""
         strategy: object = self.strategy
@@ -124,14 +122,11 @@ class ParameterServerExtended(StrategyExtended):
             initial_value,
             name=name,
             modes=modes,
-            find_policy=self._find_policy,
+            find_policy=functools.partial(policy_at_servers, num_replicas=self.num_replicas),
             **options,
         )
         self.variables.add(variable)
         return variable
-
-    def _find_policy(self, modes: VariableModes, dtype: DTypeLike, name: str) -> Policy:
-        return policy_at_servers(modes, dtype, name, self.num_replicas)
 
     def make_storage(self, variable: StoredVariable) -> StoredArray:
         """Returns what reads and writes the variable's value where it lives."""

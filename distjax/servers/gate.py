@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Generator, Iterable
 
@@ -31,7 +32,8 @@ class Deadlines:
 
     def may_pull(self, num_pushes: int) -> bool:
         """Returns whether a closure of `num_pushes` may pull now."""
-        return self._can_keep([*self._all_due(), *self._deadlines_of(num_pushes)], self.now)
+        due = itertools.chain(*self._due.values(), self._deadlines_of(num_pushes))
+        return self._can_keep(due, self.now)
 
     def pull(self, closure: int, num_pushes: int) -> None:
         """Records that a closure has pulled."""
@@ -39,9 +41,8 @@ class Deadlines:
 
     def may_push(self, closure: int) -> bool:
         """Returns whether all others can still be in time if a closure pushes now."""
-        rest = self._due[closure][1:]
-        others = [due for other, due in self._due.items() if other != closure]
-        return self._can_keep([*rest, *(d for due in others for d in due)], self.now + 1)
+        left = {**self._due, closure: self._due[closure][1:]}
+        return self._can_keep(itertools.chain(*left.values()), self.now + 1)
 
     def push(self, closure: int) -> None:
         """Records that a closure has pushed."""
@@ -56,9 +57,6 @@ class Deadlines:
 
     def _deadlines_of(self, num_pushes: int) -> list[int]:
         return [self.now + self.max_staleness + i for i in range(num_pushes)]
-
-    def _all_due(self) -> Iterable[int]:
-        return (d for due in self._due.values() for d in due)
 
     @staticmethod
     def _can_keep(deadlines: Iterable[int], now: int) -> bool:

@@ -32,8 +32,9 @@ def place(arrays: Iterable[Argument], where: jax.Device | Sharding) -> list[jax.
 def _place(array: Argument, where: jax.Device | Sharding) -> jax.Array | np.ndarray:
     if isinstance(array, RemoteArray):
         return np.asarray(array)
-    is_here = isinstance(array, np.ndarray) or (array.committed and array.device == where)
-    return array if is_here else transfer(array, _as_sharding(where))
+    if isinstance(array, np.ndarray) or (array.committed and array.device == where):
+        return array
+    return transfer(array, where if isinstance(where, Sharding) else SingleDeviceSharding(where))
 
 
 def as_view(value: jax.Array) -> jax.Array | np.ndarray:
@@ -47,10 +48,6 @@ def as_view(value: jax.Array) -> jax.Array | np.ndarray:
         return jnp.array(value, copy=True)
     memory: Any = value  # its type is unknown to numpy
     return np.from_dlpack(memory)
-
-
-def _as_sharding(where: jax.Device | Sharding) -> Sharding:
-    return where if isinstance(where, Sharding) else SingleDeviceSharding(where)
 
 
 def sharding_of(slot: int, plan: Plan, home: Topology) -> Sharding:

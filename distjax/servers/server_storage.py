@@ -95,7 +95,12 @@ class ServerStorage(RemoteStorage):
     ):
         super().__init__(name, lock)
         self.parts = parts
-        homes = [(n, part) for part in parts for n in _servers_of(part, len(servers))]
+        everywhere = range(len(servers))
+        homes = [
+            (n, part)
+            for part in parts
+            for n in (everywhere if part.server is None else (part.server,))
+        ]
         placement.add((n, num_bytes(part)) for n, part in homes)
         weakref.finalize(self, _remove, servers, placement, homes).atexit = False
         self._servers, self._device = servers, device
@@ -165,10 +170,6 @@ def _by_server(homes: Iterable[tuple[int, Part]]) -> Mapping[int, Sequence[Part]
     for number, part in homes:
         found.setdefault(number, []).append(part)
     return found
-
-
-def _servers_of(part: Part, num_servers: int) -> Sequence[int]:
-    return range(num_servers) if part.server is None else (part.server,)
 
 
 def _remove(

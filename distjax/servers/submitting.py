@@ -89,7 +89,8 @@ def cut_call(
     Raises:
       ValueError: a RemoteValue among the arguments, or args that are not a tuple or list.
     """
-    args, kwargs = require_call(fn, args, _as_dict(kwargs), "schedule")
+    given = dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
+    args, kwargs = require_call(fn, args, given, "schedule")
     args, kwargs, sources = _take_over(args, kwargs)
     cut = _Cut(strategy, fn, args, kwargs)
     if sources:
@@ -110,10 +111,6 @@ def _take_over(
     taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
     args, kwargs = jax.tree.unflatten(treedef, taken)
     return args, kwargs, tuple(own.values())
-
-
-def _as_dict(kwargs: object) -> object:
-    return dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
 
 
 def _is_source(leaf: object) -> bool:

@@ -211,11 +211,8 @@ def off_devices(array: object) -> Any:
     """Returns an array that is not committed: programs that hold it run on other devices."""
     if not isinstance(array, jax.Array):
         return array
-    return jax_compat.as_uncommitted(array) if _is_key(array) else np.asarray(array)
-
-
-def _is_key(array: jax.Array) -> bool:
-    return jax_compat.is_key_dtype(array.dtype)
+    is_key = jax_compat.is_key_dtype(array.dtype)
+    return jax_compat.as_uncommitted(array) if is_key else np.asarray(array)
 
 
 NOTHING_RUN = NamedCode(trace_code(lambda: [], ()), (), ())

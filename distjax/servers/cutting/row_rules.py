@@ -80,18 +80,6 @@ def _reshaped(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
     return _first(eqn, shape_of(eqn.invars[0])[:1] == shape[:1] and shape[0] > 0)
 
 
-def _transposed(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
-    return _first(eqn, eqn.params["permutation"][0] == 0)
-
-
-def _reduced(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
-    return _first(eqn, 0 not in eqn.params["axes"])
-
-
-def _squeezed(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
-    return _first(eqn, 0 not in eqn.params["dimensions"])
-
-
 def _scattered(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
     dims = eqn.params["dimension_numbers"]
     is_by_row = 0 in dims.inserted_window_dims and 0 in dims.scatter_dims_to_operand_dims
@@ -101,12 +89,12 @@ def _scattered(eqn: JaxprEqn, shape: tuple[int, ...]) -> list[bool] | None:
 
 _TAKEN: dict[str, Callable[[JaxprEqn, tuple[int, ...]], list[bool] | None]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(REDUCTIONS, lambda eqn, _: _first(eqn, 0 not in eqn.params["axes"])),
     **dict.fromkeys(SCATTERS, _scattered),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
-    "squeeze": _squeezed,
-    "transpose": _transposed,
+    "squeeze": lambda eqn, _: _first(eqn, 0 not in eqn.params["dimensions"]),
+    "transpose": lambda eqn, _: _first(eqn, eqn.params["permutation"][0] == 0),
 }
 
 

@@ -101,7 +101,9 @@ class RayEngine(Engine):
     ) -> None:
         self._gate = None if max_staleness is None else Gate(max_staleness)
         self._replicas = workers[0].num_replicas, workers[0].axis_name
-        self.workers = self._make_workers()
+        options = with_devices(self._worker_options, self._replicas[0])
+        make_worker = functools.partial(_make_worker, options, *self._replicas)
+        self.workers = RayWorkers(make_worker, self.max_failures, self._replicas[0])
         self._streams = RayStreams(self.workers, self.max_failures)
         # No cycles: processes end when the engine's last reference goes, not some time later.
         make_server = functools.partial(RayEngine._make_server, weakref.proxy(self))
@@ -172,8 +174,7 @@ class RayEngine(Engine):
             number, shipped = self._plans[task.plan]
             epoch = self.epoch  # first: a server replaced after this is sent with the next order
             servers = [server.actor for server in self._servers]
-            add_plan = process.actor.add_plan
-            told.append(add_plan.remote(number, shipped.for_workers, epoch, servers))
+            told.append(process.actor.add_plan.remote(number, shipped.for_workers, epoch, servers))
         for answer in ray.get(told):
             if isinstance(answer, Failed):
                 raise answer.error
@@ -188,11 +189,6 @@ class RayEngine(Engine):
             with turn(self._gate, task.closure, stage):
                 outcome = sent.ask("push", number)
         return sent.conclude(outcome)
-
-    def _make_workers(self) -> RayWorkers:
-        options = with_devices(self._worker_options, self._replicas[0])
-        make = functools.partial(_make_worker, options, *self._replicas)
-        return RayWorkers(make, self.max_failures, self._replicas[0])
 
     def _make_server(self, number: int) -> ActorHandle[ServerActor]:
         import ray

@@ -37,6 +37,7 @@ class RayServer:
     Attributes:
       actor: its process.
       num_processes: how many it has had.
+      pid: the pid of its process.
       platform: its JAX platform.
     """
 
@@ -47,7 +48,7 @@ class RayServer:
         self.num_processes = 1
         self.is_lost = False
         self.platform = "cpu"
-        self._pid = 0
+        self.pid = 0
         self._over: collections.deque[int] = collections.deque()
         self._report: Report | None = None  # the latest
         self._keys: set[str] = set()  # of current variables
@@ -60,12 +61,7 @@ class RayServer:
           ClusterError: it has not started, or is not usable.
         """
         info = wait_for_start(f"server {self.number}", self.actor)
-        self._pid, self.platform = info.pid, info.platform
-
-    @property
-    def pid(self) -> int:
-        """The pid of its process."""
-        return self._pid
+        self.pid, self.platform = info.pid, info.platform
 
     @property
     def version(self) -> int:
@@ -131,7 +127,8 @@ class RayServer:
 
     def restore(self, snapshot: ServerSnapshot, num_closures: int) -> None:
         """Goes back to a snapshot, in a new process if the old one is lost."""
-        if self._is_gone():
+        self._look()
+        if self.is_lost:
             self.actor = self._make(self.number)
             self.num_processes += 1  # last: whoever sees the number sees the process
             self.wait_for_start()
@@ -178,10 +175,6 @@ class RayServer:
             if not self.is_lost:
                 raise
         return self._report or Report(0, 0, 0, Totals(), ())
-
-    def _is_gone(self) -> bool:
-        self._look()
-        return self.is_lost
 
 
 def _to_wire(values: Mapping[str, ArrayLike]) -> dict[str, OnWire]:

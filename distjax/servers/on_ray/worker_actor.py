@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -241,10 +240,11 @@ class _RemoteServers:
 def _get_all(calls: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """Returns each server's answer."""
     try:
-        with _unwrapped():
-            return list(zip(calls, ray.get(list(calls.values())), strict=True))
+        return list(zip(calls, ray.get(list(calls.values())), strict=True))
     except RayActorError:
         raise _Gone(_first_gone(calls)) from None
+    except RayTaskError as error:  # as it was raised in the other process
+        raise error.cause from None
 
 
 def _first_gone(calls: Mapping[int, Any]) -> int:
@@ -256,12 +256,3 @@ def _first_gone(calls: Mapping[int, Any]) -> int:
         except Exception:  # another server's own error: a lost server takes precedence
             continue
     return next(iter(calls))
-
-
-@contextlib.contextmanager
-def _unwrapped() -> Generator[None]:
-    """Re-raises a remote exception as it was raised in the other process."""
-    try:
-        yield
-    except RayTaskError as error:
-        raise error.cause from None

@@ -7,7 +7,6 @@ multi-process support: code that compares processes checks ``job()`` first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -17,12 +16,6 @@ class CoordinationClient(Protocol):
     Timeouts are in milliseconds; a wait that times out raises `jax.errors.JaxRuntimeError`.
     Everything read here was written by another process: it is text to be parsed, never executed.
     """
-
-    def wait_at_barrier(
-        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None
-    ) -> None:
-        """Waits for all processes (or those given); each id can be used once."""
-        ...
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -69,7 +62,6 @@ class Job:
       client: the coordination service.
       timeouts: how long to wait for other processes.
       hosts: "host (pid N)" of each process, by id, for errors.
-      attempt: how many times the job was restarted.
     """
 
     process_id: int
@@ -77,7 +69,6 @@ class Job:
     client: CoordinationClient
     timeouts: Timeouts
     hosts: tuple[str, ...]
-    attempt: int
 
     def name_process(self, process_id: int) -> str:
         """Returns "process 1 on host-b (pid 4711)"."""

@@ -58,12 +58,7 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
       ...     with dj.phase("drawing samples"):
       ...         pass  # minutes of Python
     """
-    _require_text(what)  # else the watch would fail, and end the job, when reporting it
-    return _phase(what, is_work=True)
-
-
-def _require_text(what: object) -> None:
-    if not isinstance(what, str):
+    if not isinstance(what, str):  # the watch would fail, and end the job, when reporting it
         raise TypeError(
             message(
                 "dj.phase needs a text",
@@ -72,6 +67,7 @@ def _require_text(what: object) -> None:
                 fix="with dj.phase('drawing samples'):",
             )
         )
+    return _phase(what, is_work=True)
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:

@@ -66,8 +66,7 @@ def hold_roll_call(settings: Settings) -> tuple[str, ...]:
       ClusterError: a process is missing, duplicated or different; all present raise the same.
     """
     own = _describe_self(settings)
-    call = _call_roll if settings.process_id == 0 else _answer
-    verdict = call(settings, own)
+    verdict = (_call_roll if settings.process_id == 0 else _answer)(settings, own)
     if verdict["error"] is not None:
         raise ClusterError(verdict["error"])
     return tuple(verdict["places"])
@@ -100,9 +99,9 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
         while time.monotonic() < deadline and not _is_over(list(came), settings):
             if _find_wrong(list(came)):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            record, connection = _accept(listening, deadline)
-            if record is not None and connection is not None:
-                came[record] = connections.enter_context(connection)
+            arrived = _accept(listening, deadline)
+            if arrived is not None:
+                came[arrived[0]] = connections.enter_context(arrived[1])
         listening.close()  # from now on the coordinator answers there
         in_order = sorted(came, key=lambda record: record.process_id)
         verdict = _judge(in_order, settings, time.monotonic() - began)
@@ -133,24 +132,19 @@ def _listen(settings: Settings) -> socket.socket:
         ) from error
 
 
-def _accept(
-    listening: socket.socket, deadline: float
-) -> tuple[Record, socket.socket] | tuple[None, None]:
+def _accept(listening: socket.socket, deadline: float) -> tuple[Record, socket.socket] | None:
     """Returns a process that has arrived and its connection; rejects strangers."""
     listening.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
         connection, _ = listening.accept()
     except TimeoutError:
-        return None, None
-    record = None
-    try:
+        return None
+    with contextlib.suppress(OSError):  # it is gone, or silent
         record = _parse_record(_read_line(connection, _RECORD_BYTES, _LINE_SECONDS))
-    except OSError:
-        pass  # it is gone, or silent
-    if record is None:
-        connection.close()
-        return None, None
-    return record, connection
+        if record is not None:
+            return record, connection
+    connection.close()
+    return None
 
 
 def _is_over(came: list[Record], settings: Settings) -> bool:

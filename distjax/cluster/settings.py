@@ -78,11 +78,8 @@ class Request:
 
     def filled_from(self, other: Request) -> Request:
         """Returns this request with missing fields taken from `other`."""
-        names = [field.name for field in dataclasses.fields(self)]
-        mine = {name: getattr(self, name) for name in names}
-        return Request(
-            **{n: getattr(other, n) if value is None else value for n, value in mine.items()}
-        )
+        missing = {name: x for name, x in vars(other).items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
 
 
 def find_settings(

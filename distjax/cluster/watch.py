@@ -75,8 +75,7 @@ class Watch:
     def look(self, now: float) -> None:
         """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
-        bound = self._job.timeouts.phase
-        at = [phase for phase in phases() if now - phase.since <= bound]
+        at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
         own = mark_of(self._calls, at, blocked, self._is_at_end)
         if (text := as_text(own)) != self._told:
             tell(self._job, text)

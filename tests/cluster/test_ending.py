@@ -97,7 +97,7 @@ def make_job(wait=None, came=()):
         ],
     )
     timeouts = make_timeouts(60, 10, 10, 600.0, None, 3600.0)
-    return Job(0, 3, client, timeouts, ("a (pid 1)", "b (pid 2)", "c (pid 3)"), 0)
+    return Job(0, 3, client, timeouts, ("a (pid 1)", "b (pid 2)", "c (pid 3)"))
 
 
 def raise_uncaught(error):

@@ -153,6 +153,16 @@ def as_part(text: str) -> str:
     return text.strip().removesuffix(".").replace("\n", "\n    ")
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its text, as one part of a message.
+
+    Example:
+      >>> describe_error(ValueError(message("f() needs x", got="y", why="z", fix="f(x)")))
+      'ValueError: f() needs x'
+    """
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0].removesuffix('.')}"
+
+
 def describe_value(value: object) -> str:
     """Returns the type, shape and dtype of `value`, never its full contents.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
-from distjax.errors import CheckpointError, message
+from distjax.errors import CheckpointError, describe_error, message
 
 
 def ask_first_process(joined: Job | None, occasion: str, look: Callable[[], Any]) -> Any:
@@ -51,7 +51,7 @@ def _as_text(occasion: str, error: Exception) -> str:
         return str(error)
     return message(
         f"{occasion} needs process 0 to see the directory",
-        got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        got=describe_error(error),
         why="it looks for all processes, so that all of them do the same",
         fix="what process 0 says, in its own error",
     )

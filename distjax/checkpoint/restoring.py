@@ -16,7 +16,7 @@ from distjax.checkpoint.value_checks import require_one_value_each, require_sett
 from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.data.iterator import DistributedIterator
-from distjax.errors import CheckpointError, message
+from distjax.errors import CheckpointError, describe_error, message
 from distjax.typing import PyTree
 
 
@@ -126,8 +126,7 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
             before.append((leaf, leaf.snapshot()))
             leaf.put(state)
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
-            failure, cause = (leaf.key, text), error
+            failure, cause = (leaf.key, describe_error(error)), error
             break
     key, got = first_failure(joined, failure) if states else failure
     if not got:

@@ -31,7 +31,7 @@ from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
 from distjax.context.thread_settings import settings_of_this_thread
-from distjax.errors import CheckpointError, message
+from distjax.errors import CheckpointError, describe_error, message
 from distjax.placement.transfer import require_wholly_here
 from distjax.uninterrupted import UninterruptedCalls
 
@@ -123,8 +123,7 @@ class Storage:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
         with self._guard_write(step):
             if self._writer is None:
-                make_writer = functools.partial(self._make_manager, is_writer=True)
-                self._writer = self._calls.call(make_writer)
+                self._writer = self._calls.call(lambda: self._make_manager(is_writer=True))
             self._under_way = step  # set first, so that an interrupted save is waited for, too
             saves_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
@@ -164,7 +163,7 @@ class Storage:
             raise CheckpointError(
                 message(
                     f"{self.describe_step(step)} needs to be removed from the disk",
-                    got=f"{type(error).__name__}: {_first_line(error)}",
+                    got=describe_error(error),
                     why="the directory may be closed to this user, or the disk read-only",
                     fix="open it for writing, and call checkpointer.delete(step) again",
                 )
@@ -201,7 +200,7 @@ class Storage:
             raise CheckpointError(
                 message(
                     f"{self.describe_step(step)} needs to be written to the disk",
-                    got=f"{type(error).__name__}: {_first_line(error)}",
+                    got=describe_error(error),
                     why="the disk may be full, the directory closed to this user, or another "
                     "checkpointer writing to it; the step is not complete, those before it are as "
                     "they were",
@@ -280,7 +279,7 @@ class Storage:
                 message(
                     f"{self.describe_step(step)} needs to be one that distjax wrote, with all its "
                     "files",
-                    got=f"{type(error).__name__}: {_first_line(error)}",
+                    got=describe_error(error),
                     why="it was written by another program, or files in it are damaged or gone, as "
                     "those of a step that max_to_keep has removed. "
                     "Nothing has been changed",
@@ -325,8 +324,7 @@ class Storage:
             retry_look(self._writer.reload)
             yield self._writer
             return
-        make = functools.partial(self._make_manager, is_writer=False, alone=alone)
-        manager = retry_look(make)
+        manager = retry_look(lambda: self._make_manager(is_writer=False, alone=alone))
         try:
             yield manager
         finally:
@@ -388,7 +386,3 @@ def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:
             return fn()
 
     return call
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]

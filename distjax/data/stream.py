@@ -17,7 +17,7 @@ import numpy as np
 from distjax.data.block import Allocate, Block, HostElement
 from distjax.data.source import Source
 from distjax.data.splitting import Position, Splitter
-from distjax.errors import describe_value, message
+from distjax.errors import describe_error, describe_value, message
 
 
 class End:
@@ -33,9 +33,7 @@ class End:
     @property
     def error_text(self) -> str | None:
         """The type and first line of the error; None: the stream has ended."""
-        if self._error is None:
-            return None
-        return f"{type(self._error).__name__}: {str(self._error).partition(chr(10))[0]}"
+        return None if self._error is None else describe_error(self._error)
 
     def take_error(self) -> BaseException | None:
         """Returns the error and forgets it, since its traceback refers to this object."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distjax.data.dataset import DistributedDataset
+from distjax.objects.held_arrays import attributes_of
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.default import DefaultExtended
 from distjax.strategies.extended import StrategyExtended
@@ -101,13 +101,4 @@ def _children(value: PyTree) -> list[tuple[str, Any]]:
         return [(str(i), child) for i, child in enumerate(value)]
     if isinstance(value, _CLOSED):
         return []
-    return [*getattr(value, "__dict__", {}).items(), *_slots_of(value)]
-
-
-def _slots_of(value: object) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes that `value` keeps in `__slots__`, with their names."""
-    for cls in type(value).__mro__:
-        for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # not set
-                    yield name, member.__get__(value)
+    return attributes_of(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,17 +56,18 @@ def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__, depth
     elif depth < MAX_DEPTH and not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value):
-        for attribute, inner in _attributes(value):
+        for attribute, inner in attributes_of(value):
             yield f".{attribute}", inner, depth + 1
 
 
-def _attributes(value: object) -> list[tuple[str, object]]:
+def attributes_of(value: object) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object by name, with those in `__slots__`; runs no code of it."""
     found = list(getattr(value, "__dict__", {}).items())
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__"):
-                found.append((name, getattr(value, name, None)))
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    found.append((name, member.__get__(value)))
     return found
 
 

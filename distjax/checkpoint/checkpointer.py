@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from distjax.checkpoint.agreement import agree_on_step
 from distjax.checkpoint.delayed import DelayedRestore
 from distjax.checkpoint.description import describe
-from distjax.checkpoint.leaves import ArrayLeaf, Leaf, pause_writers
+from distjax.checkpoint.leaves import ArrayLeaf, pause_writers
 from distjax.checkpoint.restoring import Saved
 from distjax.checkpoint.storage import Storage
 from distjax.checkpoint.trees import as_tree
-from distjax.cluster.job import Job
 from distjax.context import frames
 from distjax.errors import CheckpointError, describe_value, message
 from distjax.integers import is_int, require_int
@@ -114,7 +113,9 @@ class Checkpointer:
         decisive = {name: metrics[name] for name in metrics if name == self._best_metric}
         agree_on_step(self._storage.job, "the save of a checkpoint", step, leaves, decisive)
         self._require_after_latest(step)
-        _require_of_all_processes(leaves, self._storage.job)
+        for leaf in leaves if self._storage.job is not None else ():
+            if isinstance(leaf, ArrayLeaf):
+                leaf.require_of_all_processes()
         # In the default context, variables of every strategy can be read.
         with frames.with_stack(()), pause_writers(leaves):
             description = describe(step, leaves, metrics, self._storage.job)
@@ -318,12 +319,6 @@ def _require_rename(rename: object) -> Mapping[str, str]:
             fix="rename={'old/path': 'new/path'}",
         )
     )
-
-
-def _require_of_all_processes(leaves: Iterable[Leaf], joined: Job | None) -> None:
-    for leaf in leaves if joined is not None and joined.num_processes > 1 else ():
-        if isinstance(leaf, ArrayLeaf):
-            leaf.require_of_all_processes()
 
 
 def _require_step(step: object, method: str, fix: str) -> int:

@@ -45,7 +45,7 @@ def require_checkpoint_directory(directory: object) -> None:
         got, fix = "a URL", "mount the bucket, and pass the path where it is mounted"
     elif path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
-        if not names or any(_is_of_a_checkpoint(name) for name in names):
+        if not names or any(name.isdigit() or name.endswith(UNFINISHED) for name in names):
             return
         got = f"a directory of something else ({_some(names)})"
         fix = f"dj.checkpoint.Checkpointer({str(path / 'checkpoints')!r})"
@@ -61,10 +61,6 @@ def require_checkpoint_directory(directory: object) -> None:
             fix=fix,
         )
     )
-
-
-def _is_of_a_checkpoint(name: str) -> bool:
-    return name.isdigit() or name.endswith(UNFINISHED)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 from distjax.checkpoint.specs import Spec, fits
@@ -10,21 +9,6 @@ from distjax.errors import CheckpointError, message
 
 #: How many keys of each kind of mismatch an error lists.
 _MAX_LISTED = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How the keys of a tree and of a checkpoint differ.
-
-    Attributes:
-      missing: keys of the tree that the checkpoint does not hold.
-      extra: keys of the checkpoint that the tree does not have.
-      unlike: keys of both whose values do not fit.
-    """
-
-    missing: dict[str, Spec]
-    extra: dict[str, Spec]
-    unlike: dict[str, tuple[Spec, Spec]]
 
 
 def match_keys(
@@ -48,17 +32,18 @@ def match_keys(
       CheckpointError: the keys differ, or a value does not fit.
     """
     both = {key: names[key] for key in wanted if key in names}
-    difference = Difference(
-        missing={} if partial else {k: s for k, s in wanted.items() if k not in names},
-        extra={} if partial else {k: saved[old] for k, old in names.items() if k not in wanted},
-        unlike={
-            key: (saved[old], wanted[key])
-            for key, old in both.items()
-            if not fits(saved[old], wanted[key])
-        },
-    )
-    if difference.missing or difference.extra or difference.unlike:
-        raise CheckpointError(_difference_text(difference, where))
+    of_one = {
+        "missing": [f"{key}: {spec}" for key, spec in wanted.items() if key not in names],
+        "extra": [f"{key}: {saved[old]}" for key, old in names.items() if key not in wanted],
+    }
+    of_both = [
+        f"{key}: {saved[old]} in the checkpoint, {wanted[key]} in the tree"
+        for key, old in both.items()
+        if not fits(saved[old], wanted[key])
+    ]
+    wrong = {**({} if partial else of_one), "different": of_both}
+    if any(wrong.values()):
+        raise CheckpointError(_difference_text(wrong, where))
     if partial and wanted and saved and not both:
         raise CheckpointError(_nothing_text(wanted, names, where))
     return both
@@ -108,18 +93,10 @@ def rename_keys(saved: Iterable[str], rename: Mapping[str, str], where: str) -> 
     return names
 
 
-def _difference_text(difference: Difference, where: str) -> str:
-    groups = {
-        "missing": [f"{key}: {spec}" for key, spec in difference.missing.items()],
-        "extra": [f"{key}: {spec}" for key, spec in difference.extra.items()],
-        "different": [
-            f"{key}: {saved} in the checkpoint, {wanted} in the tree"
-            for key, (saved, wanted) in difference.unlike.items()
-        ],
-    }
+def _difference_text(wrong: Mapping[str, list[str]], where: str) -> str:
     lines = [
         f"\n    {len(keys)} {kind}:\n      {_list_keys(keys, chr(10) + ' ' * 6)}"
-        for kind, keys in groups.items()
+        for kind, keys in wrong.items()
         if keys
     ]
     return message(

@@ -8,9 +8,10 @@ before that leaves them unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -290,15 +291,11 @@ def run_here(
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
-    try:
-        with checking_outer_state(fn):
-            if stateful is None:
-                return run_in_trace(strategy, fn, args, kwargs, state, options)
-            call = stateful.args, stateful.kwargs
-            return stateful.finish(stateful.emit_run(strategy, fn, *call, state, options))
-    except Exception as error:
-        _explain(error)
-        raise
+    with _checking_trace(fn):
+        if stateful is None:
+            return run_in_trace(strategy, fn, args, kwargs, state, options)
+        call = stateful.args, stateful.kwargs
+        return stateful.finish(stateful.emit_run(strategy, fn, *call, state, options))
 
 
 def emit_run(
@@ -314,30 +311,22 @@ def emit_run(
     Returns the results; if there are objects, (results, static part of the objects' final
     state, new stored values).
     """
-    try:
-        with checking_outer_state(fn):
-            if isinstance(kwargs, ObjectKeywords):
-                return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
-            _require_no_state(fn, args, kwargs)
-            return run_in_trace(strategy, fn, args, kwargs, state, options)
-    except Exception as error:
-        _explain(error)
-        raise
+    with _checking_trace(fn):
+        if isinstance(kwargs, ObjectKeywords):
+            return _this_thread.call.emit_run(strategy, fn, args, kwargs, state, options)
+        _require_no_state(fn, args, kwargs)
+        return run_in_trace(strategy, fn, args, kwargs, state, options)
 
 
 def emit_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, PyTree] | ObjectKeywords
 ) -> Any:
     """Calls ``fn`` in the global view; otherwise like `emit_run`."""
-    try:
-        with checking_outer_state(fn):
-            if isinstance(kwargs, ObjectKeywords):
-                return _this_thread.call.emit_call(fn, args, kwargs)
-            _require_no_state(fn, args, kwargs)
-            return fn(*args, **kwargs)
-    except Exception as error:
-        _explain(error)
-        raise
+    with _checking_trace(fn):
+        if isinstance(kwargs, ObjectKeywords):
+            return _this_thread.call.emit_call(fn, args, kwargs)
+        _require_no_state(fn, args, kwargs)
+        return fn(*args, **kwargs)
 
 
 def _require_no_state(
@@ -347,9 +336,18 @@ def _require_no_state(
         raise StatefulObjectFound
 
 
-def _explain(error: Exception) -> None:
-    """Raises the bridge's clearer error in place of `error`, if it has one."""
-    bridge = active_bridge()
-    explained = None if bridge is None else bridge.explain(error)
-    if explained is not None:
+@contextlib.contextmanager
+def _checking_trace(fn: Callable[..., Any]) -> Generator[None]:
+    """A context for the trace of ``fn``: see `checking_outer_state`.
+
+    An error that the bridge explains is replaced by its clearer one.
+    """
+    try:
+        with checking_outer_state(fn):
+            yield
+    except Exception as error:
+        bridge = active_bridge()
+        explained = None if bridge is None else bridge.explain(error)
+        if explained is None:
+            raise
         raise explained from error

@@ -29,7 +29,6 @@ from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import is_per_replica
 from distjax.replica.replica_context import ReplicaContext
 from distjax.typing import PyTree
-from distjax.variables.variable_description import VariableDescription
 
 _JIT: Any = type(nnx.jit(lambda: None))
 _STATES = (nnx.State, nnx.statelib.FlatState)
@@ -134,13 +133,10 @@ class NNXObjectLeaves:
 class NNXBridge:
     """Implements `distjax.objects.stateful.Bridge` for Flax NNX."""
 
-    def is_stateful(self, value: object) -> bool:
-        """Returns whether `value` is a module, an optimizer, a metric, Rngs or a variable."""
-        return is_object(value)
-
-    def is_member(self, value: object) -> bool:
-        """Returns whether `value` is a variable."""
-        return is_variable(value)
+    is_stateful = staticmethod(is_object)
+    is_member = staticmethod(is_variable)
+    explain = staticmethod(trace_level.explain)
+    describe = staticmethod(describe_placed)
 
     def with_own_values(self, tree: PyTree) -> tuple[PyTree, frozenset[int]]:
         """Returns `tree` with variables of its own in each `nnx.State`, and their ids.
@@ -176,14 +172,6 @@ class NNXBridge:
     ) -> NNXObjectLeaves:
         """Places the objects for `strategy` and returns them flattened."""
         return NNXObjectLeaves(flatten_objects(objects, strategy, held, own))
-
-    def explain(self, error: Exception) -> Exception | None:
-        """Returns an error that explains Flax's refusal to change an object, or None."""
-        return trace_level.explain(error)
-
-    def describe(self, strategy: StrategyLike) -> list[VariableDescription]:
-        """Returns a description of each variable of the objects placed for `strategy`."""
-        return describe_placed(strategy)
 
     def find_baked(self, constants: Sequence[Any]) -> str | None:
         """Returns a description of a variable whose array is among `constants`, or None."""

@@ -82,7 +82,8 @@ def flatten_graph(objects: Sequence[Any], held: HeldClaims, own: Container[int] 
     if fingerprint is None:
         _graphs.pop(key, None)
     else:
-        _graphs[key] = found, fingerprint, _forget_with(objects, key)
+        forget = [weakref.ref(o, lambda _: _graphs.pop(key, None)) for o in objects]
+        _graphs[key] = found, fingerprint, forget
     return found
 
 
@@ -110,10 +111,6 @@ def references(objects: Sequence[Any]) -> Any:
 
 # Keyed by the ids of the objects; an entry is removed when one of its objects dies.
 _graphs: dict[tuple[int, ...], tuple[FlatGraph, _GraphFingerprint, Any]] = {}
-
-
-def _forget_with(objects: Sequence[Any], key: tuple[int, ...]) -> list[weakref.ref[Any]]:
-    return [weakref.ref(o, lambda _: _graphs.pop(key, None)) for o in objects]
 
 
 def _take_fingerprint(objects: Sequence[Any], found: FlatGraph) -> _GraphFingerprint | None:

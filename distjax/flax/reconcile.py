@@ -145,9 +145,8 @@ def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[st
     """Returns the parts [R, ...], all-gathered to every replica."""
     gather = lambda *local: [lax.all_gather(x, topology.axis_name) for x in local]
     arrays = list(parts.values())
-    return dict(
-        zip(parts, map_replicas(topology, gather, arrays, [True] * len(arrays), False), strict=True)
-    )
+    gathered = map_replicas(topology, gather, arrays, [True] * len(arrays), False)
+    return dict(zip(parts, gathered, strict=True))
 
 
 def _require_origin(outcome: Outcome, entry: Entry) -> None:

@@ -61,7 +61,8 @@ def scan_layers(
     changed: list[int] = []
 
     def body(carry: PyTree, slices: Sequence[Any]) -> tuple[Any, list[Any]]:
-        layer = nnx.graph.unflatten(graphdef, list(map(_gather, slices, forms)))
+        whole = [x if f is None else f.gather(x) for x, f in zip(slices, forms, strict=True)]
+        layer = nnx.graph.unflatten(graphdef, whole)
         graph_before, inner = nnx.graph.flatten(layer, graph=True)
         before = [raw_value(v) for v in inner.leaves]
         carry = fn(layer, carry)
@@ -87,10 +88,6 @@ def _slice_source(value: PyTree) -> tuple[Any, LocalForm | None]:
         return value, None
     shard, form = held
     return form.unstack(shard, value.shape) or (value, None)
-
-
-def _gather(x: PyTree, form: LocalForm | None) -> PyTree:
-    return x if form is None else form.gather(x)
 
 
 def _changed_graph_text(layer: PyTree) -> str:

@@ -183,12 +183,10 @@ class Explanation:
                 tuple((path,) for path in self.possible_rows),
             )
         if self.findings:
-            yield Table("found:", ("level", "", "line", "meant, since"), self._findings())
+            found = tuple((f.level, f.rule, f.source, f.expected or "") for f in self.findings)
+            yield Table("found:", ("level", "", "line", "meant, since"), found)
         if self.cut is not None:
             yield from self.cut.tables()
-
-    def _findings(self) -> tuple[tuple[str, ...], ...]:
-        return tuple((f.level, f.rule, f.source, f.expected or "") for f in self.findings)
 
     def _counts(self) -> tuple[tuple[str, ...], ...]:
         written, compiled = self.written_counts, self.compiled_counts

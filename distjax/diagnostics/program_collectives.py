@@ -76,15 +76,11 @@ def list_lowered(
 def _operations(op: Any, around: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Yields each operation with the locations of its ancestors, innermost first."""
     yield op, around
-    place = f'"{_function(op)}"' if op.name == "func.func" else str(op.location)
+    place = str(op.attributes["sym_name"] if op.name == "func.func" else op.location)
     for region in op.regions:
         for block in region.blocks:
             for inner in block.operations:
                 yield from _operations(inner.operation, (place, *around))
-
-
-def _function(op: Any) -> str:
-    return str(op.attributes["sym_name"]).strip('"')
 
 
 def _line_of_lowered(

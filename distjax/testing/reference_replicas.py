@@ -186,29 +186,16 @@ class ReferenceReplicaContext:
     """The result of `dj.get_replica_context()` in a replica of the reference."""
 
     def __init__(self, strategy: StrategyLike, thread: ReplicaThread):
-        self._strategy, self._thread = strategy, thread
+        self.strategy, self._thread = strategy, thread
         self.number = thread.number
-
-    @property
-    def strategy(self) -> Any:
-        """The reference strategy."""
-        return self._strategy
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """R."""
-        return self._strategy.num_replicas_in_sync
+        self.num_replicas_in_sync = strategy.num_replicas_in_sync
+        self.devices = strategy.extended.worker_devices
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, a concrete int32 scalar."""
         self._require_current("replica_id_in_sync_group")
         return jnp.int32(self.number)
-
-    @property
-    def devices(self) -> tuple[jax.Device, ...]:
-        """The one device."""
-        return self._strategy.extended.worker_devices
 
     def merge_call(
         self,
@@ -218,11 +205,11 @@ class ReferenceReplicaContext:
     ) -> Any:
         """Returns ``merge_fn(strategy, *args, **kwargs)``, called once for all replicas."""
         args, kwargs = require_call(merge_fn, args, kwargs, "merge_call")
-        topology = self._strategy.extended.topology
+        topology = self.strategy.extended.topology
 
         def hold(values: list[Any]) -> list[Any]:
             args, kwargs = regroup(values, topology, "merge_call")
-            result = merge_fn(self._strategy, *args, **kwargs)
+            result = merge_fn(self.strategy, *args, **kwargs)
             return [select(result, i, topology, "a merge result") for i in range(len(values))]
 
         return self.meet("merge_call", (args, kwargs), hold)
@@ -270,7 +257,7 @@ class ReferenceReplicaContext:
         frame = frames.current()
         if frame.replica_context is self:
             return
-        is_merge = frame.strategy is self._strategy and frame.replica_context is None
+        is_merge = frame.strategy is self.strategy and frame.replica_context is None
         raise (MergeError if is_merge else ContextError)(
             message(
                 f"{what} needs its own replica context. Need to be inside "

@@ -61,7 +61,7 @@ def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
 
 
 def attributes_of(value: object) -> list[tuple[str, Any]]:
-    """Returns the attributes of an object by name, with those in `__slots__`; runs no code of it."""
+    """Returns an object's attributes by name, also those in `__slots__`; runs none of its code."""
     found = list(getattr(value, "__dict__", {}).items())
     for cls in type(value).__mro__:
         for name, member in vars(cls).items() if "__slots__" in vars(cls) else ():

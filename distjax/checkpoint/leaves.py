@@ -82,7 +82,7 @@ class Leaf(abc.ABC):
         """
 
 
-def make_leaf(key: str, value: PyTree, setting: str = "") -> Leaf:
+def make_leaf(key: str, value: PyTree, setting: str) -> Leaf:
     """Returns the leaf for `value`.
 
     Args:

@@ -70,7 +70,7 @@ class Storage:
         max_to_keep: int | None,
         best_metric: str | None,
         best_mode: str,
-        local: bool = False,
+        local: bool,
     ):
         self.job = None if local else job()
         self._is_local = local

@@ -62,7 +62,7 @@ def path_of(objects: Sequence[Any], path: Sequence[Any]) -> str:
     return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
 
 
-def flatten_graph(objects: Sequence[Any], held: HeldClaims, own: Container[int] = ()) -> FlatGraph:
+def flatten_graph(objects: Sequence[Any], held: HeldClaims, own: Container[int]) -> FlatGraph:
     """Returns the flat graph of objects, from the cache if it is still valid.
 
     Args:

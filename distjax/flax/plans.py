@@ -305,7 +305,7 @@ def make_entry(
     path: str,
     leaves: Sequence[Any],
     treedef: jax.tree_util.PyTreeDef,
-    metric: tuple[int, str] | None = None,
+    metric: tuple[int, str] | None,
 ) -> Entry:
     """Returns the static part of one variable."""
     rule = rules.rule_of(variable)

@@ -40,12 +40,12 @@ class Applied:
 
     Not thread-safe: every call holds its server's lock.
 
-    Args:
+    Attributes:
       watermark: all closures with lower numbers are done.
     """
 
-    def __init__(self, watermark: int = 0):
-        self.watermark = watermark
+    def __init__(self) -> None:
+        self.watermark = 0
         self._done: set[int] = set()  # from the watermark on
         self._open: dict[int, _Open] = {}
 

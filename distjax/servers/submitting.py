@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,40 +31,37 @@ from distjax.uninterrupted import UninterruptedCalls
 _calls = UninterruptedCalls()  # for the main thread
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
+def _cut(
+    strategy: ServerStrategy,
+    fn: Callable[..., Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree] | None,
+    drawn: Mapping[PerWorkerSource, Any],
+) -> Call:
     """Cuts a step for its arguments, with a worker's drawn values filled in.
 
     The arguments are the closure's own: `_take_over` has made them.
     """
+    if drawn:
+        own = lambda leaf: drawn[leaf] if _is_source(leaf) else leaf
+        args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_source)
+    remote: dict[int, RemoteArray] = {}  # by the id of its stand-in
+    stand_ins: list[np.ndarray] = []
 
-    strategy: ServerStrategy
-    fn: Callable[..., Any]
-    args: Sequence[PyTree]
-    kwargs: Mapping[str, PyTree] | None
+    def stand_in(leaf: PyTree) -> Any:
+        if not isinstance(leaf, RemoteArray):
+            return leaf
+        stand_ins.append(leaf.stand_in())
+        remote[id(stand_ins[-1])] = leaf.astype(stand_ins[-1].dtype)
+        return stand_ins[-1]
 
-    def __call__(self, drawn: Mapping[PerWorkerSource, Any]) -> Call:
-        args, kwargs = self.args, self.kwargs
-        if drawn:
-            own = lambda leaf: drawn[leaf] if _is_source(leaf) else leaf
-            args, kwargs = jax.tree.map(own, (args, kwargs), is_leaf=_is_source)
-        remote: dict[int, RemoteArray] = {}  # by the id of its stand-in
-        stand_ins: list[np.ndarray] = []
-
-        def stand_in(leaf: PyTree) -> Any:
-            if not isinstance(leaf, RemoteArray):
-                return leaf
-            stand_ins.append(leaf.stand_in())
-            remote[id(stand_ins[-1])] = leaf.astype(stand_ins[-1].dtype)
-            return stand_ins[-1]
-
-        args, kwargs = jax.tree.map(stand_in, (args, kwargs))
-        plan, arrays = self.strategy.cut_step(self.fn, args, kwargs)
-        self.strategy.engine.admit(plan)
-        given = [remote.get(id(x), x) for x in arrays]
-        num_found = sum(isinstance(x, RemoteArray) for x in given)
-        assert num_found == len(remote), "a step would run on the zeros of a stand-in"
-        return Call(plan, given)
+    args, kwargs = jax.tree.map(stand_in, (args, kwargs))
+    plan, arrays = strategy.cut_step(fn, args, kwargs)
+    strategy.engine.admit(plan)
+    given = [remote.get(id(x), x) for x in arrays]
+    num_found = sum(isinstance(x, RemoteArray) for x in given)
+    assert num_found == len(remote), "a step would run on the zeros of a stand-in"
+    return Call(plan, given)
 
 
 def cut_call(
@@ -92,9 +89,9 @@ def cut_call(
     given = dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
     args, kwargs = require_call(fn, args, given, "schedule")
     args, kwargs, sources = _take_over(args, kwargs)
-    cut = _Cut(strategy, fn, args, kwargs)
+    cut = functools.partial(_cut, strategy, fn, args, kwargs)
     if sources:
-        _cut_first(board, cut, sources)
+        _cut_first(board, fn, cut, sources)
     call = cut if sources else cut({})
     name = getattr(fn, "__name__", type(fn).__name__)
     return Closure(name, call, sources, is_reported=is_reported)
@@ -117,13 +114,18 @@ def _is_source(leaf: object) -> bool:
     return isinstance(leaf, (PerWorkerIterator, PerWorkerValues))
 
 
-def _cut_first(board: Board, cut: _Cut, sources: Sequence[PerWorkerSource]) -> None:
+def _cut_first(
+    board: Board,
+    fn: Callable[..., Any],
+    cut: Callable[[Mapping[PerWorkerSource, Any]], Call],
+    sources: Sequence[PerWorkerSource],
+) -> None:
     """Traces for the first available values, so that errors are raised now.
 
     Once for a function and its iterators: the next element may take a while.
     """
     iterators = [source for source in sources if isinstance(source, PerWorkerIterator)]
-    seen = board.iterators_of.get(cut.fn)
+    seen = board.iterators_of.get(fn)
     if iterators and seen.issuperset(iterators):
         return
     for worker in board.active_workers():

@@ -9,7 +9,6 @@ acknowledge that they have read the key, and process 0 exits last, after a bound
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from distjax.cluster.exits import (
     end_at_once,
     flush_outputs,
     is_interactive,
+    print_error,
     print_stacks,
 )
 from distjax.cluster.job import Job
@@ -125,8 +125,8 @@ def _follow(joined: Job, code: int, who: str, text: str) -> None:
         fix="look at what that process said; start the job again",
     )
     if is_interactive():
-        print(said, file=sys.stderr)
+        print_error(said)
         return
     begin_to_end()
-    print(said, file=sys.stderr)
+    print_error(said)
     leave(joined, code, text)

@@ -21,7 +21,14 @@ import jax
 
 from distjax import jax_compat
 from distjax.cluster.departure import begin_to_end, leave, start_watch
-from distjax.cluster.exits import DIFFERENT, PEER_LOST, end_at_once, exit_code, is_interactive
+from distjax.cluster.exits import (
+    DIFFERENT,
+    PEER_LOST,
+    end_at_once,
+    exit_code,
+    is_interactive,
+    print_error,
+)
 from distjax.cluster.job import Job, job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.meeting import come_and_hear, require_equal, who_came
@@ -102,10 +109,10 @@ class _Ending:
             _wait_for_all(joined)
         except ClusterError as error:
             if is_interactive():
-                print(error, file=sys.stderr)
+                print_error(error)
                 return
             begin_to_end()
-            print(error, file=sys.stderr)
+            print_error(error)
             if isinstance(error, AgreementError):
                 leave(joined, DIFFERENT, str(error), DIFFERENT)  # this one may be the first
             leave(joined, self.code or PEER_LOST, "it came to its end alone")

@@ -65,13 +65,19 @@ def flush_outputs() -> None:
             flush()
 
 
+def print_error(text: object) -> None:
+    """Prints to stderr; one that is closed must not keep the process from ending."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
 def print_stacks() -> None:
-    """Prints the stack of every thread of this process."""
+    """Prints the stack of every thread of this process, if stderr is open."""
     flush_outputs()
-    try:
-        faulthandler.dump_traceback(sys.stderr)
-    except (AttributeError, OSError, ValueError):  # stderr was replaced by something not a file
-        faulthandler.dump_traceback(2)
+    for output in (sys.stderr, 2):  # the second if stderr was replaced by something not a file
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(output)
+            return
 
 
 def is_interactive() -> bool:

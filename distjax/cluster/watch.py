@@ -10,14 +10,13 @@ checks whether the token of a launch is ready.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 
 import jax
 
 from distjax.cluster.departure import begin_to_end, leave
-from distjax.cluster.exits import DIFFERENT, STUCK, is_interactive, print_stacks
+from distjax.cluster.exits import DIFFERENT, STUCK, is_interactive, print_error, print_stacks
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import Call, Ledger, Token, ledger
 from distjax.cluster.marks import Mark, as_text, find_difference, hear, mark_of, tell
@@ -136,11 +135,11 @@ class Watch:
         """Ends all processes; in an interactive session, only prints the problem once."""
         if is_interactive():
             if not self._has_spoken:
-                print(text, file=sys.stderr)
+                print_error(text)
             self._has_spoken = True
             return
         begin_to_end()
-        print(text, file=sys.stderr)
+        print_error(text)
         if code == STUCK:
             print_stacks()
         leave(self._job, code, text, code)

@@ -51,6 +51,15 @@ class Ended(BaseException):
     """Stands for the end of the process."""
 
 
+def closed_output():
+    """Returns a stderr whose reader is gone."""
+
+    def fail(*args):
+        raise BrokenPipeError
+
+    return types.SimpleNamespace(write=fail, flush=fail)
+
+
 @pytest.fixture
 def hooks(monkeypatch):
     """The hooks of a process of a job, a note of each call; the end of the process raises."""
@@ -218,6 +227,13 @@ def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(meet_with, mo
     assert capsys.readouterr().err == ""
 
 
+def test_a_closed_stderr_at_the_end_changes_no_code(meet_with, monkeypatch):
+    meet = meet_with(make_job(fail_to_meet, came=(0, 2)))
+    monkeypatch.setattr(sys, "stderr", closed_output())
+    with pytest.raises(Ended, match="71"):
+        meet()
+
+
 def test_a_difference_at_the_end_is_what_all_of_them_say(meet_with, monkeypatch, capsys):
     """Who leaves first is heard before the others have compared: they say its words."""
     job = make_job()
@@ -318,6 +334,15 @@ def watch(job, status=0):
     )
     thread.start()
     return thread
+
+
+def test_a_process_without_stderr_follows_another(processes, monkeypatch):
+    jobs, ended = processes
+    follower = watch(jobs[1])
+    monkeypatch.setattr(sys, "stderr", closed_output())
+    departure.leave(jobs[2], 70, "ValueError: mine")
+    follower.join()
+    assert ended["1"] == 71
 
 
 def test_the_others_hear_why_a_process_left_and_process_0_leaves_last(processes, capsys):

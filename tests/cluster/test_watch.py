@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import sys
 import threading
 import types
 
@@ -14,7 +15,7 @@ from distjax.cluster import phases as phases_module
 from distjax.cluster.ledger import Launch, Ledger
 from distjax.cluster.marks import as_text, find_difference, hear, mark_of, parse_mark
 from distjax.cluster.phases import Phase, phase, phases, waiting
-from tests.cluster.test_ending import Store, make_job
+from tests.cluster.test_ending import Store, closed_output, make_job
 from tests.interrupts import in_codes, interrupted
 
 TRAIN, EVALUATE = Launch("train"), Launch("evaluate")
@@ -492,6 +493,26 @@ def test_a_coordinator_that_does_not_answer_ends_nothing(monkeypatch):
     each._thread.join()
     each.stop()
     assert len(looks) == 3
+
+
+def test_a_closed_stderr_does_not_keep_a_process_from_its_end(monkeypatch):
+    """The thread that ends it would end itself, and block all others that want to."""
+    monkeypatch.setattr(sys, "stderr", closed_output())
+    each = watch.Watch(make_job(), Ledger())
+    with pytest.raises(Ended) as end:
+        each._end(exits.DIFFERENT, "they differ")
+    assert end.value.args == (exits.DIFFERENT, "they differ")
+
+
+@pytest.mark.parametrize("stderr", [None, closed_output()], ids=["none", "closed"])
+def test_stacks_that_cannot_be_printed(monkeypatch, stderr):
+    def fail(fd):
+        raise (RuntimeError if fd is None else ValueError)("not a valid file descriptor")
+
+    monkeypatch.setattr(exits.sys, "stderr", stderr)
+    monkeypatch.setattr(exits.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(exits.faulthandler, "dump_traceback", fail)
+    exits.print_stacks()
 
 
 @pytest.mark.parametrize("is_file", [True, False])

@@ -289,7 +289,8 @@ class Coordinator:
         self._require_ready("snapshot")
         with self._board.paused():
             servers = [server.snapshot() for server in self._strategy.engine.servers]
-            positions = weakref.WeakKeyDictionary((it, it.positions()) for it in self._iterators)
+            iterators = tuple(self._iterators)  # another thread may begin an iteration meanwhile
+            positions = weakref.WeakKeyDictionary((it, it.positions()) for it in iterators)
             strategy = weakref.ref(self._strategy)
             self._snapshot = Snapshot(self._board.num_held, servers, positions, strategy)
         return self._snapshot

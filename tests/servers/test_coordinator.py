@@ -541,6 +541,32 @@ def test_a_snapshot_knows_where_iterators_are():
             coordinator.restore()
 
 
+def test_an_iteration_may_begin_during_a_snapshot():
+    class Elements:
+        """Its position takes a while, in which another thread begins an iteration."""
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return np.float32(1)
+
+        def get_state(self):
+            begun.append(iter(dataset))
+            return 0
+
+        def set_state(self, state):
+            pass
+
+    begun = []
+    with Coordinator(make(workers=1)) as coordinator:
+        dataset = coordinator.create_per_worker_dataset([np.float32(1)])
+        positioned = iter(coordinator.create_per_worker_dataset(Elements()))
+        next(positioned)
+        snapshot = coordinator.snapshot()
+        assert list(snapshot.positions) == [positioned] and len(begun) == 1
+
+
 def test_a_snapshot_keeps_no_iterator_alive(collect_garbage):
     with Coordinator(make(workers=1)) as coordinator:
         dataset = coordinator.create_per_worker_dataset([np.float32(1)])

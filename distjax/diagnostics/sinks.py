@@ -84,8 +84,9 @@ class TensorBoard:
         self._writer.close()
 
 
-#: Maps each format of a SummaryWriter to the constructor of its sink.
+#: Maps each format of a SummaryWriter to the constructor of its sink, in the order in which they
+#: are made: without its package, TensorBoard fails before a file is there.
 FORMATS = {
-    "jsonl": lambda directory: JsonLines(directory / "summaries.jsonl"),
     "tensorboard": TensorBoard,
+    "jsonl": lambda directory: JsonLines(directory / "summaries.jsonl"),
 }

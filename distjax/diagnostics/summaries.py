@@ -59,8 +59,8 @@ class SummaryWriter:
                 )
             )
         self._lock = threading.Lock()
-        makers = [FORMATS[name] for name in formats] if is_first_process() else []
-        self._sinks: list[Sink] = [make(Path(directory)) for make in makers]
+        made = [name for name in FORMATS if name in formats] if is_first_process() else []
+        self._sinks: list[Sink] = [FORMATS[name](Path(directory)) for name in made]
 
     def write(self, step: int | jax.Array, values: Mapping[str, Any]) -> None:
         """Writes a scalar for each name.

@@ -163,7 +163,7 @@ def first_line(error):
 def test_unknown_formats(formats, tmp_path):
     with pytest.raises(ValueError) as error:
         dj.diagnostics.SummaryWriter(tmp_path, formats=formats)
-    expected = "SummaryWriter: formats needs names among jsonl, tensorboard."
+    expected = "SummaryWriter: formats needs names among tensorboard, jsonl."
     assert first_line(error) == expected
     assert list(tmp_path.iterdir()) == []
 
@@ -173,6 +173,9 @@ def test_tensorboard_without_its_package(tmp_path, monkeypatch):
     with pytest.raises(ImportError) as error:
         sinks.TensorBoard(tmp_path)
     assert first_line(error) == "TensorBoard event files need the package tensorboardX."
+    with pytest.raises(ImportError):
+        dj.diagnostics.SummaryWriter(tmp_path / "run", formats=("jsonl", "tensorboard"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["time", "step"])

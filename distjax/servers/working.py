@@ -38,11 +38,13 @@ def work(
                 before = (closure, ran) if closure is not None and ran is not None else None
                 del closure, ran  # else a result would live until the next closure arrives
     finally:
-        engine.end_worker(worker.number)
-        worker.has_ended = True
-        if board.is_closed:  # no one is left to take what is queued
-            board.cancel("its coordinator was closed, or dropped, before it had run")
-        board.waiters.ring()
+        try:
+            engine.end_worker(worker.number)
+        finally:  # else whoever waits for the worker would wait forever
+            worker.has_ended = True
+            if board.is_closed:  # no one is left to take what is queued
+                board.cancel("its coordinator was closed, or dropped, before it had run")
+            board.waiters.ring()
 
 
 def _prepare(engine: Engine, worker: Worker, is_wanted: Callable[[], bool]) -> bool:

@@ -804,6 +804,22 @@ def test_results_live_no_longer_than_somebody_asks_for_them():
         assert closure() is None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_cannot_be_released_has_ended_all_the_same(monkeypatch):
+    def fail(worker):
+        raise OSError("no connection to the cluster")
+
+    strategy = make(workers=2)
+    monkeypatch.setattr(strategy.engine, "end_worker", fail)
+    coordinator = Coordinator(strategy)
+    coordinator.schedule(counter(), (np.float32(1),))
+    coordinator.join(timeout=60)
+    closing = threading.Thread(target=coordinator.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
 def test_one_coordinator_a_strategy_and_none_after_close():
     strategy = make()
     coordinator = Coordinator(strategy)

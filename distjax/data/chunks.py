@@ -69,8 +69,7 @@ def peek_chunk(
         block = stream.peek(steps or 1, allocate)
         if isinstance(block, End):
             return block, stream.ahead
-        chunk = make_chunk(block, block.tree, layout, steps)
-        return chunk, stream.ahead[len(block) :]
+        return make_chunk(block, block.tree, layout, steps), stream.ahead[len(block) :]
     except Exception as error:  # re-raised in the loop
         return End(error), stream.ahead
 

@@ -239,11 +239,9 @@ class _Update:
         self, strategy: Strategy, values: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
         """Returns the new global values; shards for what was given as shards."""
-        extended = strategy.extended
+        extended, topology = strategy.extended, strategy.extended.topology
         whole = [
-            x
-            if form is None
-            else form.from_replicas(stack_replicas(from_user_value(x), extended.topology))
+            x if form is None else form.from_replicas(stack_replicas(from_user_value(x), topology))
             for x, form in zip(values, self._forms, strict=True)
         ]
         count = len(self._params)
@@ -255,7 +253,10 @@ class _Update:
         )
         params = optax.apply_updates(params, updates)
         new = [*jax.tree.leaves(params), *jax.tree.leaves(slots)]
-        return [_return_as_given(x, y, extended) for x, y in zip(new, self._forms, strict=True)]
+        return [
+            x if form is None else PerReplica(form.to_replicas(form.spread(x)), topology)
+            for x, form in zip(new, self._forms, strict=True)
+        ]
 
     def write(self, new: Sequence[Any], state: PyTree) -> None:
         """Writes the merge's results to the variables of the model and the optimizer."""
@@ -268,12 +269,6 @@ class _Update:
         slots = self._slots_tree.unflatten(values[count:])
         nnx.update(optimizer.opt_state, nnx.state(slots, graph=optimizer.graph))
         optimizer.step[...] += 1
-
-
-def _return_as_given(value: PyTree, form: LocalForm | None, extended: ExtendedContract) -> Any:
-    if form is None:
-        return value
-    return PerReplica(form.to_replicas(form.spread(value)), extended.topology)
 
 
 def _reduce_gradients(

@@ -97,20 +97,17 @@ def _by_rule(plan: Plan, entry: Entry, value: PyTree, topology: Topology) -> Any
 def _reduce_sums(
     sums: Mapping[int, Any], places: Sequence[tuple[Any, Entry]], topology: Topology
 ) -> dict[int, Any]:
-    """Returns the sums (of metrics) and means (of statistics), reduced together."""
+    """Returns the sums (of metrics) and means (of statistics), with one collective per dtype."""
+    if not sums:
+        return {}
     values = [stack_replicas(from_user_value(v), topology) for v in sums.values()]
-    totals = dict(zip(sums, _sums_over_replicas(values, topology), strict=True))
-    return {
-        i: total / topology.num_replicas if places[i][1].rule == rules.MEAN else total
-        for i, total in totals.items()
-    }
-
-
-def _sums_over_replicas(values: Sequence[Any], topology: Topology) -> list[jax.Array]:
-    """Returns stacked values [R, ...] summed, with one collective per dtype."""
     options = CommunicationOptions(bytes_per_pack=sum(x.nbytes for x in values) or 1)
     reduce = lambda *local: sum_over_replicas(local, topology, options)
-    return map_replicas(topology, reduce, values, [True] * len(values), False) if values else []
+    totals = map_replicas(topology, reduce, values, [True] * len(values), False)
+    return {
+        i: total / topology.num_replicas if places[i][1].rule == rules.MEAN else total
+        for i, total in zip(sums, totals, strict=True)
+    }
 
 
 def _combine_metrics(

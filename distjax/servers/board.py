@@ -162,8 +162,10 @@ class Board:
         try:
             with self._lock:
                 self.pauses.begin(pause)
-            while not self._enter(pause):
+            while not pause.is_entered:
                 self.waiters.wait_until(lambda: self._may_enter(pause))
+                with self._lock:
+                    pause.is_entered = self._may_enter(pause)
             yield
         finally:
             self.pauses.end(pause)
@@ -377,12 +379,6 @@ class Board:
     def _has_much_room(self) -> bool:
         """Requires half of the queue: with less, two threads would alternate at every closure."""
         return len(self.queue) <= self._queue_size // 2 or bool(self._errors)
-
-    def _enter(self, pause: Pause) -> bool:
-        """Enters the block of a pause, if it may; returns whether it has."""
-        with self._lock:
-            pause.is_entered = self._may_enter(pause)
-        return pause.is_entered
 
     def _may_enter(self, pause: Pause) -> bool:
         is_quiet = not self.running and not self._retried

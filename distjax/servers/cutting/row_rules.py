@@ -168,8 +168,7 @@ def _gathered(jaxpr: Jaxpr, eqn: JaxprEqn, shards: Operands, others: Operands) -
     batch = [i for i in range(len(shape)) if i not in dims.offset_dims]
     result = None
     for start, shard in zip(_starts(shards), shards, strict=True):
-        local = _in_shard(indices, column, start)
-        (rows,) = eval_equation(jaxpr, eqn, [shard, local])
+        (rows,) = eval_equation(jaxpr, eqn, [shard, _in_shard(indices, column, start)])
         if result is not None:
             is_here = jax.lax.broadcast_in_dim(indices[..., column] >= start, shape, batch)
             rows = jnp.where(is_here, rows, result)

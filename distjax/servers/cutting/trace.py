@@ -104,8 +104,7 @@ def _look_up(
         plan = cuts.plans.get(key)
         if plan is None:
             plan = cuts.plans[key] = _cut(strategy, fn, *tree)
-    leaves = jax.tree.leaves(tree)
-    return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in leaves]
+    return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in jax.tree.leaves(tree)]
 
 
 @user_mesh.ignores_user_mesh

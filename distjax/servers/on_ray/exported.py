@@ -93,8 +93,7 @@ def export_plan(
     stages: list[Stage] = []
     for number, stage in enumerate(plan.stages):
         for push in stage.pushes:
-            program = _export(plan.name, push.program, server_platforms)
-            for_servers[push.server][number] = program
+            for_servers[push.server][number] = _export(plan.name, push.program, server_platforms)
         stages.append(
             dataclasses.replace(
                 stage,

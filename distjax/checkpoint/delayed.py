@@ -21,7 +21,7 @@ class DelayedRestore:
       >>> with dj.checkpoint.Checkpointer(tempfile.mkdtemp()) as checkpointer:
       ...     checkpointer.save(1, {"w": jnp.float32(5.0), "b": jnp.float32(7.0)})
       ...     later = checkpointer.delayed()
-      ...     w = dj.Variable(0.0)  # comes to be after the restore was asked for
+      ...     w = dj.Variable(0.0)  # created after the restore was requested
       ...     _ = later.restore({"w": w})
       ...     print(float(w.value), later.remaining)
       ...     _ = w.assign(1.0)
@@ -73,7 +73,7 @@ class DelayedRestore:
             message(
                 "a delayed restore needs trees that take all that was saved",
                 got=f"no place yet for {', '.join(self._left)}",
-                why="what was saved and never restored begins anew, in silence",
+                why="state that was saved but is never restored silently starts from scratch",
                 fix="later.restore(tree) with these keys in it, or do without require_all()",
             )
         )

@@ -114,7 +114,7 @@ def _nothing_text(wanted: Iterable[str], names: Iterable[str], where: str) -> st
         f"a partial restore needs a key that both the tree and {where} have",
         got=f"{_list_keys(sorted(wanted))} in the tree; {_list_keys(sorted(names))} in the "
         "checkpoint",
-        why="nothing would be restored, in silence",
+        why="nothing would be restored, and nothing would say so",
         fix="give the tree the structure that was saved, or restore(tree, partial=True, "
         "rename={'old': 'new'})",
     )

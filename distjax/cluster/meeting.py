@@ -161,7 +161,7 @@ def difference_text(joined: Job, differ: Sequence[int], what: str, first: str, s
         f"processes need to do the same, and {names} {verb} from process 0 in {what}",
         got=f"{second} on process {differ[0]}; {first} on process 0",
         why="each process runs a part of one program over all of them; parts of different programs "
-        "exchange wrong numbers in silence",
+        "silently exchange wrong numbers",
         fix="make it equal on every process: the same file, seed and options, no branch on "
         "jax.process_index() around it. A set of strings iterates differently in each process "
         "unless PYTHONHASHSEED is set. What may differ is a PerReplica: "

@@ -61,9 +61,9 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
     if not isinstance(what, str):  # the watch would fail, and end the job, when reporting it
         raise TypeError(
             message(
-                "dj.phase needs a text",
+                "dj.phase needs a string",
                 got=describe_value(what),
-                why="it says what this process is at, in the errors of the others",
+                why="it says what this process is doing, in the errors of the others",
                 fix="with dj.phase('drawing samples'):",
             )
         )

@@ -54,7 +54,7 @@ def explain(
 ) -> Explanation:
     """Returns what a step communicates, costs and proves; runs and changes nothing.
 
-    The step is traced anew and compiled for these arguments: its Python side effects recur.
+    The step is traced again and compiled for these arguments: its Python side effects recur.
 
     Args:
       fn: a function compiled by `dj.jit`; or a cross-replica function, which calls
@@ -119,7 +119,7 @@ def lower_step(
     notes: Notes,
     method: str,
 ) -> LoweredProgram:
-    """Traces a step anew and returns it lowered; `notes` records what is proved.
+    """Traces a step again and returns it lowered; `notes` records what is proved.
 
     Args:
       fn: as for `explain`.

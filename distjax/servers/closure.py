@@ -92,8 +92,8 @@ class Closure:
     def prepare(self, worker: int) -> PerWorkerSource | None:
         """Draws its elements, once: a second attempt has the same.
 
-        Returns the source that has no more for the worker; else None. Where one has no more, or
-        raises, nothing is drawn from the others either.
+        Returns the first source that has no more for the worker, or None. If a source has no more,
+        or raises, what was drawn from the others is given back.
         """
         if isinstance(self._call, Call) or self._call is None:
             return None

@@ -131,7 +131,7 @@ class Coordinator:
                     f"join needs all closures to end within {timeout} s",
                     got=f"{len(self._board.queue)} in the queue and "
                     f"{len(self._board.running)} running",
-                    why="the workers have not come so far",
+                    why="the workers have not got that far yet",
                     fix="wait longer; coordinator.stats() says what workers do",
                 )
             )
@@ -249,10 +249,10 @@ class Coordinator:
         if not set(ids) <= set(known) or set(ids) == set(known):
             raise ValueError(
                 message(
-                    "remove_workers needs ids of workers that there are, and one to be left",
+                    "remove_workers needs the ids of existing workers, and one worker to remain",
                     got=f"{ids_or_n!r}, of the workers {known}",
-                    why="somebody has to run what is scheduled",
-                    fix=f"coordinator.remove_workers([{known[-1]}]), where there are others; "
+                    why="something has to run what is scheduled",
+                    fix=f"coordinator.remove_workers([{known[-1]}]), if there are others; "
                     "coordinator.close() ends all",
                 )
             )
@@ -389,7 +389,6 @@ def _not_ended(left: Sequence[str], timeout: float | None) -> str:
     return message(
         f"a coordinator whose block raises needs its workers to end within {timeout:g} s",
         got="; ".join(left),
-        why="the error of the block is raised now, and their threads end when they come so far",
-        fix="let the data end when the block does, or wait for it no longer than some time: "
-        "queue.get(timeout=60)",
+        why="the error of the block is raised now, and their threads end when they get that far",
+        fix="let the data end when the block does, or bound its waits: queue.get(timeout=60)",
     )

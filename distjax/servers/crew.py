@@ -146,8 +146,8 @@ class Crew:
     def wait(self, timeout: float | None = None) -> list[str]:
         """Waits until the threads have ended, after the board was closed.
 
-        Returns what those do that have not ended by then; of them, those that draw an element are
-        not waited for again.
+        Returns, for each worker that has not ended by then, what it is doing. One that is drawing
+        an element is not waited for again.
         """
         workers = list(self.board.workers.values())
         self.board.waiters.wait_until(lambda: all(w.has_ended for w in workers), timeout)

@@ -18,8 +18,8 @@ def require_servers(strategy: object) -> None:
             "Coordinator needs a ParameterServerStrategy",
             got=describe_value(strategy),
             why="it schedules steps on workers that have parameter servers",
-            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); of one with the names of "
-            "dj.compat: dj.Coordinator(strategy.wrapped)",
+            fix="dj.Coordinator(dj.ParameterServerStrategy(workers=4)); for a dj.compat adapter of "
+            "one: dj.Coordinator(strategy.wrapped)",
         )
     )
 

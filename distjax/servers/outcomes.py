@@ -41,7 +41,7 @@ def given_up(closure: Closure) -> ClosureError:
         message(
             f"{closure!r} needs a worker that outlives it",
             got=f"{len(closure.attempts)} workers that did not: {attempts}",
-            why="a closure that kills every worker would do so for ever",
+            why="a closure that kills every worker would do so forever",
             fix="look for what it does to them (memory, a signal), then schedule it again",
         ),
         tuple(closure.attempts),

@@ -91,7 +91,7 @@ class PerWorkerIterator:
         return f"PerWorkerIterator(num_workers={len(self._streams)})"
 
     def __reduce__(self) -> NoReturn:
-        refuse_pickle(self, "coordinator.snapshot() holds positions; take `values` along, or data")
+        refuse_pickle(self, "coordinator.snapshot() keeps its position; or pickle its elements")
 
     def draw(self, worker: int) -> Any:
         """Returns a worker's next element, to be used by a closure."""

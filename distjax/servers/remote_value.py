@@ -83,7 +83,7 @@ class RemoteValue:
                 message(
                     f"{method} needs {self._closure!r} to end within {timeout} s",
                     got=f"one that is {self._closure.state.value}",
-                    why="its worker has not come so far",
+                    why="its worker has not got that far yet",
                     fix="wait longer; coordinator.stats() says what workers do",
                 )
             )

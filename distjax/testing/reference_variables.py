@@ -1,9 +1,9 @@
 """Variables of the reference interpreter: a list of R components, changed in place.
 
-The rules are stated anew, from the tables of tf.distribute. Of `distjax.variables` they use the
-class `Variable`, for its operators and `isinstance`, and what counts as a number. A variable has
-the policy and the layout of its kind, since metrics, optimizers and checkpoints ask for them; the
-rules here do not.
+The rules are stated independently, from the tables of tf.distribute. Of `distjax.variables` they
+use only the class `Variable`, for its operators and `isinstance`, and what counts as a number. A
+variable has the policy and the layout of its kind, since metrics, optimizers and checkpoints ask
+for them; the rules here do not.
 """
 
 from __future__ import annotations

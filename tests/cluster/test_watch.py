@@ -340,9 +340,9 @@ def test_a_phase_is_named_by_a_text():
     with pytest.raises(TypeError) as caught:
         phase(3)
     assert str(caught.value) == (
-        "dj.phase needs a text.\n"
+        "dj.phase needs a string.\n"
         "  Got: int (3).\n"
-        "  Why: it says what this process is at, in the errors of the others.\n"
+        "  Why: it says what this process is doing, in the errors of the others.\n"
         "  Fix: with dj.phase('drawing samples'):"
     )
 

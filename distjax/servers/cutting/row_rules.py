@@ -30,7 +30,7 @@ SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul sc
 
 
 class RowRange(NamedTuple):
-    """The rows of a shard: the number of the first, and how many they are."""
+    """The rows of a shard: the number of the first one, and how many there are."""
 
     start: int
     num_rows: int

@@ -6,7 +6,7 @@ import jax
 
 from distjax import user_mesh
 from distjax.placement.topology import Topology
-from distjax.servers.placing import outs_of, sharding_of
+from distjax.servers.placing import outs_of, sharding_of, struct_of
 from distjax.servers.plan import Plan
 from distjax.servers.programs import Programs
 
@@ -16,12 +16,9 @@ def lower_parts(plan: Plan, home: Topology) -> list[jax.stages.Lowered]:
     """Returns a worker's programs, lowered for its devices; none for a worker with one device."""
     programs, lowered = Programs(), []
     for stage in plan.stages if home.mesh is not None else ():
-        pairs = zip(stage.operands, stage.program.avals, strict=True)
         operands = [
-            jax.ShapeDtypeStruct(
-                x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding_of(slot, plan, home)
-            )
-            for slot, x in pairs
+            struct_of(aval, sharding_of(slot, plan, home))
+            for slot, aval in zip(stage.operands, stage.program.avals, strict=True)
         ]
         traced = programs.trace(stage.program, operands, outs=outs_of(stage, plan, home))
         lowered.append(traced.lower())

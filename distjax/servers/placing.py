@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from distjax import jax_compat
+from distjax.jax_compat import ShapedArray
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
 from distjax.servers.plan import Plan, Stage
@@ -48,6 +49,11 @@ def as_view(value: jax.Array) -> jax.Array | np.ndarray:
         return jnp.array(value, copy=True)
     memory: Any = value  # its type is unknown to numpy
     return np.from_dlpack(memory)
+
+
+def struct_of(aval: ShapedArray, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    """Returns what stands for an array in a compilation."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def sharding_of(slot: int, plan: Plan, home: Topology) -> Sharding:

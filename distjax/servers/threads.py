@@ -21,6 +21,7 @@ from distjax.servers.attempt import Attempt, Parcel
 from distjax.servers.compiling import CompiledPlans
 from distjax.servers.engine import Engine, Ran, Task
 from distjax.servers.gate import Gate, admitted, turn
+from distjax.servers.placing import struct_of
 from distjax.servers.plan import Push, count_writes
 from distjax.servers.programs import Given, Programs
 from distjax.servers.store import Server
@@ -123,9 +124,7 @@ class _NearServers:
             server.end_attempt(self._attempt)
 
     def arrives_as(self, aval: ShapedArray, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
-        )
+        return struct_of(aval, sharding)
 
     def compile(self, task: Task, stage: int, push: Push, operands: Sequence[Given]) -> None:
         server = self._servers[push.server]

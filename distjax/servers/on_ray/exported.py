@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 
 from distjax.errors import UnsupportedError, message
 from distjax.placement.topology import abstract_topology
+from distjax.servers.placing import struct_of
 from distjax.servers.plan import Plan, Program, Push, Stage
 
 
@@ -144,10 +145,8 @@ def _export(
     ins: Sequence[Sharding] | None = None,
     outs: Sequence[Sharding] | None = None,
 ) -> Program:
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding)
-        for x, sharding in zip(program.avals, ins or (None,) * len(program.avals), strict=True)
-    ]
+    pairs = zip(program.avals, ins or (None,) * len(program.avals), strict=True)
+    shapes = [struct_of(aval, sharding) for aval, sharding in pairs]
     jitted = jax.jit(program.fn, out_shardings=outs)
     make: Any = export.export(jitted, platforms=sorted(set(platforms)))
     try:

@@ -30,7 +30,7 @@ from distjax import jax_compat
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer, transfer_each
 from distjax.servers.applied import Answer, Applied
-from distjax.servers.placing import as_view, place
+from distjax.servers.placing import as_view, place, struct_of
 from distjax.servers.plan import Program
 from distjax.servers.programs import Given, Programs
 from distjax.servers.server_contract import ServerSnapshot, Totals, lost_error
@@ -62,6 +62,7 @@ class Server:
         self._values: dict[str, jax.Array] = {}
         self._applied = Applied()
         self._sizes: dict[str, int] = {}  # bytes, by key
+        self._is_new = True  # a process that has never had variables learns them in a restore
         #: The bytes that each program receives and answers.
         self._traffic = weakref.WeakKeyDictionary[Program, tuple[int, int]]()
         self._given: set[str] = set()  # keys whose arrays workers may hold for good
@@ -104,6 +105,7 @@ class Server:
         with self._lock:
             self._forget_removed()
             self._values[key], self._sizes[key] = value, value.nbytes
+            self._is_new = False
 
     def remove(self, keys: Iterable[str]) -> None:
         """Drops values of dead variables, at the next request.
@@ -199,14 +201,11 @@ class Server:
           pulled_once: see `read`.
         """
         with self._lock:
-            forms = [jax_compat.aval_of(value) for value in self._require(takes)]
+            avals = [jax_compat.aval_of(value) for value in self._require(takes)]
             given, lent = self._shared_with(home, pulled, pulled_once)
             given |= self._given
         here = SingleDeviceSharding(self.device)
-        held = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=here)
-            for x in forms
-        ]
+        held = [struct_of(aval, here) for aval in avals]
         variants = {_donated(takes, writes, spared) for spared in (given, given | lent)}
         with self._compiling, jax.default_device(self.device):
             for donated in variants:
@@ -309,12 +308,13 @@ class Server:
         values = dict(zip(snapshot.values, _copies(snapshot.values.values()), strict=True))
         with self._lock:
             self._forget_removed()
-            known = self._sizes or values  # a lost server still knows which variables it had
+            # A lost server still knows which variables it had.
+            known = values if self._is_new else self._sizes
             self._values.update((key, values[key]) for key in list(known) if key in values)
             self._sizes.update((key, value.nbytes) for key, value in self._values.items())
             self.version = snapshot.version
             self._applied.restart(num_closures)
-            self.is_lost = False
+            self.is_lost = self._is_new = False
 
     def lose(self) -> None:
         """Drops all values, like a server that dies."""

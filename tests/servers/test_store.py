@@ -172,6 +172,9 @@ def test_values_that_are_removed_do_not_come_back():
     assert server.nbytes == nbytes - 1024
     server.restore(snapshot, 0)
     assert server.nbytes == nbytes - 1024
+    server.remove(["total"])
+    server.restore(snapshot, 0)
+    assert server.nbytes == 0, "not the last one either"
     new = Server(0, jax.devices()[0])  # which knows of none
     new.restore(snapshot, 0)
     assert new.nbytes == nbytes and new.view(["gone"], is_pull=True)[1][0].sum() == 256

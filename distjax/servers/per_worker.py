@@ -81,10 +81,12 @@ class PerWorkerIterator:
         try:
             for worker in self._streams:
                 elements[worker] = self.draw(worker)
-        except DataEnded:
+        except BaseException as error:
             for worker, element in reversed(elements.items()):
                 self.give_back(worker, element)
-            raise StopIteration from None
+            if isinstance(error, DataEnded):
+                raise StopIteration from None
+            raise
         return PerWorkerValues.of_workers(elements)
 
     def __repr__(self) -> str:

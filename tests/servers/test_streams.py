@@ -88,6 +88,18 @@ def test_elements_are_given_back_when_another_source_has_none(error):
     assert first.draw(0) == 1
 
 
+@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt(), DataEnded()])
+def test_next_gives_back_what_it_has_drawn_when_another_worker_has_none(error):
+    def failing():
+        raise error
+        yield
+
+    iterator = PerWorkerIterator({0: Stream(lambda: [1, 2]), 1: Stream(failing)})
+    with pytest.raises(StopIteration if isinstance(error, DataEnded) else type(error)):
+        next(iterator)
+    assert iterator.draw(0) == 1
+
+
 class Held:
     """A closure that adds an element in two pushes, and is held at a point of it."""
 

@@ -663,7 +663,7 @@ def test_workers_come_and_go():
         assert [worker["id"] for worker in coordinator.stats()["workers"]] == [1]
         assert coordinator.schedule(counter(), one(1)).fetch() == 1
         for bad in ([1], [7], 5):
-            with pytest.raises(ValueError, match="^remove_workers needs ids of workers"):
+            with pytest.raises(ValueError, match="^remove_workers needs the ids of existing"):
                 coordinator.remove_workers(bad)
         for call in (coordinator.add_workers, coordinator.remove_workers):
             with pytest.raises(ValueError, match="needs an int of 1 or more"):

@@ -117,7 +117,7 @@ class WorkerActor:
         try:
             with order.modes():
                 return act(order)
-        except Exception as error:
+        except BaseException as error:  # see `_outcome_of`
             self._end_attempt(order)
             if isinstance(error, _Gone):
                 return ServerGone(error.server)

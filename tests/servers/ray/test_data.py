@@ -14,10 +14,13 @@ import pytest
 import ray
 
 import distjax as dj
+from distjax.context.thread_settings import ProgramModes
 from distjax.errors import EndOfDataError
 from distjax.servers.engine import WorkerDied
+from distjax.servers.on_ray.orders import Order
 from distjax.servers.on_ray.streams import RayStreams
 from distjax.servers.on_ray.worker_actor import WorkerActor
+from distjax.servers.remote_array import Place
 from tests.faults.four_parts import is_explained
 from tests.servers.ray.kills import kill_a_worker
 
@@ -264,3 +267,17 @@ def test_data_that_kills_its_process_fails_what_draws_it(monkeypatch):
     with pytest.raises(WorkerDied, match="^killed$") as caught:
         RayStreams(workers, max_failures=3).ask(0, 0, "draw", 0, 0)
     assert caught.value.has_begun and len(deaths) == 3
+
+
+def test_an_exit_of_data_that_is_made_again_fails_its_closure():
+    """Ray would end the process; the closure would be retried, and blamed for killing workers."""
+
+    def make():
+        raise SystemExit(17)
+
+    actor = WorkerActor(1, "replica")
+    actor.add_streams({0: ray.cloudpickle.dumps(make)})
+    actor.add_plan(0, None, 0, ())
+    places = [Place(0, 0, 0, np.dtype(np.float32))]
+    failed = actor.run(Order(0, 0, 0, 1, places, ProgramModes.of_this_thread()))
+    assert isinstance(failed.error, SystemExit) and failed.error.code == 17

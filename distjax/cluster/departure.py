@@ -36,8 +36,8 @@ _WATCH_SECONDS = 60.0
 #: How long process 0 stays after the last acknowledgment, so that the others can exit.
 _LAST_SECONDS = 0.3
 
-#: Acquired for good by the one thread that ends this process.
-_end = threading.Lock()
+#: Acquired for good by the one thread that ends this process; again if that has failed half-way.
+_end = threading.RLock()
 
 
 def begin_to_end() -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from typing import NoReturn
 
 import jax
@@ -46,7 +47,8 @@ def exit_code(error: BaseException) -> int:
     cause: BaseException | None = error
     while cause is not None:
         is_jax = isinstance(cause, (jax.errors.JaxRuntimeError, ValueError))
-        if is_jax and _GONE.match(str(cause)):
+        text = "".join(traceback.format_exception_only(cause))  # `str` of a user's class may raise
+        if is_jax and _GONE.match(text.partition(": ")[2]):
             return PEER_LOST
         cause = cause.__cause__
     return next((code for kind, code in _CODES if isinstance(error, kind)), UNCAUGHT)

@@ -19,6 +19,11 @@ from distjax.cluster.settings import make_timeouts
 LOST = "Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:21893"
 
 
+class BadText(ValueError):
+    def __str__(self):
+        raise AttributeError("no such field")
+
+
 def caused(error, cause):
     error.__cause__ = cause
     return error
@@ -40,6 +45,7 @@ def caused(error, cause):
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 70),
         (ValueError("my proxy: connection refused"), 70),
         (ConnectionResetError("Connection reset by peer"), 70),
+        pytest.param(BadText(), 70, id="a text that raises"),
     ],
     ids=lambda x: str(x)[:30],
 )
@@ -143,6 +149,31 @@ def test_exceptions_of_threads(hooks):
         threading.excepthook(args)
     assert hooks == [args]
     threading.excepthook(types.SimpleNamespace(exc_type=SystemExit, exc_value=SystemExit(3)))
+
+
+def test_a_thread_that_fails_while_it_ends_the_process_may_try_again(hooks, monkeypatch):
+    """At its end it meets the others, which do not come: it would wait for itself."""
+
+    def fail(error):
+        raise OSError
+
+    monkeypatch.setattr(ending, "begin_to_end", departure.begin_to_end)
+    ended = []
+
+    def end_twice():
+        with monkeypatch.context() as patch, pytest.raises(OSError):
+            patch.setattr(ending, "exit_code", fail)
+            raise_uncaught(ValueError())
+        with pytest.raises(Ended, match="71"):
+            raise_uncaught(errors.PeerLostError())
+        departure._end.release()
+        departure._end.release()
+        ended.append(True)
+
+    thread = threading.Thread(target=end_twice, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert ended
 
 
 def test_a_closed_output_changes_no_code(hooks, monkeypatch):

@@ -27,7 +27,6 @@ from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.placement.topology import REPLICA_AXIS, one_device_topology
 from distjax.replica.call_checks import require_call
-from distjax.replica.partitioned_tree import is_array
 from distjax.replica.static import mark_modules, unmark
 from distjax.strategies.steps import MultiStepContext
 from distjax.strategies.strategy import Strategy
@@ -54,6 +53,7 @@ from distjax.typing import (
     ReduceOpLike,
     VariableModes,
 )
+from distjax.variables.construct import initializer_of
 from distjax.variables.conversion import is_number
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
@@ -298,16 +298,7 @@ class ReferenceExtended:
         """
         value = initial_value() if callable(initial_value) else initial_value
         value = value.value if isinstance(value, ReferenceVariable) else value
-        if isinstance(value, PerReplica):
-            raise LocalityError(
-                message(
-                    f"variable {name!r} needs one initial value",
-                    got=f"a PerReplica of {value.num_replicas} values",
-                    why="every component starts from the same value",
-                    fix="strategy.reduce('mean', x) first",
-                )
-            )
-        initial = value if is_array(value) and dtype is None else jnp.asarray(value, dtype)
+        initial = jnp.asarray(initializer_of(value, dtype, name)())
 
         def make(values: Sequence[Any]) -> list[ReferenceVariable]:
             options: dict[str, Any] = {"name": name, "trainable": trainable, "modes": modes}

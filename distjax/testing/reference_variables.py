@@ -1,9 +1,9 @@
 """Variables of the reference interpreter: a list of R components, changed in place.
 
 The rules are stated independently, from the tables of tf.distribute. Of `distjax.variables` they
-use only the class `Variable`, for its operators and `isinstance`, and what counts as a number. A
-variable has the policy and the layout of its kind, since metrics, optimizers and checkpoints ask
-for them; the rules here do not.
+use only the class `Variable`, for its operators and `isinstance`, and the checks of what is
+written. A variable has the policy and the layout of its kind, since metrics, optimizers and
+checkpoints ask for them; the rules here do not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from distjax.errors import (
     StrategyMismatchError,
     TraceLeakError,
     UnsupportedError,
-    describe_value,
     message,
 )
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.partitioned_tree import is_array
 from distjax.testing.reference_values import all_equal, combine
-from distjax.typing import DTypeLike, PyTree, VariableModes
-from distjax.variables.conversion import is_number
+from distjax.typing import PyTree, VariableModes
+from distjax.variables.conversion import convert, is_number
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.stacked import StackedLayout
 from distjax.variables.policy import POLICIES
@@ -210,13 +208,7 @@ class ReferenceVariable(Variable):
         value = value.value if isinstance(value, Variable) else value
         if isinstance(value, PerReplica):
             raise LocalityError(_one_value_text(self, method, value))
-        known = is_array(value) or is_number(value) or isinstance(value, (list, tuple))
-        array = _strong(value) if known else None
-        if array is None or _rank(array.dtype) > _rank(self.dtype):
-            raise TypeError(_conversion_text(self, method, value))
-        if array.shape != self.shape:
-            raise ValueError(_shape_text(self, method, array))
-        return array if jax_compat.is_key_dtype(array.dtype) else array.astype(self.dtype)
+        return jnp.asarray(convert(self, value, method))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReferenceVariable:
         modes = (self.synchronization, self.aggregation)
@@ -247,11 +239,6 @@ def _strong(value: PyTree) -> jax.Array:
     if jax_compat.is_key_dtype(getattr(value, "dtype", None)):
         return value
     return jnp.asarray(np.asarray(value))
-
-
-def _rank(dtype: DTypeLike) -> int:
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating, jax.dtypes.prng_key)
-    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
 
 
 # -- errors ---------------------------------------------------------------------
@@ -330,22 +317,4 @@ def _one_value_text(variable: ReferenceVariable, method: str, value: PerReplica)
         got=f"a PerReplica of {value.num_replicas} values",
         why="one assignment gives every component the same value",
         fix=f"v.{method}(strategy.reduce('sum', x))",
-    )
-
-
-def _conversion_text(variable: ReferenceVariable, method: str, value: object) -> str:
-    return message(
-        f"{method} of variable {variable.name!r} needs a value of dtype {variable.dtype}",
-        got=describe_value(value),
-        why="distjax makes no conversion that loses information by itself",
-        fix=f"v.{method}(x.astype(v.dtype))",
-    )
-
-
-def _shape_text(variable: ReferenceVariable, method: str, array: jax.Array) -> str:
-    return message(
-        f"{method} of variable {variable.name!r} needs shape {variable.shape}",
-        got=f"shape {array.shape}",
-        why="a variable keeps its shape",
-        fix="jnp.broadcast_to(x, v.shape)",
     )

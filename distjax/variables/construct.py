@@ -60,7 +60,7 @@ def make_variable(
         initial_value = initial_value.value
     elif getattr(initial_value, "__jax_array__", None) is not None:
         initial_value = initial_value.__jax_array__()  # a value, though Flax's can be called too
-    make_initial = _initializer(initial_value, dtype, name)
+    make_initial = initializer_of(initial_value, dtype, name)
     value: Any = None
     if state is None:
         require_no_trace(name)
@@ -188,7 +188,14 @@ def _is_concrete_in_merge(state: TraceState, initial_value: PyTree) -> bool:
     return callable(initial_value) or not is_traced(initial_value)
 
 
-def _initializer(initial_value: PyTree, dtype: DTypeLike | None, name: str) -> Callable[[], Array]:
+def initializer_of(
+    initial_value: PyTree, dtype: DTypeLike | None, name: str
+) -> Callable[[], Array]:
+    """Returns a function that makes the array of an initial value, and raises if that is none.
+
+    Raises:
+      LocalityError: a PerReplica.
+    """
     if isinstance(initial_value, PerReplica):
         raise LocalityError(
             message(

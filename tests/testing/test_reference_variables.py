@@ -90,6 +90,10 @@ def test_the_texts_of_refused_writes_and_reads(strategy):
         variable(strategy, 1).assign(1.5)
     with pytest.raises(ValueError, match=r"needs shape \(\)"):
         bare.assign(np.ones(2))
+    with pytest.raises(ValueError, match="assign of variable 'v' needs an array without a mask"):
+        bare.assign(np.ma.masked_array(1.0, True))
+    with pytest.raises(OverflowError, match="assign_add of variable 'v' needs values that int8"):
+        variable(strategy, jnp.int8(1)).assign_add(300)
     with pytest.raises(StrategyMismatchError, match="read of ReferenceStrategy"):
         dj.VirtualStrategy(2).run(lambda: bare.value)
 
@@ -102,6 +106,10 @@ def test_the_texts_of_refused_variables(strategy):
     own = strategy.distribute_values_from_function(lambda ctx: 1.0)
     with pytest.raises(LocalityError, match="needs one initial value"):
         variable(strategy, own)
+    with pytest.raises(ValueError, match="variable 'v' needs an array without a mask"):
+        variable(strategy, np.ma.masked_array(1.0, True))
+    with pytest.raises(TypeError, match="value of variable 'v' needs a value of dtype int8"):
+        variable(strategy, 1.5, dtype=jnp.int8)
 
 
 @pytest.mark.parametrize("total", [7, -7, 6])

@@ -20,10 +20,10 @@ from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.frames import Frame
-from distjax.errors import ContextError, LocalityError, MergeError, UnsupportedError, message
+from distjax.errors import ContextError, MergeError, UnsupportedError, message
 from distjax.modes import ReduceOp
 from distjax.objects.stateful_args import has_objects
-from distjax.placement.per_replica import PerReplica, is_per_replica
+from distjax.placement.per_replica import is_per_replica, require_local
 from distjax.replica.call_checks import require_call
 from distjax.testing.reference_values import combine, concatenate, regroup, select, summable
 from distjax.typing import PositionalArgs, PyTree, ReduceOpLike
@@ -271,15 +271,7 @@ class ReferenceReplicaContext:
 
 
 def _own(value: PyTree, method: str) -> Any:
-    if isinstance(value, PerReplica):
-        raise LocalityError(
-            message(
-                f"{method} needs this replica's value",
-                got=f"a PerReplica of {value.num_replicas} values that the function closes over",
-                why="a replica sees its own value of an argument of run only",
-                fix="pass it: strategy.run(fn, args=(x,))",
-            )
-        )
+    require_local(value, method)
     return value.value if isinstance(value, Variable) else value
 
 

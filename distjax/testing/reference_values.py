@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.ops import require_gather_axis
+from distjax.collectives.ops import require_gather_axis, require_sums
 from distjax.errors import LocalityError, describe_value, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
@@ -110,6 +110,7 @@ def components(value: PyTree, num_replicas: int) -> list[Any] | None:
 def summable(op: ReduceOp, value: PyTree) -> jax.Array:
     """Returns `value` in the dtype in which `op` adds: floating-point for a mean."""
     array = jnp.asarray(value)
+    require_sums(array.dtype, f"a {op.name.lower()} over the replicas")
     if op is ReduceOp.MEAN and not jnp.issubdtype(array.dtype, jnp.inexact):
         return array.astype(jnp.result_type(float))
     # The dtype is explicit because a sum, like a psum, is never weakly typed.

@@ -32,10 +32,11 @@ from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
 from distjax.testing.reference_values import all_equal, combine
 from distjax.typing import PyTree, VariableModes
+from distjax.variables.access import require_arithmetic
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.stacked import StackedLayout
-from distjax.variables.policy import POLICIES
+from distjax.variables.policy import policy_for
 from distjax.variables.stored_variable import OwningStrategy
 from distjax.variables.variable import Variable
 from distjax.variables.variable_description import VariableDescription
@@ -78,8 +79,7 @@ class ReferenceVariable(Variable):
         self.trainable = (not self.is_on_read) if trainable is None else bool(trainable)
         initial = _strong(initial)
         self.shape, self.dtype = initial.shape, initial.dtype
-        _require_modes(self)
-        self.policy = POLICIES[modes]
+        self.policy = policy_for(modes, self.dtype, name)
         layout = StackedLayout if self.is_on_read else MirroredLayout
         self.layout = layout(strategy.extended.topology)
         self.components = [initial] * strategy.num_replicas_in_sync
@@ -208,6 +208,7 @@ class ReferenceVariable(Variable):
         value = value.value if isinstance(value, Variable) else value
         if isinstance(value, PerReplica):
             raise LocalityError(_one_value_text(self, method, value))
+        require_arithmetic(self, method)
         return jnp.asarray(convert(self, value, method))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReferenceVariable:
@@ -257,27 +258,6 @@ def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) ->
             "return the new value from a function under grad and write it outside",
         )
     )
-
-
-def _require_modes(variable: ReferenceVariable) -> None:
-    if variable.synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            message(
-                f"`NONE` variable synchronization mode is not supported for {variable.name!r}",
-                got="synchronization=VariableSynchronization.NONE under a strategy",
-                why="a strategy has to know when the components meet",
-                fix="use ON_WRITE or ON_READ",
-            )
-        )
-    if variable.aggregation is _MEAN and not jnp.issubdtype(variable.dtype, jnp.inexact):
-        raise ValueError(
-            message(
-                f"variable {variable.name!r} needs a floating dtype for aggregation MEAN",
-                got=f"dtype {variable.dtype}",
-                why="the mean of integers need not be an integer",
-                fix="dtype=jnp.float32, or aggregation=dj.VariableAggregation.SUM",
-            )
-        )
 
 
 def _no_aggregation_text(variable: ReferenceVariable, method: str) -> str:

@@ -80,7 +80,7 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> None:
     if isinstance(value, StoredVariable):
         value = value.value  # pyright: ignore[reportAttributeAccessIssue]: always a `Variable`
     _require_one_value(variable, value, method, frame)
-    _require_arithmetic(variable, method)
+    require_arithmetic(variable, method)
     array = convert(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
         _write_component(variable, state, array, method)
@@ -330,7 +330,8 @@ def _require_one_value(variable: StoredVariable, value: object, method: str, fra
     )
 
 
-def _require_arithmetic(variable: StoredVariable, method: str) -> None:
+def require_arithmetic(variable: StoredVariable, method: str) -> None:
+    """Raises a TypeError if a variable's dtype has no sums, for methods that need them."""
     if method == "assign" or jnp.issubdtype(variable.dtype, jnp.number):
         return
     raise TypeError(

@@ -200,6 +200,14 @@ def test_free_functions_in_every_context(strategy):
     }
 
 
+def test_keys_have_no_sum(strategy):
+    keys = strategy.distribute_values_from_function(lambda ctx: jax.random.key(1))
+    with pytest.raises(TypeError, match="a sum over the replicas needs numbers, not PRNG keys"):
+        strategy.reduce("sum", keys)
+    with pytest.raises(TypeError, match="a mean over the replicas needs numbers, not PRNG keys"):
+        strategy.run(lambda key: context().all_reduce("mean", key), args=(keys,))
+
+
 def test_cross_replica_calls_in_a_replica_are_refused(strategy):
     with pytest.raises(ContextError, match="reduce needs cross-replica context"):
         strategy.run(lambda: strategy.reduce("sum", 1.0))

@@ -94,6 +94,8 @@ def test_the_texts_of_refused_writes_and_reads(strategy):
         bare.assign(np.ma.masked_array(1.0, True))
     with pytest.raises(OverflowError, match="assign_add of variable 'v' needs values that int8"):
         variable(strategy, jnp.int8(1)).assign_add(300)
+    with pytest.raises(TypeError, match="assign_add of variable 'v' needs a dtype that has sums"):
+        variable(strategy, True).assign_add(True)
     with pytest.raises(StrategyMismatchError, match="read of ReferenceStrategy"):
         dj.VirtualStrategy(2).run(lambda: bare.value)
 

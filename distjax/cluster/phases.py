@@ -58,7 +58,12 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
       ...     with dj.phase("drawing samples"):
       ...         pass  # minutes of Python
     """
-    if not isinstance(what, str):  # the watch would fail, and end the job, when reporting it
+    _require_text(what)  # else the watch would fail, and end the job, when reporting it
+    return _phase(what, is_work=True)
+
+
+def _require_text(what: object) -> None:
+    if not isinstance(what, str):
         raise TypeError(
             message(
                 "dj.phase needs a string",
@@ -67,7 +72,6 @@ def phase(what: str) -> contextlib.AbstractContextManager[None]:
                 fix="with dj.phase('drawing samples'):",
             )
         )
-    return _phase(what, is_work=True)
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:

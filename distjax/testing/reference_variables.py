@@ -29,10 +29,13 @@ from distjax.errors import (
     message,
 )
 from distjax.modes import ReduceOp, VariableAggregation, VariableSynchronization
-from distjax.placement.per_replica import PerReplica
 from distjax.testing.reference_values import all_equal, combine
 from distjax.typing import PyTree, VariableModes
-from distjax.variables.access import require_arithmetic
+from distjax.variables.access import (
+    no_aggregation_text,
+    require_arithmetic,
+    require_one_value,
+)
 from distjax.variables.conversion import convert, is_number
 from distjax.variables.layouts.mirrored import MirroredLayout
 from distjax.variables.layouts.stacked import StackedLayout
@@ -137,7 +140,7 @@ class ReferenceVariable(Variable):
     ) -> None:
         """Writes a mirrored variable in a replica: all replicas meet, and all copies change."""
         if self.aggregation is _NONE:
-            raise AggregationError(_no_aggregation_text(self, method))
+            raise AggregationError(no_aggregation_text(self, method))
         if self.aggregation is _SUM and is_number(value):
             raise ValueError(_python_number_text(self, method, value))
 
@@ -206,8 +209,7 @@ class ReferenceVariable(Variable):
 
     def _convert(self, method: str, value: PyTree) -> jax.Array:
         value = value.value if isinstance(value, Variable) else value
-        if isinstance(value, PerReplica):
-            raise LocalityError(_one_value_text(self, method, value))
+        require_one_value(self, value, method, frames.current())
         require_arithmetic(self, method)
         return jnp.asarray(convert(self, value, method))
 
@@ -260,17 +262,6 @@ def _require_no_trace(variable: ReferenceVariable, action: str, frame: Frame) ->
     )
 
 
-def _no_aggregation_text(variable: ReferenceVariable, method: str) -> str:
-    return message(
-        f"You must specify an aggregation method to update variable {variable.name!r} in a "
-        f"replica context ({method})",
-        got="aggregation NONE",
-        why="each replica would write a value of its own and the components would diverge",
-        fix="aggregation=dj.VariableAggregation.SUM (or MEAN, ONLY_FIRST_REPLICA), or write it in "
-        "a merge function",
-    )
-
-
 def _python_number_text(variable: ReferenceVariable, method: str, value: object) -> str:
     return message(
         f"{method} of variable {variable.name!r} with aggregation SUM needs an array",
@@ -288,13 +279,4 @@ def _across_text(variable: ReferenceVariable, what: str) -> str:
         why="nothing says how its components make one value, or share one",
         fix="do it in a replica context or by strategy.extended.update; v.local_results() reads "
         "the components",
-    )
-
-
-def _one_value_text(variable: ReferenceVariable, method: str, value: PerReplica) -> str:
-    return message(
-        f"{method} of variable {variable.name!r} needs one value",
-        got=f"a PerReplica of {value.num_replicas} values",
-        why="one assignment gives every component the same value",
-        fix=f"v.{method}(strategy.reduce('sum', x))",
     )

@@ -79,7 +79,7 @@ def _write(variable: StoredVariable, value: PyTree, method: str) -> None:
     state.require_writable(variable)
     if isinstance(value, StoredVariable):
         value = value.value  # pyright: ignore[reportAttributeAccessIssue]: always a `Variable`
-    _require_one_value(variable, value, method, frame)
+    require_one_value(variable, value, method, frame)
     require_arithmetic(variable, method)
     array = convert(variable, value, method)
     if frame.in_update or variable.policy is PLAIN:
@@ -238,7 +238,7 @@ def _combine_in_replica(
     """Returns what this replica writes, from the values that all replicas gave."""
     rule = variable.policy.replica_write
     if rule is Combine.REFUSE:
-        raise AggregationError(_no_aggregation_text(variable, method))
+        raise AggregationError(no_aggregation_text(variable, method))
     on_write = variable.synchronization is VariableSynchronization.ON_WRITE
     if rule is Combine.SUM and on_write and is_number(value):
         raise ValueError(
@@ -316,7 +316,8 @@ def _apply(old: jax.Array, array: jax.Array, method: str) -> jax.Array:
 # -- checks -------------------------------------------------------------------
 
 
-def _require_one_value(variable: StoredVariable, value: object, method: str, frame: Frame) -> None:
+def require_one_value(variable: StoredVariable, value: object, method: str, frame: Frame) -> None:
+    """Raises a LocalityError for a PerReplica, which has a value for each replica."""
     if not isinstance(value, PerReplica):
         return
     raise LocalityError(
@@ -357,7 +358,8 @@ def _update_text(variable: StoredVariable, frame: Frame) -> str:
     )
 
 
-def _no_aggregation_text(variable: StoredVariable, method: str) -> str:
+def no_aggregation_text(variable: StoredVariable, method: str) -> str:
+    """Returns the error text for a write in a replica of a variable with aggregation NONE."""
     return message(
         f"You must specify an aggregation method to update variable {variable.name!r} "
         f"in a replica context ({method})",

@@ -58,7 +58,7 @@ class Stream:
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
         self._make = make
-        self._lock = threading.Lock()  # held while the source makes an element
+        self._lock = threading.RLock()  # held while the source makes an element, and may call us
         self._source: Any = None
         self._returned: list[Any] = []
         self._num_read = 0

@@ -60,6 +60,23 @@ def test_a_restore_has_what_was_peeked_at_and_given_back(source):
     assert [stream.draw(), stream.draw(), stream.draw()] == [1, 3, 4]
 
 
+def test_a_source_may_ask_for_the_position():
+    """As one does that takes a snapshot now and then, where `next` is called by hand."""
+    positions, drawn = [], []
+
+    def source():
+        for i in range(2):
+            positions.append(stream.position().num_read)
+            yield i
+
+    stream = Stream(source)
+    drawing = threading.Thread(target=lambda: drawn.extend([stream.draw(), stream.draw()]))
+    drawing.daemon = True
+    drawing.start()
+    drawing.join(20)
+    assert (positions, drawn) == ([0, 1], [0, 1])
+
+
 def test_a_restore_that_is_refused_changes_nothing():
     source = iter([1, 2, 3])
     stream = Stream(lambda: source)

@@ -35,6 +35,13 @@ class Slotted:
         self.w = jnp.ones(3)
 
 
+class Private:
+    __slots__ = ("__w",)
+
+    def put(self, x):
+        self.__w = x
+
+
 @dataclasses.dataclass(eq=False)
 class Record:
     w: object
@@ -146,6 +153,15 @@ def test_a_traced_value_left_in_a_container(call):
 
     with pytest.raises(TraceLeakError, match=r"Got: .* in s.losses\[0\]\.\n"):
         call(step, (dj.static(State()), ONE))
+
+
+def test_a_traced_value_left_in_a_private_slot(call):
+    def step(s, x):
+        s.put(x + 1)
+        return x
+
+    with pytest.raises(TraceLeakError, match=r"Got: .* in s\._Private__w\.\n"):
+        call(step, (dj.static(Private()), ONE))
 
 
 def test_a_method_that_writes_an_attribute():

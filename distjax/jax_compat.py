@@ -185,9 +185,8 @@ def bind_equation(
 
 def called_jaxpr(eqn: jec.JaxprEqn) -> tuple[jec.Jaxpr, list[Any]]:
     """Returns (jaxpr, consts) of an equation that calls one jaxpr on its operands."""
-    return open_jaxpr(
-        next(eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params)
-    )
+    keys = (key for key in ("jaxpr", "call_jaxpr", "call") if key in eqn.params)
+    return open_jaxpr(eqn.params[next(keys)])
 
 
 def as_inlined(call: jec.JaxprEqn) -> jec.JaxprEqn:
@@ -264,13 +263,14 @@ def spans_processes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool
     return getattr(mesh, "is_multi_process", False)
 
 
-def scan_sizes(eqn: jec.JaxprEqn) -> tuple[int, int]:
-    """Returns (number of constants, number of carries) of a `scan` equation."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    # JAX 0.12 stores the operands' tree instead of their counts.
-    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
-    return len(list(consts)), len(list(carry))
+def split_scan_inputs(eqn: jec.JaxprEqn, ins: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """Returns a `scan` equation's inputs: constants, carry, and what is scanned over."""
+    if "num_consts" not in eqn.params:  # JAX 0.12 stores the operands' tree instead of their counts
+        consts, carry, xs = eqn.params["ft_in"].update(ins).unpack()
+        return list(consts), list(carry), list(xs)
+    carry = eqn.params["num_consts"]
+    xs = carry + eqn.params["num_carry"]
+    return ins[:carry], ins[carry:xs], ins[xs:]
 
 
 def split_while_inputs(eqn: jec.JaxprEqn, ins: list[T]) -> tuple[list[T], list[T], list[T]]:

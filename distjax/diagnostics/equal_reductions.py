@@ -47,9 +47,8 @@ def _inner(
     """Yields the jaxprs that an equation runs, and whether each input may vary."""
     name = eqn.primitive.name
     if name == "scan":
-        num_consts, num_carry = jax_compat.scan_sizes(eqn)
-        carry = outs[:num_carry]  # at the fixpoint
-        ins = [*ins[:num_consts], *carry, *ins[num_consts + num_carry :]]
+        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
+        ins = [*consts, *outs[: len(carry)], *xs]  # the carry at the fixpoint
     elif name == "while":
         body, _ = jax_compat.open_jaxpr(eqn.params["body_jaxpr"])
         yield body, [*jax_compat.split_while_inputs(eqn, ins)[1], *outs]

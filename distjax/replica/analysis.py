@@ -15,7 +15,7 @@ from typing import Any
 from distjax import jax_compat, user_lines
 from distjax.context.expectation import says_equal
 from distjax.errors import DivergenceError, message
-from distjax.jax_compat import Literal, scan_sizes, sub_jaxprs
+from distjax.jax_compat import Literal, sub_jaxprs
 
 #: Collectives whose result is equal on all replicas when run over the whole axis.
 EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
@@ -149,10 +149,8 @@ class Analysis:
     # -- loops and branches ---------------------------------------------------
 
     def _scan(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> list[bool]:
-        num_consts, num_carry = scan_sizes(eqn)
-        body = next(sub_jaxprs(eqn))
-        consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
-        xs = ins[num_consts + num_carry :]
+        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
+        body, num_carry = next(sub_jaxprs(eqn)), len(carry)
         while True:
             outs = self._call(eqn, body, consts + carry + xs)
             joined = join(carry, outs[:num_carry])

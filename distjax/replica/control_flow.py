@@ -98,23 +98,21 @@ def _emit_remat(
 def _emit_scan(
     emitter: Emitter, eqn: jax_compat.JaxprEqn, ins: list[GlobalValue]
 ) -> list[GlobalValue]:
-    num_consts, num_carry = jax_compat.scan_sizes(eqn)
+    consts, start, xs = jax_compat.split_scan_inputs(eqn, ins)
     inner, inner_consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
-    xs = ins[num_consts + num_carry :]
     x_flags = [x.varying for x in xs]
     x_arrays = [jnp.moveaxis(x.array, 1, 0) if x.varying else jnp.asarray(x.array) for x in xs]
 
     def step(carry: Sequence[GlobalValue], x_slices: Sequence[Any]) -> list[GlobalValue]:
-        global_values = [GlobalValue(a, f) for a, f in zip(x_slices, x_flags, strict=True)]
-        return emitter.emit(inner, inner_consts, [*consts, *carry, *global_values])
+        x_values = _as_global_values(x_slices, x_flags)
+        return emitter.emit(inner, inner_consts, [*consts, *carry, *x_values])
 
     slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in x_arrays]
-    carry, flags, y_flags = _fixpoint(emitter, carry, slices, step)
+    carry, flags, y_flags = _fixpoint(emitter, start, slices, step)
 
     def body(arrays: Sequence[Any], x_slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outs = step(_as_global_values(arrays, flags), x_slices)
-        return _level(emitter, outs[:num_carry], flags), _level(emitter, outs[num_carry:], y_flags)
+        outs, count = step(_as_global_values(arrays, flags), x_slices), len(flags)
+        return _level(emitter, outs[:count], flags), _level(emitter, outs[count:], y_flags)
 
     final, ys = lax.scan(
         body,

@@ -253,12 +253,10 @@ class FactWalk:
             self._calls.pop()
 
     def _scan(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
-        num_consts, num_carry = jax_compat.scan_sizes(eqn)
+        consts, carry, xs = jax_compat.split_scan_inputs(eqn, ins)
         body = next(jax_compat.sub_jaxprs(eqn))
-        consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
-        xs = [x._replace(number=None) for x in ins[num_consts + num_carry :]]
         with self._within(eqn):
-            return self._fixpoint(body, consts, carry, xs)
+            return self._fixpoint(body, consts, carry, [x._replace(number=None) for x in xs])
 
     def _fixpoint(
         self, body: Jaxpr, consts: list[Fact], carry: list[Fact], xs: list[Fact]

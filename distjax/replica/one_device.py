@@ -72,11 +72,11 @@ class OneDevice:
             return self.evaluate(*jax_compat.called_jaxpr(eqn), ins)
         if name == "remat2":
             options = {key: params[key] for key in ("prevent_cse", "policy")}
-            return jax.checkpoint(self._branch(params["jaxpr"]), **options)(*ins)
+            return jax.checkpoint(self._as_function(params["jaxpr"]), **options)(*ins)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, ins)
         if name in ("custom_jvp_call", "custom_vjp_call"):
-            evaluate = jax.custom_jvp(self._branch(params["call_jaxpr"]))
+            evaluate = jax.custom_jvp(self._as_function(params["call_jaxpr"]))
             evaluate.defjvp(_refuse_derivative)
             return evaluate(*ins)
         if name in _ALL_MAPPED:
@@ -132,21 +132,20 @@ class OneDevice:
     # -- loops and branches ----------------------------------------------------
 
     def _scan(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        num_consts, num_carry = jax_compat.scan_sizes(eqn)
-        jaxpr, consts = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-        shared, xs = ins[:num_consts], ins[num_consts + num_carry :]
+        shared, start, xs = jax_compat.split_scan_inputs(eqn, ins)
+        evaluate = self._as_function(eqn.params["jaxpr"])
 
         def body(carry: Sequence[Any], x: Sequence[Any]) -> Any:
-            outs = self.evaluate(jaxpr, consts, [*shared, *carry, *x])
-            return outs[:num_carry], outs[num_carry:]
+            outs = evaluate(*shared, *carry, *x)
+            return outs[: len(carry)], outs[len(carry) :]
 
         options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, ins[num_consts : num_consts + num_carry], xs, **options)
+        carry, ys = lax.scan(body, start, xs, **options)
         return [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         of_cond, of_body, carry = jax_compat.split_while_inputs(eqn, ins)
-        cond, body = self._branch(eqn.params["cond_jaxpr"]), self._branch(eqn.params["body_jaxpr"])
+        cond, body = map(self._as_function, (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
         return lax.while_loop(
             lambda values: cond(*of_cond, *values)[0],
             lambda values: body(*of_body, *values),
@@ -154,9 +153,10 @@ class OneDevice:
         )
 
     def _cond(self, eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        return lax.switch(ins[0], list(map(self._branch, eqn.params["branches"])), *ins[1:])
+        return lax.switch(ins[0], list(map(self._as_function, eqn.params["branches"])), *ins[1:])
 
-    def _branch(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    def _as_function(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+        """Returns a function that evaluates the code as separate devices would."""
         jaxpr, consts = jax_compat.open_jaxpr(closed)
         return lambda *args: self.evaluate(jaxpr, consts, args)
 

@@ -28,9 +28,7 @@ def equal_reductions(
       varying: which of its inputs may differ between replicas.
       analysis: the rules of the replica axis.
     """
-    env = dict(zip(jaxpr.invars, varying, strict=True))
-    env.update((v, False) for v in jaxpr.constvars)
-    analysis.run(jaxpr.eqns, env)
+    env = analysis.values(jaxpr, varying)
     for eqn in jaxpr.eqns:
         ins = [not isinstance(v, Literal) and env[v] for v in eqn.invars]
         is_reduction = eqn.primitive.name in _REDUCTIONS and analysis.over_replicas(eqn)

@@ -82,6 +82,13 @@ class Analysis:
         proved = self._outputs(eqn, ins)
         return [True] * len(proved) if _blind.get() else proved
 
+    def values(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> dict[Any, bool]:
+        """Returns which values of `jaxpr` differ, given which inputs do."""
+        varying = dict(zip(jaxpr.invars, ins, strict=True))
+        varying.update((v, False) for v in jaxpr.constvars)
+        self.run(jaxpr.eqns, varying)
+        return varying
+
     def outputs(self, jaxpr: jax_compat.Jaxpr, ins: Sequence[bool]) -> list[bool]:
         """Returns which outputs of `jaxpr` differ, given which inputs do.
 
@@ -89,9 +96,7 @@ class Analysis:
         """
         key = id(jaxpr), tuple(ins), _blind.get(), self._is_declared
         if key not in self._remembered:
-            varying = dict(zip(jaxpr.invars, ins, strict=True))
-            varying.update((v, False) for v in jaxpr.constvars)
-            self.run(jaxpr.eqns, varying)
+            varying = self.values(jaxpr, ins)
             outs = [not isinstance(v, Literal) and varying[v] for v in jaxpr.outvars]
             self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
         return list(self._remembered[key][1])

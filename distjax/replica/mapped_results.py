@@ -33,17 +33,11 @@ from distjax.variables.conversion import is_number
 
 
 class DataFlow(NamedTuple):
-    """The jaxpr of a replica function, and which of its inputs differ."""
+    """The jaxpr of a replica function, its inputs, and the name of the replica axis."""
 
     jaxpr: Jaxpr
-    varying: dict[Any, bool]
-    analysis: Analysis
-
-    @classmethod
-    def of(cls, jaxpr: Jaxpr, inputs: Sequence[GlobalValue], axis_name: str) -> DataFlow:
-        """Returns the flow for these inputs."""
-        varying = dict(zip(jaxpr.invars, (v.varying for v in inputs), strict=True))
-        return cls(jaxpr, varying, Analysis(axis_name))
+    inputs: Sequence[GlobalValue]
+    axis_name: str
 
     def origins(self, indices: Sequence[int]) -> list[JaxprEqn | None]:
         """Returns the equations that made these results differ; None for an argument.
@@ -52,8 +46,7 @@ class DataFlow(NamedTuple):
         one, as parameters and a gradient do; otherwise the one that made the result.
         """
         made_by: dict[Any, JaxprEqn] = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
-        varying = {**dict.fromkeys(self.jaxpr.constvars, False), **self.varying}
-        self.analysis.run(self.jaxpr.eqns, varying)
+        varying = Analysis(self.axis_name).values(self.jaxpr, [x.varying for x in self.inputs])
 
         def find(last: JaxprEqn | None) -> JaxprEqn | None:
             eqn = last

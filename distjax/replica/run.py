@@ -117,7 +117,7 @@ def run_in_trace(
     facts = _tell_findings(fn, _Emitted(given, traced, results, finals), outer, named, options)
     pinned = _pin_results(results, topology)
     if options.out_axes is not AS_VALUES:
-        flow = DataFlow.of(traced.jaxpr, global_values, named.axis_name)
+        flow = DataFlow(traced.jaxpr, global_values, named.axis_name)
         return stack_results(given.name, traced.result, pinned, flow, topology, options)
     values = [as_user_value(r, topology) for r in pinned]
     remember(values, facts)

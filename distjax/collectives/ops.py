@@ -68,11 +68,26 @@ def all_reduce(op: ReduceOp, x: ArrayLike, axis_name: str, num_replicas: int) ->
 
     Its derivative is the same all-reduce applied to the cotangents.
     """
+    total = lax.psum(as_summand(op, x, "all_reduce"), axis_name)
+    return from_total(op, total, num_replicas)
+
+
+def as_summand(op: ReduceOp, x: ArrayLike, method: str) -> jax.Array:
+    """Returns `x` as `op` adds it up: of the dtype of the result, and strongly typed, like psum.
+
+    Raises:
+      TypeError: PRNG keys.
+    """
     x = jnp.asarray(x)  # psum of a Python number would return a Python number
-    require_sums(x.dtype, "all_reduce")
-    if op is ReduceOp.SUM:
-        return lax.psum(x, axis_name)
-    return lax.psum(x.astype(mean_dtype(x.dtype)), axis_name) / num_replicas
+    require_sums(x.dtype, method)
+    if op is ReduceOp.MEAN:
+        return x.astype(mean_dtype(x.dtype))
+    return x.astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
+
+
+def from_total(op: ReduceOp, total: jax.Array, num_replicas: int) -> jax.Array:
+    """Returns the result of `op` from the sum over the replicas."""
+    return total if op is ReduceOp.SUM else total / num_replicas
 
 
 def from_first_replica(x: ArrayLike, axis_name: str) -> jax.Array:

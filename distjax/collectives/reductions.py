@@ -51,18 +51,19 @@ def reduce_arrays(
     ]
 
     def on_replica(*local: jax.Array) -> list[Any]:
-        inner = [_as_summand(op, _within(op, x, axes)) for x in local]
+        inner = [ops.as_summand(op, _within(op, x, axes), "reduce") for x in local]
         kinds = list(zip(inner, varying, scattered, splits, strict=True))
         whole = [x for x, varies, is_scattered, _ in kinds if varies and not is_scattered]
         summed = iter(sum_over_replicas(whole, topology, options))
-        totals = []
+        reduced = []
         for x, varies, is_scattered, split in kinds:
             if not varies:
-                totals.append(x * count if op is ReduceOp.SUM else x)
-                continue
-            total = split.reduce(ReduceOp.SUM, x, topology) if is_scattered else next(summed)
-            totals.append(total if op is ReduceOp.SUM else total / count)
-        return totals
+                reduced.append(x * count if op is ReduceOp.SUM else x)
+            elif is_scattered:
+                reduced.append(split.reduce(op, x, topology))
+            else:
+                reduced.append(ops.from_total(op, next(summed), count))
+        return reduced
 
     arrays = [jnp.asarray(a) for a in arrays]
     outs = map_replicas(topology, on_replica, arrays, varying, scattered)
@@ -70,12 +71,6 @@ def reduce_arrays(
         split.from_replicas(x) if is_scattered else x
         for x, is_scattered, split in zip(outs, scattered, splits, strict=True)
     ]
-
-
-def _as_summand(op: ReduceOp, x: jax.Array) -> jax.Array:
-    if op is ReduceOp.MEAN:
-        return x.astype(ops.mean_dtype(x.dtype))
-    return x.astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)  # strongly typed, like psum
 
 
 def _within(op: ReduceOp, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -106,7 +101,7 @@ def reduce_masked(
 
     def on_replica(value: jax.Array, mask: jax.Array) -> list[Any]:
         mask = spread_mask(mask, value.shape)
-        kept = _as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)))
+        kept = ops.as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)), "reduce")
         # In float16 the sum behind a mean could overflow although the mean does not.
         wide = kept.dtype if op is ReduceOp.SUM else jnp.promote_types(kept.dtype, jnp.float32)
         total = lax.psum(jnp.sum(kept, axis=axes, dtype=wide), topology.axis_name)

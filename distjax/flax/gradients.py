@@ -17,15 +17,14 @@ import jax
 import optax
 from flax import nnx
 
-from distjax.collectives.mapping import map_replicas
-from distjax.collectives.ops import as_reduce_op
-from distjax.collectives.packing import sum_over_replicas
+from distjax.collectives.ops import as_reduce_op, from_total
+from distjax.collectives.reductions import reduce_arrays
 from distjax.context import frames
 from distjax.errors import UnsupportedError, message
 from distjax.flax.layouts import gradient_form
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica
-from distjax.replica.global_value import from_user_value, stack_replicas
+from distjax.replica.global_value import from_user_value, replica_aval, stack_replicas
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.strategy import Strategy
 from distjax.typing import PyTree, ReduceOpLike
@@ -291,33 +290,32 @@ def _reduce_gradients(
     """
     topology = extended.topology
     values = list(map(from_user_value, grads))
-    arrays = [stack_replicas(value, topology) for value in values]
     done = [
-        own is not None and g.shape[1:] != p.shape
-        for g, p, own in zip(arrays, params, own_forms, strict=True)
+        own is not None and replica_aval(value).shape != p.shape
+        for value, p, own in zip(values, params, own_forms, strict=True)
     ]
     forms = [
         own if own is not None and is_done else gradient_form(extended, p)
         for p, own, is_done in zip(params, own_forms, done, strict=True)
     ]
-    equal = [not (v.varying or f.is_split) for v, f in zip(values, forms, strict=True)]
-
-    def reduce(*local: jax.Array) -> list[jax.Array]:
-        whole = [i for i, f in enumerate(forms) if not (done[i] or equal[i] or f.is_split)]
-        sums = sum_over_replicas([local[i] for i in whole], topology, extended.communication)
-        out = dict(zip(whole, sums, strict=True))
-        for i, form in enumerate(forms):
-            if i not in out:
-                is_reduced = done[i] or equal[i]
-                out[i] = local[i] if is_reduced else form.reduce(ReduceOp.SUM, local[i], topology)
-        return [out[i] for i in range(len(local))]
-
-    splits = [form.is_split for form in forms]
-    sums = map_replicas(topology, reduce, arrays, [True] * len(arrays), splits)
-    sums = [
-        form.from_replicas(x) if form.is_split else x for x, form in zip(sums, forms, strict=True)
+    varying = [v.varying or f.is_split for v, f in zip(values, forms, strict=True)]
+    arrays = [
+        stack_replicas(value, topology) if varies else value.array
+        for value, varies in zip(values, varying, strict=True)
     ]
-    count = topology.num_replicas
-    if op is ReduceOp.MEAN:
-        return [x if is_equal else x / count for x, is_equal in zip(sums, equal, strict=True)]
-    return [x * count if is_equal else x for x, is_equal in zip(sums, equal, strict=True)]
+    left = [i for i, is_done in enumerate(done) if not is_done]
+    reduced = iter(
+        reduce_arrays(
+            [arrays[i] for i in left],
+            topology,
+            op,
+            tuple(varying[i] for i in left),
+            (),
+            extended.communication,
+            tuple(forms[i] if forms[i].is_split else None for i in left),
+        )
+    )
+    return [
+        from_total(op, form.from_replicas(x), topology.num_replicas) if is_done else next(reduced)
+        for x, form, is_done in zip(arrays, forms, done, strict=True)
+    ]

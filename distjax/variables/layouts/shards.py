@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Sharding
 
-from distjax.collectives.ops import require_sums
+from distjax.collectives.ops import as_summand, from_total
 from distjax.modes import ReduceOp
 from distjax.placement.topology import Topology
-from distjax.typing import ArrayLike
+
+_METHOD = "a reduction to shards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,11 @@ class AxisShards:
 
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
+        summand = as_summand(op, value, _METHOD)
         total = lax.psum_scatter(
-            _as_summand(value), topology.axis_name, scatter_dimension=self.axis, tiled=True
+            summand, topology.axis_name, scatter_dimension=self.axis, tiled=True
         )
-        return total if op is ReduceOp.SUM else total / topology.num_replicas
+        return from_total(op, total, topology.num_replicas)
 
     def unstack(
         self, local: jax.Array, shape: tuple[int, ...]
@@ -158,16 +160,10 @@ class Shards:
 
     def reduce(self, op: ReduceOp, value: jax.Array, topology: Topology) -> jax.Array:
         """Returns this replica's shard of the sum or mean, by a reduce-scatter."""
-        total = lax.psum_scatter(self.split(_as_summand(value)), topology.axis_name)
-        return total if op is ReduceOp.SUM else total / topology.num_replicas
+        summand = as_summand(op, value, _METHOD)
+        total = lax.psum_scatter(self.split(summand), topology.axis_name)
+        return from_total(op, total, topology.num_replicas)
 
     def unstack(self, local: jax.Array, shape: tuple[int, ...]) -> None:
         """Returns None: how `split` acts on slices is unknown."""
         return None
-
-
-def _as_summand(value: ArrayLike) -> jax.Array:
-    value = jnp.asarray(value)
-    require_sums(value.dtype, "a reduction to shards")
-    # psum counts booleans as int32; reduce-scatter would reject them.
-    return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value

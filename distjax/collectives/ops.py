@@ -36,7 +36,8 @@ def as_reduce_op(op: ReduceOpLike, where: str = "op") -> ReduceOp:
             "case), VariableAggregation.SUM or VariableAggregation.MEAN",
             got=f"{op!r} is not a valid ReduceOp" if isinstance(op, str) else describe_value(op),
             why="these are the two ways in which values of replicas combine",
-            fix="the operation comes first: strategy.reduce('sum', x), ctx.all_reduce('sum', x)",
+            fix="'sum' or 'mean'; the operation comes first in strategy.reduce('sum', x), "
+            "ctx.all_reduce('sum', x)",
         )
     )
 

@@ -80,7 +80,7 @@ class Optimizer:
             fix="dj.optim.Optimizer(tx, accumulate_steps=4)",
         )
         self._tx = optax.with_extra_args_support(tx)
-        self._op = as_reduce_op(reduce_op)
+        self._op = as_reduce_op(reduce_op, "Optimizer: reduce_op")
         self._accumulate_steps = accumulate_steps
         self._tree: Any = None
         self._variables: list[Variable] = []

@@ -25,6 +25,7 @@ from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
 from distjax.errors import describe_value, message
 from distjax.integers import require_int
+from distjax.modes import ReduceOp
 from distjax.objects.claims import HeldClaims
 from distjax.program.program import Program
 from distjax.replica import lax
@@ -73,16 +74,14 @@ class MultiStepContext:
         Context: cross-replica, or replica (where it does a `merge_call`).
 
         Raises:
-          ValueError: no reduce_op in a replica context.
+          ValueError: no reduce_op in a replica context, or an unknown one.
           TypeError: a leaf that is not an array or a number.
         """
         frame = frames.current()
         replica = frame.replica_context
-        is_kept = reduce_op is None and not frame.has_strategy
-        if replica is None or is_kept:
-            self._set(frame.strategy, output, name, reduce_op)
-            return
-        if reduce_op is None:
+        if reduce_op is not None:
+            reduce_op = as_reduce_op(reduce_op, "set_last_step_output: reduce_op")
+        elif replica is not None and frame.has_strategy:
             raise ValueError(
                 message(
                     f"set_last_step_output({name!r}) needs a reduce_op in a replica context",
@@ -91,10 +90,13 @@ class MultiStepContext:
                     fix=f"context.set_last_step_output({name!r}, output, reduce_op='mean')",
                 )
             )
-        replica.merge_call(self._set, args=(output, name, as_reduce_op(reduce_op)))
+        if replica is None or reduce_op is None:
+            self._set(frame.strategy, output, name, reduce_op)
+        else:
+            replica.merge_call(self._set, args=(output, name, reduce_op))
 
     def _set(
-        self, strategy: StrategyLike, output: PyTree, name: str, reduce_op: ReduceOpLike | None
+        self, strategy: StrategyLike, output: PyTree, name: str, reduce_op: ReduceOp | None
     ) -> None:
         _require_arrays(output, name)
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)

@@ -413,5 +413,6 @@ def test_swapped_arguments_are_told_their_order(pair):
     with pytest.raises(ValueError) as info:
         pair.reduce(1.0, "mean")
     assert str(info.value).endswith(
-        "Fix: the operation comes first: strategy.reduce('sum', x), ctx.all_reduce('sum', x)"
+        "Fix: 'sum' or 'mean'; the operation comes first in strategy.reduce('sum', x), "
+        "ctx.all_reduce('sum', x)"
     )

@@ -51,6 +51,17 @@ def test_r325_outputs_of_the_last_step(pair, iterations, raw):
     assert context.run_op is None
 
 
+@pytest.mark.parametrize("in_replica", [False, True])
+def test_an_op_that_is_none(pair, in_replica):
+    def step(context, inputs):
+        put = lambda x: context.set_last_step_output("x", x, reduce_op="max")
+        return pair.run(put, args=(inputs,)) if in_replica else put(inputs)
+
+    iterator = iter(pair.distribute_dataset(batches(8, 4)))
+    with pytest.raises(ValueError, match="^set_last_step_output: reduce_op needs a ReduceOp: "):
+        pair.extended.run_steps_on_iterator(step, iterator)
+
+
 @pytest.mark.api_row("set_last_step_output")
 def test_r327_a_replica_needs_a_reduce_op(pair):
     def step(context, inputs):

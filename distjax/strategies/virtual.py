@@ -26,7 +26,7 @@ class VirtualStrategy(Strategy):
     Example:
       >>> strategy = dj.VirtualStrategy(64)
       >>> strategy.run(lambda: dj.get_replica_context().all_reduce("sum", 1))
-      Array(64, dtype=int32, weak_type=True)
+      Array(64, dtype=int32)
     """
 
     def __init__(

@@ -64,6 +64,13 @@ def test_decision_25_numbers_are_arrays_and_none_is_empty(pair, how):
     assert pair.run(lambda: context().all_reduce("sum", None)) is None
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("number", [1, 1.0])
+def test_the_result_of_a_number_is_not_weakly_typed(pair, how, op, number):
+    out = how(lambda: pair.run(lambda: context().all_reduce(op, number)))()
+    assert not out.weak_type
+
+
 def test_r141_mean_of_integers(pair, how):
     x = per_replica(pair, [np.int32(1), np.int32(2)])
     out = how(lambda x: pair.run(lambda x: context().all_reduce("mean", x), args=(x,)))(x)

@@ -7,7 +7,7 @@ they are, and a sum over several replicas raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -90,16 +90,29 @@ def _reduce_leaves(
         observer.on_equal_reduction(f"reduce({op.name})")
     found_splits = [s for x, s in zip(global_values, splits, strict=False) if x is not None]
     static = (op, tuple(x.varying for x in found), axes, options, tuple(found_splits))
-    reduce = lambda arrays: call_compiled(reduce_arrays, arrays, extended.topology, *static)
-    arrays = [x.array for x in found]
     name = op.name if not axes else f"{op.name}_within"
-    outs = call_as_reduction(name, reduce, arrays) if found else []
-    follow_between_runs(name, arrays, outs, extended.topology)
-    reduced = iter(outs)
+    reduced = iter(_call(extended, name, reduce_arrays, found, *static))
     return [
         next(reduced) if x is not None else _reduce_elsewhere(extended, op, leaf, axes)
         for x, leaf in zip(global_values, leaves, strict=True)
     ]
+
+
+def _call(
+    extended: ExtendedContract,
+    name: str,
+    fn: Callable[..., list[Any]],
+    values: Sequence[GlobalValue],
+    *static: object,
+) -> list[Any]:
+    """Returns ``fn(arrays, topology, *static)``, compiled; tracks facts under `name`."""
+    if not values:
+        return []
+    arrays, topology = [x.array for x in values], extended.topology
+    call = lambda arrays: call_compiled(fn, arrays, topology, *static)
+    outs = call_as_reduction(name, call, arrays)
+    follow_between_runs(name, arrays, outs, topology)
+    return outs
 
 
 def _as_global_value(
@@ -373,12 +386,8 @@ def gather(extended: ExtendedContract, value: PyTree, axis: int) -> Any:
     found = [x for x in global_values if x is not None]
     for x in found:
         require_gather_axis(x.array.ndim - int(x.varying), axis, "gather")
-    static = (tuple(x.varying for x in found), axis)
-    collect = lambda arrays: call_compiled(gather_arrays, arrays, extended.topology, *static)
-    arrays = [x.array for x in found]
-    outs = call_as_reduction("GATHER", collect, arrays) if found else []
-    follow_between_runs("GATHER", arrays, outs, extended.topology)
-    gathered = iter(outs)
+    varying = tuple(x.varying for x in found)
+    gathered = iter(_call(extended, "GATHER", gather_arrays, found, varying, axis))
     outs = [
         next(gathered) if x is not None else v for x, v in zip(global_values, leaves, strict=True)
     ]

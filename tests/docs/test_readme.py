@@ -50,6 +50,12 @@ def test_every_package_stands_at_its_floor():
     assert max(FLOORS[name] for name in modules) < 0
 
 
+def test_every_module_stands_in_the_readme_of_its_package():
+    for page in (ROOT / "distjax").glob("*/README.md"):
+        modules = {path.stem for path in page.parent.rglob("*.py")} - {"__init__"}
+        assert modules <= set(re.findall(r"(\w+)\.py", page.read_text())), page
+
+
 def test_as_many_wrong_programs_are_found_as_it_says():
     (number,) = re.findall(r"over (\d+) realistic mistakes", TEXT)
     (percent,) = re.findall(r"more\s+than (\d+)% of the mistakes", TEXT)

@@ -75,9 +75,7 @@ def examine(
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
-    ins = [_of_argument(i, argument) for i, argument in enumerate(args)]
-    env = dict(zip(jaxpr.invars, ins, strict=True))
-    walk.run(jaxpr, env)
+    env = walk.run(jaxpr, [_of_argument(i, argument) for i, argument in enumerate(args)])
     outs = [walk.read(env, v) for v in jaxpr.outvars]
     of_user, of_objects, finals = outs[:own], outs[own:results], outs[results:]
     findings.find_sums(walk)

@@ -193,18 +193,19 @@ class FactWalk:
         call = id(self._calls[-1]) if self._calls and len(jaxpr.eqns) < _SMALL else None
         key = id(jaxpr), tuple(ins), self.in_transpose, call
         if key not in self._remembered:
-            env = dict(zip(jaxpr.invars, ins, strict=True))
-            self.run(jaxpr, env)
+            env = self.run(jaxpr, ins)
             outs = [self.read(env, v) for v in jaxpr.outvars]
             self._remembered[key] = jaxpr, outs  # keeps the jaxpr alive, so its id stays valid
         return self._remembered[key][1]
 
-    def run(self, jaxpr: Jaxpr, env: dict[Any, Fact]) -> None:
-        """Adds the facts of all values of `jaxpr` to `env`."""
+    def run(self, jaxpr: Jaxpr, ins: Sequence[Fact]) -> dict[Any, Fact]:
+        """Returns the facts of all values of `jaxpr`, given those of its inputs."""
+        env = dict(zip(jaxpr.invars, ins, strict=True))
         env.update((v, EQUAL) for v in jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            ins = [self.read(env, v) for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, ins), strict=True))
+            operands = [self.read(env, v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
+        return env
 
     def read(self, env: Mapping[Any, Fact], atom: Var | Literal) -> Fact:
         """Returns the fact of a variable or literal."""

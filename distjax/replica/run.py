@@ -45,7 +45,7 @@ from distjax.replica.state_check import check_state
 from distjax.replica.static import mark_modules
 from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.variables.conversion import is_number
-from distjax.variables.state import TraceState, variable_p
+from distjax.variables.state import TraceState, find_variables
 
 
 class _Emitted(NamedTuple):
@@ -249,9 +249,6 @@ def _bind_created(
 def _emit(
     topology: Topology, traced: ReplicaTrace, args: Sequence[GlobalValue], outer: TraceState
 ) -> list[Any]:
-    known = {}
-    for eqn in traced.jaxpr.eqns:
-        if eqn.primitive is variable_p:
-            variable = eqn.params["variable"]()
-            known[eqn.outvars[0]] = from_variable(variable, outer.read(variable))
+    read = find_variables(traced.jaxpr)
+    known = {name: from_variable(variable, outer.read(variable)) for name, variable in read.items()}
     return JaxprEmitter(topology).emit(traced.jaxpr, traced.consts, args, known)

@@ -69,17 +69,23 @@ def _refuse_to_evaluate(*, variable: WeakVariable, aval: ShapedArray) -> Any:
     )
 
 
+def find_variables(jaxpr: jax_compat.Jaxpr) -> dict[jax_compat.Var, Any]:
+    """Returns the variables that `jaxpr` reads, by the names of their values."""
+    reads = (e for e in jaxpr.eqns if e.primitive is variable_p)
+    return {e.outvars[0]: e.params["variable"]() for e in reads}
+
+
 def with_variables_as_inputs(jaxpr: jax_compat.Jaxpr) -> tuple[jax_compat.Jaxpr, list[Any]]:
     """Returns `jaxpr` with an input more for each variable that it reads, and these variables."""
-    reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
+    read = find_variables(jaxpr)
     code = jax_compat.new_jaxpr(
         jaxpr,
         jaxpr.constvars,
-        [*jaxpr.invars, *(e.outvars[0] for e in reads)],
+        [*jaxpr.invars, *read],
         jaxpr.outvars,
         [e for e in jaxpr.eqns if e.primitive is not variable_p],
     )
-    return code, [e.params["variable"]() for e in reads]
+    return code, list(read.values())
 
 
 class StorageState:

@@ -39,7 +39,6 @@ from distjax.servers.cutting.owners import ServerShare, cut_by_owner
 from distjax.servers.cutting.shipping import require_small
 from distjax.servers.cutting.staging import (
     TracedStage,
-    find_snapshot,
     open_calls,
     read_parts,
     split_stages,
@@ -48,6 +47,7 @@ from distjax.servers.cutting.update import Update, trace_update
 from distjax.servers.extended import ParameterServerExtended
 from distjax.servers.plan import Plan, Push, Stage
 from distjax.servers.server_storage import parts_of
+from distjax.variables.state import find_variables
 from distjax.variables.variable import Variable
 
 
@@ -103,7 +103,7 @@ def assemble_plan(
     results = _normalize(jaxpr.outvars[: len(traced.result.leaves)], constants)
     stages = split_stages(jaxpr, results)
     used = _names(results).union(*map(_uses, stages))
-    snapshot = {v: x for v, x in find_snapshot(jaxpr).items() if v in used}
+    snapshot = {v: x for v, x in find_variables(jaxpr).items() if v in used}
     merged = (v for s in stages for m in s.merges for v in (*m.read, *m.written) if v is not None)
     variables = tuple(dict.fromkeys((*snapshot.values(), *merged)))
     for variable in variables:

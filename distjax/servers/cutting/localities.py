@@ -16,7 +16,7 @@ from distjax.placement.topology import Topology
 from distjax.replica.emit import JaxprEmitter
 from distjax.replica.global_value import GlobalValue, as_user_value
 from distjax.servers.cutting.code import aval_of_atom
-from distjax.servers.cutting.staging import find_snapshot
+from distjax.variables.state import find_variables
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_localities(
     given = Localities(
         topology, frozenset(v for v, t in zip(jaxpr.invars, args_varying, strict=True) if t)
     )
-    ins = [*jaxpr.invars, *find_snapshot(jaxpr)]
+    ins = [*jaxpr.invars, *find_variables(jaxpr)]
     atoms = (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars)
     names = list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
     everything = jax_compat.new_jaxpr(jaxpr, (), jaxpr.invars, names, jaxpr.eqns)

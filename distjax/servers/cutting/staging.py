@@ -137,12 +137,6 @@ def _loop_text(name: str, merge: JaxprEqn) -> str:
 # -- stages -------------------------------------------------------------------
 
 
-def find_snapshot(jaxpr: Jaxpr) -> dict[Var, Variable]:
-    """Returns the variables whose values a replica trace starts from, by the values' names."""
-    reads = [e for e in jaxpr.eqns if e.primitive is variable_p]
-    return {e.outvars[0]: e.params["variable"]() for e in reads}
-
-
 def read_parts(snapshot: Mapping[Var, Variable]) -> tuple[list[JaxprEqn], dict[Var, Part]]:
     """Returns equations that join variables from their parts, and the parts by name."""
     eqns: list[JaxprEqn] = []

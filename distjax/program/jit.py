@@ -30,7 +30,7 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_argument_note, explain_devices
 from distjax.program.program import Program, Require
-from distjax.program.retraces import fresh_functions
+from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_callable
 from distjax.replica.partitioned_tree import as_static
 from distjax.replica.static import is_module, unmark
@@ -159,7 +159,7 @@ class CompiledFunction:
         program = self._programs.get(key)
         if program is None:
             step = JitStep(self._fn, frame, self._donate_argnums, self._require is not None)
-            on_second_call = fresh_functions.record(self._fn, frame.strategy)
+            on_second_call = record_new_function(self._fn, frame.strategy)
             program = Program(step, on_second_call, self._require)
             self._programs[key] = program
             if not frames.stack():

@@ -65,45 +65,39 @@ class RetraceWatch:
         )
 
 
-class FreshFunctionCounter:
-    """Counts function objects that a loop creates anew for each call of the same code.
+def record_new_function(fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
+    """Records a new function; warns at the 8th, 16th, 32nd, ... with the same code in a row.
 
-    Each is compiled, called once and discarded: every step compiles, and nothing else shows it.
+    A loop that creates a function anew for each step compiles it each time, and nothing else
+    shows it.
+
+    Args:
+      fn: a function passed to `run` or `dj.jit` for the first time.
+      strategy: where it is called; another one starts a new streak.
+
+    Returns:
+      A callback for the function's second call, which ends the streak.
     """
-
-    def __init__(self) -> None:
-        self._streaks = FunctionCache(lambda _: _Streak())
-
-    def record(self, fn: Callable[..., Any], strategy: StrategyLike) -> Callable[[], None]:
-        """Records a new function; warns at the 8th, 16th, 32nd, ... in a row.
-
-        Args:
-          fn: the function.
-          strategy: where it is called; another one starts a new streak.
-
-        Returns:
-          A callback for the function's second call, which ends the streak.
-        """
-        code = _code_of(fn)
-        if code is None:
-            return lambda: None
-        streak: _Streak = self._streaks.get(code)
-        streak.add(strategy)
-        if streak.count == streak.warn_at:
-            streak.warn_at *= 2
-            warnings.warn(
-                message(
-                    f"{function_name(fn)} needs to be one function object for all its calls",
-                    got=f"{streak.count} function objects of the same code, each called once",
-                    why="a compiled program is found by the function object, so that a new "
-                    "lambda, functools.partial or jit is compiled at each call",
-                    fix="make it once, before the loop: fn = functools.partial(...); "
-                    "strategy.run(fn, ...)",
-                ),
-                RecompilationWarning,
-                stacklevel=user_lines.user_stacklevel(),
-            )
-        return streak.clear
+    code = _code_of(fn)
+    if code is None:
+        return lambda: None
+    streak: _Streak = _streaks.get(code)
+    streak.add(strategy)
+    if streak.count == streak.warn_at:
+        streak.warn_at *= 2
+        warnings.warn(
+            message(
+                f"{function_name(fn)} needs to be one function object for all its calls",
+                got=f"{streak.count} function objects of the same code, each called once",
+                why="a compiled program is found by the function object, so that a new lambda, "
+                "functools.partial or jit is compiled at each call",
+                fix="make it once, before the loop: fn = functools.partial(...); "
+                "strategy.run(fn, ...)",
+            ),
+            RecompilationWarning,
+            stacklevel=user_lines.user_stacklevel(),
+        )
+    return streak.clear
 
 
 class _Streak:
@@ -123,8 +117,8 @@ class _Streak:
         self.count, self.warn_at = 0, FIRST_WARNING
 
 
-#: For all functions passed to `run` and `dj.jit`.
-fresh_functions = FreshFunctionCounter()
+#: By code.
+_streaks = FunctionCache(lambda _: _Streak())
 
 
 def _code_of(fn: Callable[..., Any]) -> types.CodeType | None:

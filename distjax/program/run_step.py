@@ -18,8 +18,8 @@ from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.jit import CompiledFunction, donated_numbers
-from distjax.program.program import Program
-from distjax.program.retraces import fresh_functions
+from distjax.program.program import Program, Require
+from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_callable
 from distjax.replica.user_names import function_name, positional_names, user_path
 from distjax.typing import PyTree
@@ -60,12 +60,14 @@ class RunStep:
         """Returns the stateful objects that a call takes or the function captured."""
         return extract_objects(self._resolve(), args, kwargs, self._extended.strategy, (), held)
 
-    def require_no_bare_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises for an array that is split over the replicas without being a PerReplica."""
-        require_no_bare_rows(self._extended.topology, self.name, self.argument_names, args, kwargs)
+
+def _bare_rows_check(extended: ExtendedLike, fn: Callable[..., Any]) -> Require:
+    """Returns `_require_no_bare_rows` for the arguments of ``fn``."""
+    names = function_name(fn), positional_names(fn)
+    return functools.partial(_require_no_bare_rows, extended.topology, *names)
 
 
-def require_no_bare_rows(
+def _require_no_bare_rows(
     topology: Topology,
     name: str,
     argument_names: Sequence[str],
@@ -109,9 +111,9 @@ def make_run_program(extended: ExtendedLike, resolve: Callable[[], Any]) -> Prog
       extended: the `extended` of the strategy whose replicas run it.
       resolve: returns the function, which a program does not keep alive.
     """
-    on_second_call = fresh_functions.record(resolve(), extended.strategy)
-    step = RunStep(extended, resolve)
-    return Program(step, on_second_call, step.require_no_bare_rows)
+    fn = resolve()
+    on_second_call = record_new_function(fn, extended.strategy)
+    return Program(RunStep(extended, resolve), on_second_call, _bare_rows_check(extended, fn))
 
 
 def compile_on_replicas(
@@ -125,7 +127,5 @@ def compile_on_replicas(
         return strategy.run(fn, args, kwargs)
 
     donated = donated_numbers(fn, donate_argnums)
-    require = functools.partial(
-        require_no_bare_rows, strategy.extended.topology, function_name(fn), positional_names(fn)
-    )
+    require = _bare_rows_check(strategy.extended, fn)
     return CompiledFunction(run_on_replicas, donated, frozenset(), require)

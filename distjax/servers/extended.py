@@ -18,7 +18,7 @@ from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.objects.stateful_args import run_here
 from distjax.placement.topology import Topology
 from distjax.program.function_cache import FunctionCache
-from distjax.program.retraces import fresh_functions
+from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_call
 from distjax.servers.crew import board_of
 from distjax.servers.engine import Engine
@@ -79,7 +79,7 @@ class ParameterServerExtended(StrategyExtended):
         super().__init__(topology, self.at_servers, wraps=topology.num_replicas > 1)
         self.engine, self.cut = engine, cut
         self.run_closure = run_closure
-        self.cuts = FunctionCache(lambda fn: Cuts(fresh_functions.record(fn(), self.strategy)))
+        self.cuts = FunctionCache(lambda fn: Cuts(record_new_function(fn(), self.strategy)))
         self.tracing = threading.RLock()
         self._numbers = itertools.count()
 

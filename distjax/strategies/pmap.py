@@ -25,7 +25,7 @@ from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_cause_note
 from distjax.program.jit import as_numbers
 from distjax.program.program import Program
-from distjax.program.retraces import fresh_functions
+from distjax.program.retraces import record_new_function
 from distjax.replica.call_checks import require_callable
 from distjax.replica.partitioned_tree import FIX_OF_UNHASHABLE, as_static, is_array
 from distjax.replica.run_options import AS_VALUES, RunOptions
@@ -145,7 +145,7 @@ class MappedFunction:
             step = PmapStep(
                 strategy, self._fn, self._arguments, self._options, self._donate_argnums
             )
-            program = Program(step, fresh_functions.record(self._fn, strategy))
+            program = Program(step, record_new_function(self._fn, strategy))
             program = self._programs.setdefault(strategy, program)
         return program
 

@@ -13,7 +13,10 @@ from distjax.typing import DTypeLike, VariableModes
 
 
 class Combine(enum.Enum):
-    """How several replicas' values combine, or how one value applies to all copies."""
+    """How several replicas' values combine, or how one value applies to all copies.
+
+    SUM and MEAN are those of `ReduceOp`, by name.
+    """
 
     REFUSE = "refuse"
     SUM = "sum"

@@ -18,7 +18,7 @@ from distjax.errors import DivergenceError, message
 from distjax.jax_compat import Literal, sub_jaxprs
 
 #: Collectives whose result is equal on all replicas when run over the whole axis.
-EQUALISING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
+EQUALIZING = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
 #: Primitives that run one inner jaxpr on their operands.
 CALLS = frozenset(
     "jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call composite compute_on".split()
@@ -133,7 +133,7 @@ class Analysis:
 
     def _differs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):
-            equal = eqn.primitive.name in EQUALISING
+            equal = eqn.primitive.name in EQUALIZING
             return not equal or eqn.params.get("axis_index_groups") is not None
         return any(ins) or self._is_source(eqn, self._is_declared)
 

@@ -181,16 +181,15 @@ def _psum(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | No
     return [reductions.summed(walk, eqn, x) for x in ins]
 
 
-def _equalised(tag: str | None) -> Rule:
-    def rule(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
-        if not names_axis(eqn, walk.axis_name):
-            return [unknown(ins)] * len(eqn.outvars)
-        walk.tells_means_apart |= bool(tag) and any(
-            x.find("mean") and not x.find("grad") for x in ins
-        )
-        return [EQUAL.having(**{tag: walk.site(eqn)}) if tag else EQUAL] * len(eqn.outvars)
+def _gathered(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    if not names_axis(eqn, walk.axis_name):
+        return [unknown(ins)] * len(eqn.outvars)
+    walk.tells_means_apart |= any(x.find("mean") and not x.find("grad") for x in ins)
+    return [EQUAL.having(gathered=walk.site(eqn))] * len(eqn.outvars)
 
-    return rule
+
+def _extreme(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
+    return [EQUAL if names_axis(eqn, walk.axis_name) else unknown(ins)] * len(eqn.outvars)
 
 
 def _rank(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
@@ -254,8 +253,8 @@ RULES: dict[str, Rule] = {
     **_named(arithmetic.compare, "eq ne lt le gt ge"),
     **_named(arithmetic.bits, "random_bits threefry2x32 rng_bit_generator"),
     **_named(_psum, "psum psum_invariant"),
-    **_named(_equalised("gathered"), "all_gather all_gather_invariant"),
-    **_named(_equalised(None), "pmax pmin"),
+    **_named(_gathered, "all_gather all_gather_invariant"),
+    **_named(_extreme, "pmax pmin"),
     **_named(_rank, "axis_index"),
     **_named(_variable, variable_p.name),
     **_named(cross_facts.reduced, "jit"),

@@ -46,7 +46,7 @@ def test_a_function_of_dj_jit_creates_a_variable(mirrored):
     np.testing.assert_array_equal(made[0].value, np.full(3, 2))
 
 
-def test_an_optimizer_is_initialised_in_a_replica_function(mirrored):
+def test_an_optimizer_is_initialized_in_a_replica_function(mirrored):
     with mirrored.scope():
         w = dj.Variable(jnp.zeros(3), aggregation=MEAN)
         optimizer = dj.optim.Optimizer(optax.sgd(1.0, momentum=0.9), reduce_op="mean")

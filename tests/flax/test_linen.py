@@ -82,7 +82,7 @@ def test_statistics_can_be_averaged_as_under_pmap(pmapped, ours):
     assert state.batch_stats["BatchNorm_0"]["mean"].shape == (8,)
 
 
-def test_with_synchronised_statistics_the_curve_is_that_of_one_device():
+def test_with_synchronized_statistics_the_curve_is_that_of_one_device():
     plain, expected = make_state(scaled=False), []
     step = jax.jit(lambda state, batch: train_step(state, batch, axis_name=None))
     for batch in BATCHES:

@@ -132,9 +132,9 @@ RULES = (
     _rule("solvers", "what the jaxpr that runs proves", "custom_linear_solve"),
     _rule("each operand", "an operand comes out as it went in", analysis.EACH),
     _rule(
-        "equalising collectives",
+        "equalizing collectives",
         "equal, over the whole axis and not in groups: every replica has the same operands",
-        analysis.EQUALISING,
+        analysis.EQUALIZING,
     ),
     _rule(
         "other collectives",

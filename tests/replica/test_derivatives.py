@@ -44,7 +44,7 @@ def branched(w, x):
     return lax.cond(w > 0, lambda: merged_square(w, x), lambda: w)
 
 
-def rematerialised(w, x):
+def rematerialized(w, x):
     """S^2 under checkpoint."""
     return jax.checkpoint(merged_square)(w, x)
 
@@ -56,11 +56,11 @@ def jitted(w, x):
 
 def scanned_remat(w, x):
     """S^2 under checkpoint in a scan."""
-    return lax.scan(lambda c, _: (c + rematerialised(w, x), None), 0.0, None, length=1)[0]
+    return lax.scan(lambda c, _: (c + rematerialized(w, x), None), 0.0, None, length=1)[0]
 
 
 FORMS = [
-    merged_square, reduced_square, scanned, branched, rematerialised, jitted, scanned_remat,
+    merged_square, reduced_square, scanned, branched, rematerialized, jitted, scanned_remat,
 ]  # fmt: skip
 
 

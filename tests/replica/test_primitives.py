@@ -97,7 +97,7 @@ def test_collectives():
     groups = {"axis_index_groups": [[0], [1]]}
     for key in ("axes", "axis_name"):
         for axes in (AXIS, (AXIS,), ("other", AXIS)):
-            for name in names_of("equalising collectives"):
+            for name in names_of("equalizing collectives"):
                 assert proofs(name, [True, True], **{key: axes}) == [False, False], name
                 assert proofs(name, [True, True], **{key: axes}, **groups) == [True, True], name
             for name in names_of("other collectives"):

@@ -272,7 +272,7 @@ def clip_of_optax_before_the_mean(s, right):
 
 
 @program(WARNING, CLIPPED, "replicas may do it on purpose", more=True)
-def gradients_normalised_before_the_mean(s, right):
+def gradients_normalized_before_the_mean(s, right):
     unit = lambda grads: grads / (jnp.linalg.norm(grads) + 1e-6)
     return _update(
         s, lambda w, x: unit(mean(gradient(w, x))) if right else mean(unit(gradient(w, x)))

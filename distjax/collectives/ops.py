@@ -49,6 +49,15 @@ def mean_dtype(dtype: DTypeLike) -> Any:
     return jnp.dtype(jax.dtypes.canonicalize_dtype(float))
 
 
+def sum_dtype(dtype: DTypeLike) -> Any:
+    """Returns the dtype in which sums behind a mean are computed: at least float32.
+
+    float16 ends at 65504, which a sum or a count exceeds although the mean does not.
+    """
+    with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+        return jnp.promote_types(dtype, jnp.float32)
+
+
 def require_sums(dtype: DTypeLike, method: str) -> None:
     """Raises a TypeError for PRNG keys."""
     if not jax_compat.is_key_dtype(dtype):

@@ -102,8 +102,7 @@ def reduce_masked(
     def on_replica(value: jax.Array, mask: jax.Array) -> list[Any]:
         mask = spread_mask(mask, value.shape)
         kept = ops.as_summand(op, jnp.where(mask, value, jnp.zeros_like(value)), "reduce")
-        # In float16 the sum behind a mean could overflow although the mean does not.
-        wide = kept.dtype if op is ReduceOp.SUM else jnp.promote_types(kept.dtype, jnp.float32)
+        wide = kept.dtype if op is ReduceOp.SUM else ops.sum_dtype(kept.dtype)
         total = lax.psum(jnp.sum(kept, axis=axes, dtype=wide), topology.axis_name)
         if op is ReduceOp.SUM:
             return [total]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distjax.collectives.ops import sum_dtype
 from distjax.context import frames
 from distjax.errors import message
 from distjax.flax.gradients import apply_gradients
@@ -106,7 +107,7 @@ class LossScale(nnx.Pytree):
         return finite
 
     def _divided(self, gradient: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        wide = sum_dtype(gradient.dtype)
         return gradient.astype(wide) / self.scale[...].astype(wide)
 
     def _adjust(self, finite: jax.Array) -> None:

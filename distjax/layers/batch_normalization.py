@@ -175,17 +175,20 @@ class BatchNormalization:
         has_any = jnp.asarray(count) > 0  # padding alone must not move them
         for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
             old = moving.value
-            moved = self.momentum * old + (1 - self.momentum) * new
-            moving.assign(jnp.where(has_any, moved, old))
+            with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+                moved = self.momentum * old + (1 - self.momentum) * new
+                moved = jnp.where(has_any, moved, old)
+            moving.assign(moved)
 
     def _transform(
         self, x: jax.Array, statistics: Statistics, parameters: Mapping[str, Any]
     ) -> jax.Array:
-        scale = parameters["gamma"] * jax.lax.rsqrt(statistics.variance + self.epsilon)
-        features = (statistics.mean, scale, parameters["beta"])
         axes = tuple(range(x.ndim - 1))  # explicitly, for jax_numpy_rank_promotion
-        mean, scale, beta = (jnp.expand_dims(values, axes) for values in features)
-        return ((x - mean) * scale + beta).astype(x.dtype)
+        with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+            scale = parameters["gamma"] * jax.lax.rsqrt(statistics.variance + self.epsilon)
+            features = (statistics.mean, scale, parameters["beta"])
+            mean, scale, beta = (jnp.expand_dims(values, axes) for values in features)
+            return ((x - mean) * scale + beta).astype(x.dtype)
 
     def _check_input(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)

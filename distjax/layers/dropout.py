@@ -106,4 +106,5 @@ def _drop(key: jax.Array, rate: ArrayLike, x: ArrayLike) -> jax.Array:
         )
     fraction = 1.0 - rate  # a float, though the rate be 0
     kept = jax.random.bernoulli(key, fraction, x.shape)
-    return jnp.where(kept, x / fraction, jnp.zeros_like(x)).astype(x.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+        return jnp.where(kept, x / fraction, jnp.zeros_like(x)).astype(x.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distjax.collectives.ops import sum_dtype
 from distjax.context import frames
 from distjax.masks import broadcast_mask
 from distjax.typing import ArrayLike
@@ -60,7 +61,7 @@ def batch_statistics(
       BatchError: a mask of the wrong dtype or shape.
     """
     x = jnp.asarray(x)
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(sum_dtype(x.dtype))
     axes = tuple(range(x.ndim - 1))
     if mask is None:
         kept, count = None, jnp.asarray(x[..., 0].size, x.dtype)

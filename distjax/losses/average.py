@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from distjax.collectives.ops import as_reduce_op, mean_dtype
+from distjax.collectives.ops import as_reduce_op, mean_dtype, sum_dtype
 from distjax.context import frames
 from distjax.errors import BatchError, describe_value, message
 from distjax.masks import require_mask, spread_mask
@@ -50,8 +50,7 @@ def average_loss(
     op = as_reduce_op(op)
     losses = jnp.asarray(losses)
     dtype = mean_dtype(losses.dtype)
-    # At least float32, for the count: float16 ends at 65504, and integers cannot hold weights.
-    losses = losses.astype(jnp.promote_types(dtype, jnp.float32))
+    losses = losses.astype(sum_dtype(dtype))
     weights = _weights(losses, mask)
     total = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
     context = frames.current().replica_context

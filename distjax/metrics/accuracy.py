@@ -56,7 +56,8 @@ class Accuracy(Metric):
                     fix="metric.update(logits, labels); from one-hot: labels.argmax(-1)",
                 )
             )
-        hits = jnp.argmax(logits, axis=-1) == labels
+        with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
+            hits = jnp.argmax(logits, axis=-1) == labels
         correct, count = masked_sum(hits, mask, jnp.int32)
         return {"correct": correct, "count": count}
 

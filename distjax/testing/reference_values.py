@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
-from distjax.collectives.ops import require_gather_axis, require_sums
+from distjax.collectives.ops import require_gather_axis, require_sums, sum_dtype
 from distjax.errors import LocalityError, describe_value, message
 from distjax.modes import ReduceOp
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
@@ -136,8 +136,8 @@ def combine_within(op: ReduceOp, values: Sequence[Any], axis: AxisLike, mask: Py
     add: Callable[[Any], Any] = lambda x: x if axes is None else jnp.sum(x, axes, dtype=x.dtype)
     arrays = [summable(op, v) for v in values]
     dtype = arrays[0].dtype
-    if op is ReduceOp.MEAN:  # in float16 the sum behind it could overflow, though it does not
-        arrays = [a.astype(jnp.promote_types(dtype, jnp.float32)) for a in arrays]
+    if op is ReduceOp.MEAN:
+        arrays = [a.astype(sum_dtype(dtype)) for a in arrays]
     masks = mask or [jnp.ones((), bool)] * len(values)
     wide = [
         jnp.broadcast_to(m.reshape(m.shape + (1,) * (a.ndim - m.ndim)), a.shape)

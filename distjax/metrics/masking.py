@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from distjax.collectives.ops import sum_dtype
 from distjax.errors import describe_value, message
 from distjax.masks import broadcast_mask
 from distjax.typing import ArrayLike, DTypeLike
@@ -63,8 +64,13 @@ def masked_sum(
 def divide_or_zero(total: ArrayLike, count: ArrayLike) -> jax.Array:
     """Returns ``total / count``; 0 if `count` is 0, NaN if it is negative (it wrapped around)."""
     total, count = jnp.asarray(total), jnp.asarray(count)
-    if jnp.issubdtype(total.dtype, jnp.inexact):  # cast explicitly, for strict promotion
-        count = count.astype(total.dtype)
+    if jnp.issubdtype(total.dtype, jnp.inexact):
+        wide = sum_dtype(total.dtype)
+        return _divide_or_zero(total.astype(wide), count.astype(wide)).astype(total.dtype)
+    return _divide_or_zero(total, count)
+
+
+def _divide_or_zero(total: jax.Array, count: jax.Array) -> jax.Array:
     quotient = total / jnp.where(count == 0, 1, count)
     quotient = jnp.where(count < 0, jnp.full_like(quotient, jnp.nan), quotient)
     return jnp.where(count == 0, jnp.zeros_like(quotient), quotient)

@@ -112,6 +112,15 @@ def test_dtypes_of_values(strategy, make):
         assert mean.result().dtype == jnp.float32, dtype
 
 
+def test_a_mean_in_half_precision_divides_by_all_values(strategy, make):
+    """float16 ends at 65504: a larger count would be infinite, and the mean 0."""
+    mean = make(dj.metrics.Mean, dtype=jnp.float16)
+    strategy.run(lambda: mean.update(jnp.full(80_000, 2**-5, jnp.float16)))
+    result = mean.result()
+    assert float(result) == pytest.approx(2**-5, rel=1e-2)
+    assert result.dtype == jnp.float16
+
+
 def test_an_integer_sum_stays_exact(strategy, make):
     total = make(dj.metrics.Sum, dtype=jnp.int32)
     strategy.run(lambda: total.update(jnp.int32(2**24 + 1)))

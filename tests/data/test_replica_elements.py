@@ -140,6 +140,17 @@ def test_length_of_a_dataset_that_tells_first_and_last(pair):
 # -- what cannot be stacked ----------------------------------------------------
 
 
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 2**70])
+def test_a_python_int_that_jax_cannot_hold(pair, number):
+    """It would wrap around; the same as a value of `distribute_values_from_function`."""
+    with pytest.raises(BatchError) as e:
+        list(distributed(pair, [{"id": 1}, {"id": number}]))
+    first, *others = str(e.value).splitlines()
+    assert first == "element 1 needs a number that int32 holds as leaf ['id']."
+    assert others[:2] == [f"  Got: int ({number}).", "  Why: it would wrap around on the devices."]
+    assert elements(pair, [2**31 - 1, -(2**31)]) == [[2**31 - 1, -(2**31)]]
+
+
 @pytest.mark.parametrize(
     ("other", "got"),
     [

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import inner_traces
+from distjax import inner_traces, jax_compat
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
@@ -27,6 +27,7 @@ from distjax.errors import describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
 from distjax.objects.claims import HeldClaims
+from distjax.placement.per_replica import is_per_replica
 from distjax.program.program import Program
 from distjax.replica import lax
 from distjax.replica.call_checks import require_callable
@@ -116,7 +117,11 @@ class MultiStepContext:
           output: any Python object.
 
         Context: cross-replica, or replica.
+
+        Raises:
+          TypeError: a traced array.
         """
+        _require_untraced(output, name)
         self.non_tensor_outputs[name] = (output,) if frames.current().is_replica else output
 
 
@@ -175,6 +180,19 @@ def _require_arrays(output: PyTree, name: str) -> None:
                     got=describe_value(leaf),
                     why="it is carried through the compiled loop of steps",
                     fix=f"context.set_non_tensor_output({name!r}, ...)",
+                )
+            )
+
+
+def _require_untraced(output: PyTree, name: str) -> None:
+    for leaf in jax.tree.leaves(output):
+        if isinstance(leaf, jax_compat.Tracer):
+            raise TypeError(
+                message(
+                    f"set_non_tensor_output({name!r}) needs a Python object",
+                    got=describe_value(leaf),
+                    why="a traced array has no value outside of the step",
+                    fix=f"context.set_last_step_output({name!r}, ...)",
                 )
             )
 
@@ -306,7 +324,30 @@ def _zeros_like_outputs(run: Callable[[], Any], initial: PyTree) -> Any:
         jaxpr, _ = inner_traces.trace_jaxpr(trace, ())
     avals: list[Any] = [v.aval for v in jaxpr.outvars]
     zeros = jax.tree.unflatten(found[0], [jnp.zeros(a.shape, a.dtype) for a in avals])
-    return {**zeros, **jax.tree.map(jnp.asarray, dict(initial or {}))}
+    first = jax.tree.map(jnp.asarray, dict(initial or {}))
+    for name, value in first.items():
+        _require_like_output(name, value, zeros[name])
+    return {**zeros, **first}
+
+
+def _require_like_output(name: str, initial: PyTree, output: PyTree) -> None:
+    shapes = [list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (initial, output)]
+    if shapes[0] == shapes[1] and jax.tree.structure(initial) == jax.tree.structure(output):
+        return
+    fix = f"{{{name!r}: jnp.zeros(...)}}, in the tree and shapes of the output"
+    if any(map(is_per_replica, jax.tree.leaves(output, is_leaf=is_per_replica))):
+        fix = (
+            f"{{{name!r}: strategy.distribute_values_from_function(lambda ctx: jnp.zeros(...))}}; "
+            f"or set_last_step_output({name!r}, output, 'mean')"
+        )
+    raise TypeError(
+        message(
+            f"run_steps_on_iterator: initial_loop_values[{name!r}] needs the form of the output",
+            got=f"{describe_value(initial)}; set_last_step_output gets {describe_value(output)}",
+            why="it is the output of the step before the first",
+            fix=fix,
+        )
+    )
 
 
 def make_steps_program(extended: ExtendedContract, resolve: Callable[[], Any]) -> Program:

@@ -1,6 +1,7 @@
 """Arguments of another kind than a method takes: what the errors say."""
 
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,42 @@ def test_initial_loop_values_are_named(pair):
     run = lambda: pair.extended.run_steps_on_iterator(lambda context, x: None, iterator, 1, [0.0])
     refused(TypeError, text, run)
     assert next(iterator) is not None  # nothing was taken
+
+
+DIFFERS = "set_last_step_output gets PerReplica of shape () and dtype float32."
+
+
+@pytest.mark.parametrize(
+    ("initial", "output", "got"),
+    [
+        (0.0, lambda s, x: s.run(jnp.sum, args=(x,)), DIFFERS),
+        ([0.0, 0.0], lambda s, x: s.run(jnp.sum, args=(x,)), DIFFERS),
+        (0.0, lambda s, x: jnp.ones(3), "traced float32[]; set_last_step_output gets traced float"),
+        (None, lambda s, x: 1.0, "NoneType (None); set_last_step_output gets traced float32[]"),
+    ],
+)
+def test_an_initial_loop_value_has_the_form_of_the_output(pair, initial, output, got):
+    def step(context, x):
+        context.set_last_step_output("loss", output(pair, x))
+
+    iterator = iter(pair.distribute_dataset([np.ones(2, np.float32)]))
+    run = lambda: pair.extended.run_steps_on_iterator(step, iterator, 1, {"loss": initial})
+    text = "run_steps_on_iterator: initial_loop_values['loss'] needs the form of the output."
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}") as e:
+        run()
+    assert got in str(e.value)
+    assert ("set_last_step_output('loss', output, 'mean')" in str(e.value)) == (got is DIFFERS)
+
+
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_a_traced_array_is_no_python_object_of_a_step(pair, is_replica):
+    def step(context, x):
+        keep = lambda x: context.set_non_tensor_output("loss", {"a": x})
+        pair.run(keep, args=(x,)) if is_replica else keep(x)
+
+    iterator = iter(pair.distribute_dataset([np.ones(2)]))
+    text = "set_non_tensor_output('loss') needs a Python object."
+    refused(TypeError, text, lambda: pair.extended.run_steps_on_iterator(step, iterator))
 
 
 @pytest.mark.parametrize("output", ["text", {"a": object()}])

@@ -241,7 +241,8 @@ def _variables(notes: Notes) -> tuple[VariableUse, ...]:
 
 def _flops(compiled: CompiledProgram) -> float | None:
     costs = compiled.cost_analysis()
-    return costs.get("flops") if isinstance(costs, dict) else None
+    flops = costs.get("flops") if isinstance(costs, dict) else None
+    return None if flops is None or flops < 0 else flops  # XLA counts -1 for a callback
 
 
 def _memory(compiled: CompiledProgram) -> Memory:

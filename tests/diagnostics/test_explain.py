@@ -190,6 +190,17 @@ def test_flops_and_memory():
     assert memory.peak_bytes == known
 
 
+def test_flops_of_a_callback_are_unknown():
+    strategy = dj.MirroredStrategy(jax.devices()[:2])
+
+    def step(x):
+        return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    found = dj.explain(step, per_replica(strategy, [np.ones(4, np.float32)] * 2), strategy=strategy)
+    assert found.flops is None
+    assert "unknown" in str(found)
+
+
 # -- nothing is changed --------------------------------------------------------
 
 

@@ -165,7 +165,8 @@ class ReferenceVariable(Variable):
         if jnp.issubdtype(self.dtype, jnp.inexact):
             return [(array / count).astype(self.dtype)] * count
         share, rest = array // count, array % count
-        return [(share + (i < rest)).astype(self.dtype) for i in range(count)]
+        more = [(i < rest).astype(share.dtype) for i in range(count)]
+        return [(share + one).astype(self.dtype) for one in more]
 
     def describe(self) -> VariableDescription:
         """Returns a description; the bytes of components that share an array count once."""

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -120,6 +121,8 @@ def test_an_assigned_sum_of_ints_reads_back_exactly(total):
     v = variable(strategy, 0, synchronization=ON_READ, aggregation=SUM)
     assert int(v.assign(total)) == total == sum(parts(v))
     assert max(parts(v)) - min(parts(v)) <= 1
+    with jax.numpy_dtype_promotion("strict"):
+        assert int(v.assign(total + 1)) == total + 1
 
 
 def test_a_variable_is_a_variable(strategy):

@@ -7,6 +7,7 @@ stacked, inside that program, so the call itself touches no array.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -89,6 +90,17 @@ class MappedFunction:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
         return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MappedFunction:
+        """Returns one that compiles anew; of a method, bound to the copy of its object."""
+        return MappedFunction(
+            copy.deepcopy(self._fn, memo),
+            self._arguments,
+            self._options,
+            self._devices,
+            self._strategy,
+            self._donate_argnums,
+        )
 
     def _mark_static(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         static = self._arguments.static

@@ -1,5 +1,6 @@
 """Where the mapped axis stands in arguments and results, and what is not mapped."""
 
+import copy
 import functools
 
 import jax
@@ -101,6 +102,23 @@ def test_a_method(replicas):
 
     rows = replicas.rows(3)
     np.testing.assert_array_equal(Model().double(rows), 2 * rows)
+
+
+def test_a_deep_copy_of_an_object_maps_the_method_of_the_copy(replicas):
+    class Model:
+        def __init__(self):
+            self.factor = 2
+            self.step = replicas.pmap(self.scaled)
+
+        def scaled(self, x):
+            return self.factor * x
+
+    model, rows = Model(), replicas.rows(3)
+    np.testing.assert_array_equal(model.step(rows), 2 * rows)
+    copied = copy.deepcopy(model)
+    copied.factor = 3
+    np.testing.assert_array_equal(copied.step(rows), 3 * rows)
+    np.testing.assert_array_equal(model.step(rows), 2 * rows)
 
 
 def test_many_arguments(replicas):

@@ -2,18 +2,21 @@
 
 A writer may be called anywhere. Outside traces it writes at once. In a replica function
 and in `dj.jit` it stages a callback, which writes when the program runs, and only on
-replica 0.
+replica 0. An error there would cost the variables that the program writes their values: it is
+kept, and raised by the next call of the writer.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distjax import jax_compat
@@ -61,23 +64,32 @@ class SummaryWriter:
         self._lock = threading.Lock()
         made = [name for name in FORMATS if name in formats] if is_first_process() else []
         self._sinks: list[Sink] = [FORMATS[name](Path(directory)) for name in made]
+        self._is_closed = False
+        self._failure: Exception | None = None  # of a write while a program ran
 
     def write(self, step: int | jax.Array, values: Mapping[str, Any]) -> None:
         """Writes a scalar for each name.
 
         Args:
-          step: the number of the step; may be a traced value.
+          step: the number of the step, [].
           values: name -> number, array [] or variable [].
 
         Locality: M in cross-replica context; T or M in a replica function, where the value
           of replica 0 is written. Context: any. In a trace the values are written when the
-          program runs; the order of the steps is not fixed.
+          program runs; the order of the steps is not fixed. An error of writing them then, such
+          as a full disk, is raised by the next `write` or `close`; once the writer is closed,
+          they are dropped with a RuntimeWarning.
 
         Raises:
           LocalityError: a PerReplica.
-          TypeError: a value that is not a scalar.
-          ValueError: a value named "step" or "time".
+          TypeError: a step or a value that is not a real scalar.
+          ValueError: a value named "step" or "time"; a closed writer.
         """
+        self._raise_failure()
+        if self._is_closed:
+            raise ValueError(_closed_text("write"))
+        if not _is_real(step):
+            raise TypeError(_step_text(step))
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()
         context = frame.replica_context
@@ -85,19 +97,38 @@ class SummaryWriter:
         if frame.state is None and not jax_compat.tracing():
             self._write_now(replica, step, values)
         else:
-            jax.debug.callback(self._write_now, replica, step, values)
+            jax.debug.callback(self._write_from_program, replica, step, values)
 
     def close(self) -> None:
         """Waits for running programs to write, then closes the files."""
         jax.effects_barrier()
+        self._is_closed = True
         for sink in self._sinks:
             sink.close()
+        self._raise_failure()
 
     def __enter__(self) -> SummaryWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_from_program(
+        self, replica: int | jax.Array, step: int | jax.Array, values: Mapping[str, Any]
+    ) -> None:
+        """Writes while a program runs, which an error would end."""
+        try:
+            if self._is_closed and int(replica) == 0:
+                warnings.warn(_closed_text("a program"), RuntimeWarning, stacklevel=2)
+            elif not self._is_closed:
+                self._write_now(replica, step, values)
+        except Exception as error:
+            self._failure = error
 
     def _write_now(
         self, replica: int | jax.Array, step: int | jax.Array, values: Mapping[str, Any]
@@ -130,8 +161,7 @@ def _scalar(name: str, value: PyTree) -> Any:
                 fix=f"writer.write(step, {{{name!r}: strategy.reduce('mean', x)}})",
             )
         )
-    is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
-    if is_number and np.shape(value) == ():
+    if _is_real(value):
         return value
     raise TypeError(
         message(
@@ -140,4 +170,30 @@ def _scalar(name: str, value: PyTree) -> Any:
             why="a summary has one number per name and step",
             fix=f"writer.write(step, {{{name!r}: jnp.mean(x)}})",
         )
+    )
+
+
+def _is_real(value: object) -> bool:
+    """Returns whether `value` is one real number, traced or not."""
+    if not isinstance(value, (np.generic, np.ndarray, jax.Array)):
+        return isinstance(value, (int, float))
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def _step_text(step: object) -> str:
+    return message(
+        "write needs a number as its step",
+        got=describe_value(step),
+        why="a summary belongs to one step",
+        fix="writer.write(1, {'loss': loss})",
+    )
+
+
+def _closed_text(what: str) -> str:
+    return message(
+        f"{what} needs an open SummaryWriter to write to",
+        got="one that was closed",
+        why="its files are complete",
+        fix="call it before writer.close(), or in the `with` block of the writer",
     )

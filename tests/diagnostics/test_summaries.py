@@ -192,8 +192,66 @@ def test_values_that_are_no_scalar(pair, tmp_path):
         with pytest.raises(dj.errors.LocalityError) as error:
             writer.write(1, {"ok": 1, "x": ids(pair)})
         assert first_line(error) == "write needs one value for 'x'."
-        for wrong in (np.ones(3), "text", None):
+        for wrong in (np.ones(3), "text", None, jnp.complex64(1), np.str_("1"), jax.random.key(0)):
             with pytest.raises(TypeError) as error:
                 writer.write(1, {"ok": 1, "x": wrong})
             assert first_line(error) == "write needs a scalar for 'x'."
     assert records(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [None, np.arange(3), {"loss": 1.0}])
+def test_a_step_that_is_no_number(step, tmp_path):
+    with dj.diagnostics.SummaryWriter(tmp_path) as writer:
+        with pytest.raises(TypeError) as error:
+            writer.write(step, {"ok": 1})
+        assert first_line(error) == "write needs a number as its step."
+    assert records(tmp_path) == []
+
+
+# -- while a program runs --------------------------------------------------------
+
+
+def counting(strategy, writer):
+    """Returns a variable, and a step that adds 1 to it and writes it."""
+    with strategy.scope():
+        count = dj.Variable(0, name="count", aggregation=dj.VariableAggregation.SUM)
+
+    def step(x):
+        count.assign_add(x)
+        writer.write(count.value, {"x": x})
+
+    def run():
+        strategy.run(step, args=(jnp.int32(1),))
+        jax.effects_barrier()
+        return int(count.value) // strategy.num_replicas_in_sync
+
+    return run
+
+
+def test_a_step_that_writes_to_a_closed_writer_keeps_its_variables(pair, tmp_path):
+    with dj.diagnostics.SummaryWriter(tmp_path) as writer:
+        run = counting(pair, writer)
+        assert run() == 1
+    with pytest.warns(RuntimeWarning, match="^a program needs an open SummaryWriter to write to"):
+        assert run() == 2
+    assert len(records(tmp_path)) == 1
+    with pytest.raises(ValueError) as error:
+        writer.write(1, {"x": 1})
+    assert first_line(error) == "write needs an open SummaryWriter to write to."
+
+
+@pytest.mark.parametrize("method", ["write", "close"])
+def test_an_error_of_the_file_is_raised_after_the_step(pair, tmp_path, monkeypatch, method):
+    def full(*args):
+        raise OSError("No space left on device")
+
+    writer = dj.diagnostics.SummaryWriter(tmp_path)
+    run = counting(pair, writer)
+    with monkeypatch.context() as patch:
+        patch.setattr(sinks.JsonLines, "add", full)
+        assert run() == 1
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(1, {"x": 1}) if method == "write" else writer.close()
+    assert run() == 2 if method == "write" else True
+    writer.close()
+    assert len(records(tmp_path)) == (method == "write")

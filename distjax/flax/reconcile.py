@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from distjax.collectives.communication import CommunicationOptions
@@ -61,7 +62,7 @@ def combine_writes(
         elif entry.rule == rules.FOLD and isinstance(value, PerReplica):
             _require_origin(outcome, entry)
         else:
-            combined[number] = _by_rule(plan, entry, value, topology)
+            combined[number] = _by_rule(plan, outcome, entry, value, topology)
     combined.update(_reduce_sums(sums, places, topology))
     combined.update(_combine_metrics(plan, places, finals, topology))
     return {i: as_stored_output(value, places[i][0]) for i, value in combined.items()}
@@ -83,7 +84,7 @@ def _is_summed(plan: Plan, entry: Entry, value: object, topology: Topology) -> b
     return entry.rule == rules.METRIC and _combine_rule(plan, entry) == metric_rules.SUM
 
 
-def _by_rule(plan: Plan, entry: Entry, value: PyTree, topology: Topology) -> Any:
+def _by_rule(plan: Plan, outcome: Outcome, entry: Entry, value: PyTree, topology: Topology) -> Any:
     if entry.rule == rules.PER_REPLICA and topology.num_replicas > 1:
         return PerReplica(stack_replicas(from_user_value(value), topology), topology)
     if not isinstance(value, PerReplica):
@@ -91,7 +92,7 @@ def _by_rule(plan: Plan, entry: Entry, value: PyTree, topology: Topology) -> Any
     if entry.rule == rules.METRIC:
         metric = None if entry.metric is None else plan.metrics[entry.metric[0]][0].__name__
         metric_rules.refuse(entry.path, metric)
-    _refuse(entry)
+    _refuse(entry, _is_new(outcome, entry))
 
 
 def _reduce_sums(
@@ -148,7 +149,7 @@ def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[st
 
 def _require_origin(outcome: Outcome, entry: Entry) -> None:
     """Raises for a key that the step created: there is no earlier key to keep."""
-    if all(v.origin is not None for v in outcome.variables if v.entry is entry):
+    if not _is_new(outcome, entry):
         return
     raise LocalityError(
         message(
@@ -161,7 +162,12 @@ def _require_origin(outcome: Outcome, entry: Entry) -> None:
     )
 
 
-def _refuse(entry: Entry) -> NoReturn:
+def _is_new(outcome: Outcome, entry: Entry) -> bool:
+    """Returns whether the step created the variable."""
+    return any(v.origin is None for v in outcome.variables if v.entry is entry)
+
+
+def _refuse(entry: Entry, is_new: bool) -> NoReturn:
     if entry.kind == BARE:
         raise LocalityError(
             message(
@@ -191,12 +197,38 @@ def _refuse(entry: Entry) -> NoReturn:
                 '"per_replica")',
             )
         )
+    if entry.kind == nnx.RngCount.__name__:
+        raise LocalityError(
+            message(
+                f"{entry.path} needs to count equally many draws on every replica",
+                got="a random stream that some replicas drew from more often than others",
+                why="a stream has one count between steps; this one is drawn from in a branch or "
+                "a loop whose predicate differs per replica",
+                fix="key = rngs.dropout() before the branch, and in it dropout(x, rngs=key)",
+            )
+        )
+    _refuse_unequal(entry, is_new)
+
+
+def _refuse_unequal(entry: Entry, is_new: bool) -> NoReturn:
+    """Raises for a variable whose rule is that all replicas write the same value."""
+    expected = f"{entry.path} needs a value that is equal on every replica"
+    if is_new:
+        raise LocalityError(
+            message(
+                expected,
+                got=f"a new {entry.kind}, which each replica gave another value",
+                why="each replica draws its own random numbers, and sees its own part of the batch",
+                fix="make it before the step; or draw it from a stream named params, "
+                "nnx.Rngs(params=0), which is the same on all replicas",
+            )
+        )
     raise LocalityError(
         message(
-            f"{entry.path} needs a value that is equal on every replica",
+            expected,
             got=f"a {entry.kind} that each replica wrote differently",
             why="a missing all_reduce makes every replica train a model of its own",
             fix="grads = dj.get_replica_context().all_reduce('mean', grads) before "
-            "optimizer.update(model, grads)",
+            "optimizer.update(model, grads); likewise a loss that it takes as value=loss",
         )
     )

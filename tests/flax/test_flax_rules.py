@@ -94,8 +94,10 @@ def test_a_new_parameter_that_differs_has_its_whole_path(mirrored):
     def add(box, x):
         box.new = nnx.Param(x)
 
-    with pytest.raises(LocalityError, match=r"^Box\.new needs a value that is equal"):
+    with pytest.raises(LocalityError, match=r"^Box\.new needs a value that is equal") as info:
         run_on_ids(mirrored, add, Box(nnx.Param(jnp.float32(1))))
+    assert "a new Param, which each replica gave another value" in str(info.value)
+    assert "make it before the step" in str(info.value)
 
 
 def test_references_are_refused(pair):

@@ -20,6 +20,18 @@ from distjax.typing import PyTree
 _HOOKS = "on_get_value"  # Flax's metadata key; its value is a function or a tuple of them
 
 
+class _Hooks(tuple[Any, ...]):
+    """Hooks of which Flax does not warn.
+
+    `nnx.Optimizer` gives its state the metadata of the parameters, and Flax warns that hooks are
+    deprecated where a new variable has any (where their truth value is true): hooks that the user
+    has never heard of. Flax calls them whatever their truth value is.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def on_devices(variable: nnx.Variable[Any], value: PyTree) -> Any:
     """Returns the value read from a variable, with host arrays copied to their devices."""
     del variable
@@ -36,7 +48,7 @@ def add_hooks(variables: Iterable[Any]) -> bool:
     """Adds the hook to those of `variables` that lack it; returns whether any did."""
     bare = [v for v in variables if on_devices not in _hooks(v)]
     for variable in bare:
-        variable.set_metadata(_HOOKS, (on_devices, *_hooks(variable)))
+        variable.set_metadata(_HOOKS, _Hooks((on_devices, *_hooks(variable))))
     return bool(bare)
 
 

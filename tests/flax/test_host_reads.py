@@ -84,6 +84,14 @@ def test_a_moving_average_of_the_parameters(model, expected, how):
     np.testing.assert_allclose(ema.apply_to(model)(X), plain.apply_to(expected)(X), rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_of_a_placed_model_is_made_without_a_warning(central, model, expected):
+    for strategy, each in ((central, model), (dj.get_strategy(), expected)):
+        optimizer = nnx.Optimizer(each, optax.adam(0.5), wrt=nnx.Param)
+        strategy.run(train_step, args=(each, optimizer, X))
+    np.testing.assert_allclose(model(X), expected(X), rtol=1e-6)
+
+
 def test_a_write_is_in_host_memory_after_the_next_step(central, model):
     model.first.kernel[...] = 2 * model.first.kernel[...]
     central.run(lambda model: model.first.kernel[...].sum(), args=(model,))

@@ -38,6 +38,8 @@ EQUAL_BATCH = "the same batch on every replica"
 
 #: The steps of a path such as s.a['b'][0].
 _STEP = re.compile(r"^\w+|\.\w+|\['[^']*'\]|\[\w+\]")
+#: What a path has below a node whose class gives its parts no names: the user cannot write it.
+_NAMELESS = "[<flat index "
 _num_reported: ContextVar[int] = ContextVar("distjax_num_reported", default=0)
 
 
@@ -52,14 +54,15 @@ def expected_state_fix(differing: Sequence[str], equal: Collection[str]) -> str:
     """Returns the fix for state that may also differ on purpose, such as local batch statistics.
 
     It names the largest parts that hold nothing else: a reduction forgotten in the rest of the
-    state is still found.
+    state is still found. Of an object whose parts have no names it can only name the object.
 
     Args:
       differing: the user's paths to the leaves that differ.
       equal: the paths to the other leaves of the arguments.
     """
     kept = {part for path in equal for part in _parts(path)}
-    parts = [next((p for p in _parts(path) if p not in kept), path) for path in differing]
+    named = [path.partition(_NAMELESS)[0] for path in differing]
+    parts = [next((p for p in _parts(path) if p not in kept), path) for path in named]
     first, *more = dict.fromkeys(parts)
     cure = _STATISTICS_FIX if _are_statistics(differing) else STATE_FIX
     fix = f"{cure}; or, where it is meant: dj.expect(reason, differs={first})"

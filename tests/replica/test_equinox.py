@@ -6,6 +6,7 @@ The rule is tested on a stand-in for the class; where Equinox is installed, on i
 import dataclasses
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,17 @@ def test_batch_norm_with_state(pair, eqx):
     rows = np.concatenate(local(pair, out))
     np.testing.assert_allclose(rows.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(rows.std(0), 1, atol=1e-2)
+
+
+def test_the_warning_of_local_statistics_names_the_state_as_the_user_can_write_it(pair, eqx):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="batch")
+    step = lambda norm, state, x: jax.vmap(norm, (0, None), (0, None), axis_name="batch")(x, state)
+    x = pair.per_replica(np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32))
+    with pytest.warns(dj.errors.LocalityWarning, match=r"dj\.expect\(reason, differs=state\)$"):
+        pair.run(step, args=(norm, state, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.run(step, args=(norm, dj.expect("own statistics", differs=state), x))
 
 
 def test_a_function_of_filter_jit_as_the_step(pair, eqx):

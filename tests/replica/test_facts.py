@@ -406,6 +406,7 @@ def test_state_that_is_meant_to_differ_is_wrapped_as_the_text_says(two):
         (["s[1]", "s[2][0]", "s[2][1]"], ["s[0]['w']"], "s[1]), and the same for s[2]"),
         (["s.stats['a']", "s.stats['b']"], ["s.params['a']", "s.step"], "s.stats)"),
         (["s.a[0]", "s.b"], ["s.a[1]"], "s.a[0]), and the same for s.b"),
+        (["s[<flat index 1>][0]", "s[<flat index 1>][1]"], ["s[<flat index 0>]", "m"], "s)"),
         (["s['it's.x']"], ["s['y']"], "s['it's.x'])"),
         (
             [f"s[{i}]" for i in range(6)],

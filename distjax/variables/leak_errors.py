@@ -39,6 +39,9 @@ def leak_text(variable: StoredVariable, action: str, place: str) -> str:
     inside = inside if construct else place
     if construct in _CARRYING_LOOPS:
         fix = f"use distjax.lax.{construct}, which carries the variables that its body writes"
+    elif action == "read" and construct not in (None, "jit"):
+        fix = "read it before: value = v.value; or compile the code around it with distjax.jit, "
+        fix += "which follows variables"
     elif place.startswith("an inner") or construct not in (None, "jit"):
         fix = "return the new value from the inner function and assign it outside"
         if construct == "jit":

@@ -132,6 +132,32 @@ def test_a_name_of_the_users_own_is_no_construct(pair):
 
 # -- reads --------------------------------------------------------------------
 
+READ_BEFORE = (
+    "Fix: read it before: value = v.value; or compile the code around it with distjax.jit, which "
+    "follows variables"
+)
+
+
+@pytest.mark.parametrize(
+    ("inside", "call"),
+    [
+        ("jax.lax.map", lambda read: lax.map(lambda x: x + read(), jnp.arange(2))),
+        ("jax.checkpoint", lambda read: jax.checkpoint(lambda x: x + read())(1.0)),
+        ("jax.eval_shape", lambda read: jax.eval_shape(lambda x: x + read(), 1.0)),
+    ],
+)
+def test_read_in_a_construct_outside_of_a_step(pair, inside, call):
+    v = make(pair)
+    with pytest.raises(TraceLeakError) as caught:
+        call(lambda: v.value)
+    text = lines(caught)
+    assert text[0] == FIRST.format("read")
+    assert text[1] == f"Got: a read inside {inside}."
+    assert text[3] == READ_BEFORE
+    value = v.value
+    call(lambda: value)
+    dj.jit(lambda: (call(lambda: v.value), None)[1])()
+
 
 # -- run in a trace of the user's ---------------------------------------------
 

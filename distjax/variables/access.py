@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distjax import user_mesh
+from distjax import jax_compat, user_mesh
 from distjax.cluster.writes import record_write
 from distjax.collectives import ops
 from distjax.collectives.eager import call_compiled
@@ -335,12 +335,14 @@ def require_arithmetic(variable: StoredVariable, method: str) -> None:
     """Raises a TypeError if a variable's dtype has no sums, for methods that need them."""
     if method == "assign" or jnp.issubdtype(variable.dtype, jnp.number):
         return
+    is_key = jax_compat.is_key_dtype(variable.dtype)
+    new_value = "jax.random.split(key, v.shape)" if is_key else "v.value | x"
     raise TypeError(
         message(
             f"{method} of variable {variable.name!r} needs a dtype that has sums",
             got=f"dtype {variable.dtype}",
             why="neither truth values nor PRNG keys can be added",
-            fix="assign a new value: v.assign(v.value | x)",
+            fix=f"assign a new value: v.assign({new_value})",
         )
     )
 

@@ -51,8 +51,11 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Array:
       ValueError: the shape differs.
       OverflowError: a number or numpy array with values out of the dtype's range.
     """
-    what, fix = f"{method} of variable {variable.name!r}", f"v.{method}(x.astype(v.dtype))"
-    array = to_dtype(_as_numbers(variable, value, what, fix), variable.dtype, what, fix)
+    what = f"{method} of variable {variable.name!r}"
+    numbers_fix = f"v.{method}(jnp.zeros(v.shape, v.dtype)), a number, or lists of numbers"
+    array = _as_numbers(variable, value, what, numbers_fix)
+    # `x` may be a Python number, which has no astype.
+    array = to_dtype(array, variable.dtype, what, f"v.{method}(jnp.asarray(x).astype(v.dtype))")
     if array.shape != variable.shape:
         raise ValueError(
             message(

@@ -267,7 +267,7 @@ def test_an_initial_value_is_cast_as_an_assigned_one(pair):
         with pytest.raises(error, match="^the initial value of variable 'w' needs ") as caught:
             make(pair, value, name="w", dtype=dtype)
         if error is TypeError:
-            fix = f"dj.Variable(x.astype(jnp.{jnp.dtype(dtype)}))"
+            fix = f"dj.Variable(jnp.asarray(x).astype(jnp.{jnp.dtype(dtype)}))"
             assert str(caught.value).endswith(f"Fix: {fix}")
     with pytest.raises(TypeError, match="^the initial value of variable 'w' needs a value of dty"):
         pair.run(lambda x: dj.Variable(x, name="w", dtype=jnp.int32), args=(1.5,))

@@ -174,6 +174,17 @@ def test_values_that_are_no_arrays(pair):
         with pytest.raises(TypeError) as caught:
             v.assign(value)
         assert first_line(caught) == "assign of variable 'v' needs a value of dtype float32."
+        fix = "v.assign(jnp.zeros(v.shape, v.dtype)), a number, or lists of numbers"
+        assert str(caught.value).endswith(f"Fix: {fix}")
+
+
+@pytest.mark.parametrize("x", [1.5, np.float64(1.5), jnp.float32(1.5)], ids=lambda x: str(type(x)))
+def test_the_advised_cast_takes_python_numbers_too(pair, x):
+    v = make(pair, 0, name="v")
+    with pytest.raises(TypeError) as caught:
+        v.assign(x)
+    assert str(caught.value).endswith("Fix: v.assign(jnp.asarray(x).astype(v.dtype))")
+    assert v.assign(jnp.asarray(x).astype(v.dtype)) == 1
 
 
 def test_lists_of_traced_values(pair):
@@ -197,6 +208,10 @@ def test_sums_of_what_has_none(pair, method, initial):
     with pytest.raises(TypeError) as caught:
         getattr(v, method)(initial)
     assert first_line(caught) == f"{method} of variable 'v' needs a dtype that has sums."
+    key = jax.random.key(1)
+    fix = "jax.random.split(key, v.shape)" if initial is not True else "v.value | x"
+    assert str(caught.value).endswith(f"Fix: assign a new value: v.assign({fix})")
+    v.assign(jax.random.split(key, v.shape) if initial is not True else v.value | initial)
 
 
 def test_a_number_for_a_key(pair):

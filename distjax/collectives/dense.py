@@ -29,6 +29,6 @@ def require_dense(tree: PyTree, method: str) -> None:
                     f"{method} needs dense arrays, not sparse ones",
                     got=describe_value(leaf),
                     why="the replicas' sparse arrays have indices of their own",
-                    fix=f"{method}(..., x.todense())",
+                    fix="x.todense() in the replica function, before it is returned or reduced",
                 )
             )

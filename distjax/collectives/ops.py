@@ -123,7 +123,9 @@ def require_gather_axis(ndim: int, axis: object, method: str) -> None:
             else f"{method} needs a value with at least one axis",
             got=f"axis {describe_value(axis)} of a value with {ndim} axes",
             why="the replicas' values are put end to end along an axis that they have",
-            fix=f"{method}(value, axis=0); for scalars: x[None] first",
+            fix=f"{method}(value, axis=0)"
+            if ndim
+            else f"{method}(x[None], axis=0); of a PerReplica: x.map(lambda value: value[None])",
         )
     )
 

@@ -131,8 +131,14 @@ def test_r143_r149_sparse_values_are_refused(pair, call):
         with pytest.raises(LocalityError, match=r"(?s)^distribute_values_from_function.*sparse"):
             calls[call]()
         return
-    with pytest.raises(NotImplementedError, match=f"^{call} needs dense arrays, not sparse ones"):
+    with pytest.raises(
+        NotImplementedError, match=f"^{call} needs dense arrays, not sparse"
+    ) as caught:
         calls[call]()
+    fix = "x.todense() in the replica function, before it is returned or reduced"
+    assert str(caught.value).endswith(f"Fix: {fix}")
+    dense = pair.run(lambda i: (x * i).todense(), args=(ids(pair),))
+    assert pair.reduce("sum", dense).tolist() == [0, 2]
 
 
 # -- bare collectives over the replica axis ------------------------------------

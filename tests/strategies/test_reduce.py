@@ -395,8 +395,12 @@ def test_gather_along_an_axis_that_is_not_there(pair, axis):
 
 
 def test_r155_gather_of_scalars(pair):
-    with pytest.raises(ValueError, match="^gather needs a value with at least one axis"):
+    with pytest.raises(ValueError, match="^gather needs a value with at least one axis") as caught:
         pair.gather(ids(pair), 0)
+    fix = "gather(x[None], axis=0); of a PerReplica: x.map(lambda value: value[None])"
+    assert str(caught.value).endswith(f"Fix: {fix}")
+    rows = ids(pair).map(lambda value: value[None])  # x[None] of a PerReplica is refused
+    assert pair.gather(rows, axis=0).tolist() == [0, 1]
 
 
 # -- local_results -------------------------------------------------------------

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax import lax
+
 from distjax import jax_compat
 from distjax.collectives.mapping import map_replicas
 from distjax.context import frames
@@ -97,11 +100,25 @@ class JaxprEmitter:
             [env[v].varying for v in ins],
             flags,
         )
+        values = [_as_traced(x, v) for x, v in zip(values, outs, strict=True)]
         env.update((v, GlobalValue(x, f)) for v, x, f in zip(outs, values, flags, strict=True))
 
 
 def _call(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     return stage_call(jaxpr, consts, args, jaxpr.debug_info.func_name)
+
+
+def _as_traced(value: jax.Array, variable: jax_compat.Var) -> jax.Array:
+    """Returns `value`, weakly typed only where it was so in the trace.
+
+    `vmap` computes the psum of an equal value as a multiple of it, which stays weakly typed (JAX
+    0.10 to 0.12): a sum of ints would then take the dtype of an int8 that it meets.
+    """
+    traced = variable.aval
+    if not isinstance(traced, jax_compat.ShapedArray) or traced.weak_type:
+        return value
+    is_weak = jax_compat.aval_of(value).weak_type
+    return lax.convert_element_type(value, value.dtype) if is_weak else value
 
 
 def read_atom(

@@ -215,6 +215,18 @@ WEAK = {
     "through a merge": lambda s, x: s.run(
         lambda x: half(merge(lambda s, y: y, jnp.sin(x))), args=(x,)
     ),
+    "a sum of replicas to run": lambda s, x: s.run(
+        half, args=(s.run(lambda x: context().all_reduce("sum", x), args=(x,)),)
+    ),
+    "a sum of replicas to run in merge": lambda s, x: s.run(
+        lambda x: merge(
+            lambda s, y: s.run(half, args=(y,)), context().all_reduce("sum", jnp.sin(x))
+        ),
+        args=(x,),
+    ),
+    "a psum in dj.jit": lambda s, x: dj.jit(
+        lambda x: s.run(half, args=(s.run(lambda x: lax.psum(x, "replica"), args=(x,)),))
+    )(x),
     "in a scan": lambda s, x: s.run(
         lambda x: half(lax.scan(lambda c, _: (c + merge(sum_of, c), None), x, length=2)[0]),
         args=(x,),

@@ -146,6 +146,8 @@ class DefaultExtended:
         self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
     ) -> list[Any]:
         """Returns the values unchanged: there is only one replica."""
+        as_reduce_op(op)
+        frames.require_cross_replica(self.strategy, "batch_reduce_to")
         pairs = require_pairs(value_destination_pairs)
         return [self.reduce_to(op, value, destinations) for value, destinations in pairs]
 

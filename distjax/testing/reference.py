@@ -219,6 +219,7 @@ class ReferenceExtended:
         self, op: ReduceOpLike, value_destination_pairs: Sequence[tuple[PyTree, Destinations]]
     ) -> list[Any]:
         """Returns the values of (value, destinations) pairs, reduced."""
+        self._require_context("batch_reduce_to")
         return [self.reduce_to(op, value, where) for value, where in value_destination_pairs]
 
     def broadcast_to(self, value: PyTree, destinations: Destinations = None) -> Any:

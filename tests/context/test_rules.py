@@ -178,6 +178,19 @@ def test_r013_cross_replica_methods_are_refused_in_a_replica(pair, variable, nam
     assert state() == DEFAULT
 
 
+@pytest.mark.parametrize("kind", ["default", "reference", "virtual"])
+def test_a_batch_of_no_pairs_is_refused_in_a_replica_too(kind):
+    makers = {"reference": dj.testing.ReferenceStrategy, "virtual": dj.VirtualStrategy}
+    strategy = dj.get_strategy() if kind == "default" else makers[kind](2)
+    call = lambda: strategy.extended.batch_reduce_to("sum", [])
+    assert call() == []
+    with raised_first(ContextError, "batch_reduce_to needs cross-replica context"):
+        strategy.run(call)
+    other = dj.VirtualStrategy(2)
+    with other.scope(), pytest.raises(StrategyMismatchError, match=MIXING):
+        call()
+
+
 def test_gather_in_a_replica_names_what_a_replica_has(pair):
     with pytest.raises(ContextError, match=r"Fix: .*ctx\.all_gather\(x, axis\)") as caught:
         pair.run(lambda: pair.gather(jnp.ones(1), 0))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distjax import inner_traces, jax_compat
+from distjax import inner_traces
 from distjax.collectives.ops import as_reduce_op
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
@@ -23,7 +23,7 @@ from distjax.context.frames import Frame
 from distjax.data.chunks import Steps
 from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
-from distjax.errors import describe_value, message
+from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
 from distjax.objects.claims import HeldClaims
@@ -35,7 +35,7 @@ from distjax.replica.partitioned_tree import Static, is_array
 from distjax.replica.user_names import function_name
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree, ReduceOpLike
-from distjax.variables.conversion import is_number
+from distjax.variables.conversion import is_number, is_traced
 from distjax.variables.state import MergeState, TraceState
 from distjax.variables.variable import Variable
 
@@ -119,9 +119,18 @@ class MultiStepContext:
         Context: cross-replica, or replica.
 
         Raises:
-          TypeError: a traced array.
+          TraceLeakError: a value of the program, which exists only while it runs.
         """
-        _require_untraced(output, name)
+        if is_traced(output):
+            raise TraceLeakError(
+                message(
+                    f"set_non_tensor_output({name!r}) needs Python objects",
+                    got=f"a traced value in {describe_value(output)}",
+                    why="the object is kept as the trace has it, and a value of the program "
+                    "exists only while it runs",
+                    fix=f"context.set_last_step_output({name!r}, x, reduce_op='mean')",
+                )
+            )
         self.non_tensor_outputs[name] = (output,) if frames.current().is_replica else output
 
 
@@ -180,19 +189,6 @@ def _require_arrays(output: PyTree, name: str) -> None:
                     got=describe_value(leaf),
                     why="it is carried through the compiled loop of steps",
                     fix=f"context.set_non_tensor_output({name!r}, ...)",
-                )
-            )
-
-
-def _require_untraced(output: PyTree, name: str) -> None:
-    for leaf in jax.tree.leaves(output):
-        if isinstance(leaf, jax_compat.Tracer):
-            raise TypeError(
-                message(
-                    f"set_non_tensor_output({name!r}) needs a Python object",
-                    got=describe_value(leaf),
-                    why="a traced array has no value outside of the step",
-                    fix=f"context.set_last_step_output({name!r}, ...)",
                 )
             )
 

@@ -97,17 +97,6 @@ def test_an_initial_loop_value_has_the_form_of_the_output(pair, initial, output,
     assert ("set_last_step_output('loss', output, 'mean')" in str(e.value)) == (got is DIFFERS)
 
 
-@pytest.mark.parametrize("is_replica", [False, True])
-def test_a_traced_array_is_no_python_object_of_a_step(pair, is_replica):
-    def step(context, x):
-        keep = lambda x: context.set_non_tensor_output("loss", {"a": x})
-        pair.run(keep, args=(x,)) if is_replica else keep(x)
-
-    iterator = iter(pair.distribute_dataset([np.ones(2)]))
-    text = "set_non_tensor_output('loss') needs a Python object."
-    refused(TypeError, text, lambda: pair.extended.run_steps_on_iterator(step, iterator))
-
-
 @pytest.mark.parametrize("output", ["text", {"a": object()}])
 def test_an_output_of_steps_that_is_no_array(pair, output):
     def step(context, x):

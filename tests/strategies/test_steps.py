@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.errors import TraceLeakError
 
 
 def batches(stop, size):
@@ -70,6 +71,24 @@ def test_r327_a_replica_needs_a_reduce_op(pair):
     iterator = iter(pair.distribute_dataset(batches(8, 4)))
     with pytest.raises(ValueError, match="needs a reduce_op in a replica context"):
         pair.extended.run_steps_on_iterator(step, iterator)
+
+
+@pytest.mark.api_row("set_non_tensor_output")
+@pytest.mark.parametrize("where", ["cross", "replica", "in a tree"])
+def test_a_value_of_the_program_is_no_python_object(pair, where):
+    def step(context, inputs):
+        keep = lambda x: context.set_non_tensor_output("kept", x)
+        if where == "replica":
+            pair.run(keep, args=(inputs,))
+        else:
+            keep(inputs if where == "cross" else {"x": (1, inputs)})
+
+    iterator = iter(pair.distribute_dataset(batches(8, 4)))
+    with pytest.raises(TraceLeakError) as caught:
+        pair.extended.run_steps_on_iterator(step, iterator)
+    text = str(caught.value)
+    assert text.startswith("set_non_tensor_output('kept') needs Python objects.\n  Got: a traced v")
+    assert text.endswith("Fix: context.set_last_step_output('kept', x, reduce_op='mean')")
 
 
 def test_the_end_of_the_data(pair):

@@ -275,12 +275,12 @@ def require_axis_name(axis_name: object, fix: str = "MirroredStrategy(axis_name=
 def _as_axes(model_axes: object) -> dict[str, int]:
     axes = model_axes or {}
     if isinstance(axes, Mapping) and all(
-        isinstance(name, str) and is_int(size) for name, size in axes.items()
+        isinstance(name, str) and is_int(size) and size > 0 for name, size in axes.items()
     ):
         return dict(axes)
     raise ValueError(
         message(
-            "model_axes needs a dict from names to sizes",
+            "model_axes needs a dict from names to sizes of 1 or more",
             got=describe_value(model_axes),
             why="each item is a mesh axis inside one replica",
             fix="MirroredStrategy(model_axes={'model': 2})",
@@ -296,10 +296,11 @@ def _require_axes(devices: tuple[jax.Device, ...], axis_name: str, axes: Mapping
                 f"model_axes needs names other than the replica axis {axis_name!r}",
                 got=f"model_axes={dict(axes)}",
                 why="one mesh axis cannot be both",
-                fix=f"rename it, or pass axis_name='replica' (now {axis_name!r})",
+                fix="rename it: model_axes={'model': 2}; or rename the replica axis: "
+                "axis_name='data'",
             )
         )
-    if per_replica < 1 or len(devices) % per_replica:
+    if len(devices) % per_replica:
         raise ValueError(
             message(
                 f"model_axes={dict(axes)} needs a number of devices divisible by {per_replica}",

@@ -124,10 +124,22 @@ def test_r179_repeated_devices():
 
 
 def test_model_axes_that_do_not_fit():
-    with pytest.raises(ValueError, match="^model_axes needs names other than the replica axis 'r"):
+    with pytest.raises(
+        ValueError, match="^model_axes needs names other than the replica axis 'r"
+    ) as caught:
         dj.MirroredStrategy(model_axes={"replica": 2})
-    for axes, product in (({"model": 3}, 3), ({"model": 0}, 0), ({"a": 2, "b": 8}, 16)):
+    assert str(caught.value).endswith(
+        "Fix: rename it: model_axes={'model': 2}; or rename the replica axis: axis_name='data'"
+    )
+    renamed = dj.MirroredStrategy(model_axes={"replica": 2}, axis_name="data")
+    assert renamed.axis_name == "data" and renamed.num_replicas_in_sync == 4
+    for axes, product in (({"model": 3}, 3), ({"a": 2, "b": 8}, 16)):
         with pytest.raises(ValueError, match=f"needs a number of devices divisible by {product}"):
+            dj.MirroredStrategy(model_axes=axes)
+    for axes in ({"model": 0}, {"model": -2}, {"a": -1, "b": -2}):
+        with pytest.raises(
+            ValueError, match="^model_axes needs a dict from names to sizes of 1 or"
+        ):
             dj.MirroredStrategy(model_axes=axes)
 
 

@@ -115,7 +115,7 @@ def test_an_axis_name_that_is_no_string(make, name):
 
 @pytest.mark.parametrize("axes", [["model"], {"model": "two"}, {"model": True}, {1: 2}, 2])
 def test_model_axes_that_are_no_sizes(axes):
-    text = "model_axes needs a dict from names to sizes."
+    text = "model_axes needs a dict from names to sizes of 1 or more."
     refused(ValueError, text, lambda: dj.MirroredStrategy(model_axes=axes))
 
 

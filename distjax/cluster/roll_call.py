@@ -96,14 +96,14 @@ def _call_roll(settings: Settings, own: Record) -> dict[str, Any]:
     deadline = began + settings.timeouts.initialization
     came: dict[Record, socket.socket | None] = {own: None}
     with contextlib.ExitStack() as connections, _listen(settings) as listening:
-        while time.monotonic() < deadline and not _is_over(list(came), settings):
+        while time.monotonic() < deadline and not _is_over(_drop_gone(came), settings):
             if _find_wrong(list(came)):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             arrived = _accept(listening, deadline)
             if arrived is not None:
                 came[arrived[0]] = connections.enter_context(arrived[1])
         listening.close()  # from now on the coordinator answers there
-        in_order = sorted(came, key=lambda record: record.process_id)
+        in_order = sorted(_drop_gone(came), key=lambda record: record.process_id)
         verdict = _judge(in_order, settings, time.monotonic() - began)
         for connection in filter(None, came.values()):
             with contextlib.suppress(OSError):  # it is gone; JAX will notice
@@ -145,6 +145,31 @@ def _accept(listening: socket.socket, deadline: float) -> tuple[Record, socket.s
             return record, connection
     connection.close()
     return None
+
+
+def _drop_gone(came: dict[Record, socket.socket | None]) -> list[Record]:
+    """Removes processes that have ended since they arrived, and returns the others.
+
+    JAX's rendezvous would wait for them; one that was started again in their place is not a second.
+    """
+    for record, connection in list(came.items()):
+        if connection is not None and _is_closed(connection):
+            del came[record]
+    return list(came)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Returns whether the other end has closed it: while it waits, it sends nothing more."""
+    seconds = connection.gettimeout()
+    connection.settimeout(0)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:  # it was reset
+        return True
+    finally:
+        connection.settimeout(seconds)
 
 
 def _is_over(came: list[Record], settings: Settings) -> bool:

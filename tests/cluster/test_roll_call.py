@@ -62,7 +62,8 @@ def connect_and_say(settings, line):
     with contextlib.ExitStack() as closing:
         closing.callback(connection.close)
         connection.sendall(line)
-        connection.shutdown(socket.SHUT_WR)
+        if not line.endswith(b"\n"):  # who has sent a whole line waits for the answer
+            connection.shutdown(socket.SHUT_WR)
         closing.pop_all()
     return connection
 
@@ -118,6 +119,27 @@ def test_a_process_that_asks_again_is_not_there_twice(settings):
         assert called.result() == [places]
     assert answered["places"] == list(places)
     assert places[1] == "elsewhere (pid 7)"
+
+
+def test_a_process_that_has_ended_is_missing(settings):
+    """It was killed while process 0 waited for the last one."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        called = threads.submit(call_as, waiting(settings, 2.0), 0)
+        connect_and_say(settings, record_of(settings, 1)).close()
+        (last,) = call_as(settings, 2)
+        assert called.result() == [last]
+    assert "Got: no process 1 within " in last
+
+
+def test_a_process_that_is_started_again_takes_its_place(settings):
+    """A scheduler does so where one is killed while the others arrive."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        called = threads.submit(call_as, settings, 0)
+        connect_and_say(settings, record_of(settings, 1)).close()
+        with connect_and_say(settings, record_of(settings, 1, pid=8)):
+            (places,) = call_as(settings, 2)
+            assert called.result() == [places]
+    assert places[1] == "elsewhere (pid 8)"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckErr
 #: The fraction of `shutdown_timeout` for the last meeting; JAX's own wait would abort.
 _SHARE = 0.8
 _PLACE = "distjax/end"
+#: How the note begins by which JAX says that it has removed frames from a traceback.
+_NOTE_OF_JAX = "\n--------------------\nFor simplicity, JAX "
 
 
 class _Ending:
@@ -125,7 +127,7 @@ def _end_after(error: BaseException) -> NoReturn:
     if joined is None:
         end_at_once(code)
     is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment
-    text = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).partition(_NOTE_OF_JAX)[0].strip()
     leave(joined, code, text, code if is_of_all else PEER_LOST)
 
 

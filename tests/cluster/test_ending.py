@@ -127,6 +127,23 @@ def test_the_former_hook_comes_first(hooks):
     assert hooks == [(ValueError, error, None)]
 
 
+def test_the_others_do_not_hear_how_jax_filters_tracebacks(hooks):
+    def fail(x):
+        raise ValueError("mine")
+
+    former = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "quiet_remove_frames")
+    try:
+        with pytest.raises(ValueError, match="mine") as caught:
+            jax.jit(fail)(1.0)
+    finally:
+        jax.config.update("jax_traceback_filtering", former)
+    assert caught.value.__notes__
+    with pytest.raises(Ended) as end:
+        raise_uncaught(caught.value)
+    assert end.value.args[1] == "ValueError: mine"
+
+
 @pytest.mark.parametrize(("kind", "code"), [(errors.AgreementError, 77), (errors.StuckError, 76)])
 def test_what_all_of_them_come_to_ends_all_with_one_code(hooks, kind, code):
     with pytest.raises(Ended) as end:

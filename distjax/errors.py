@@ -91,7 +91,7 @@ class PeerLostError(ClusterError):
 
 
 class PreemptedError(ClusterError):
-    """The job was told to stop, and has saved its state."""
+    """The job was told to stop, and has saved its state; for programs to raise."""
 
 
 class StuckError(ClusterError):

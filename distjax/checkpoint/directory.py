@@ -1,4 +1,4 @@
-"""Checks a checkpoint directory: what it holds, and that all processes share it."""
+"""Checks a checkpoint directory: what it holds, who can write it, who sees it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 #: How long a process looks for another's file: network file systems take a moment.
 _LOOK_SECONDS = 5.0
+#: More than orbax writes before the processes have begun to write their parts.
+_ATTEMPT_BYTES = 1 << 14
 
 
 def require_checkpoint_directory(directory: object) -> None:
@@ -65,6 +67,20 @@ def require_checkpoint_directory(directory: object) -> None:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def try_to_write(directory: str) -> None:
+    """Makes the directory, and in it a file, which it removes.
+
+    Raises:
+      OSError: it is closed to this process, read-only, or full.
+    """
+    os.makedirs(directory, exist_ok=True)
+    path = Path(directory, f".distjax-{secrets.token_hex(8)}")
+    try:
+        path.write_bytes(bytes(_ATTEMPT_BYTES))
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def require_shared_directory(joined: Job, directory: str) -> None:

@@ -1,10 +1,11 @@
-"""Settings for orbax: participating processes, the form of arrays, retries."""
+"""Settings for orbax: participating processes, which steps to keep, the form of arrays, retries."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TypeVar
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from distjax.cluster.job import job
 
 _NUM_LOOKS = 5
 T = TypeVar("T")
+#: How good a step is, from its metrics.
+Quality = Callable[[Mapping[str, float]], float]
 
 
 def multiprocessing_options(alone: bool) -> ocp.options.MultiprocessingOptions:
@@ -25,6 +28,32 @@ def multiprocessing_options(alone: bool) -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
     )
+
+
+def quality_of(metric: str, mode: str) -> Quality:
+    """Returns a function that is greater for better metrics; NaN is the worst.
+
+    Args:
+      metric: the name of the one that counts.
+      mode: "max" or "min".
+    """
+
+    def quality(metrics: Mapping[str, float]) -> float:
+        value = float(metrics.get(metric, math.nan))
+        if math.isnan(value):
+            return -math.inf
+        return value if mode == "max" else -value
+
+    return quality
+
+
+def preservation_policy(max_to_keep: int | None, quality: Quality | None) -> Any:
+    """Returns which steps are kept: the best and the latest, or without a `quality` the latest."""
+    policies = ocp.checkpoint_managers
+    if max_to_keep is None or quality is None:
+        return policies.LatestN(max_to_keep)
+    best = policies.BestN(get_metric_fn=quality, n=max_to_keep)
+    return policies.AnyPreservationPolicy([policies.LatestN(1), best])
 
 
 def retry_look(look: Callable[[], T]) -> T:

@@ -21,9 +21,21 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from distjax.checkpoint import json_values
-from distjax.checkpoint.directory import require_checkpoint_directory, require_shared_directory
+from distjax.checkpoint.agreement import done_by_all
+from distjax.checkpoint.directory import (
+    require_checkpoint_directory,
+    require_shared_directory,
+    try_to_write,
+)
+from distjax.checkpoint.failures import not_read, not_removed, not_written
 from distjax.checkpoint.first_process import ask_first_process
-from distjax.checkpoint.orbax_settings import multiprocessing_options, restore_args, retry_look
+from distjax.checkpoint.orbax_settings import (
+    multiprocessing_options,
+    preservation_policy,
+    quality_of,
+    restore_args,
+    retry_look,
+)
 from distjax.checkpoint.origin import require_own_job, require_own_process
 from distjax.checkpoint.under_way import saves_under_way
 from distjax.checkpoint.write_barrier import WriteBarrier
@@ -31,7 +43,7 @@ from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
 from distjax.context.thread_settings import settings_of_this_thread
-from distjax.errors import CheckpointError, describe_error, message
+from distjax.errors import ClusterError
 from distjax.placement.transfer import require_wholly_here
 from distjax.uninterrupted import UninterruptedCalls
 
@@ -122,6 +134,9 @@ class Storage:
         if arrays:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
         with self._guard_write(step):
+            if self.job is not None:  # where one cannot, orbax leaves the others waiting for it
+                attempt = functools.partial(try_to_write, self.directory)
+                done_by_all(self.job, "the start of a save", attempt)
             if self._writer is None:
                 self._writer = self._calls.call(lambda: self._make_manager(is_writer=True))
             self._under_way = step  # set first, so that an interrupted save is waited for, too
@@ -152,22 +167,21 @@ class Storage:
         saves_under_way.discard(self)
 
     def delete(self, step: int) -> None:
-        """Removes a step.
+        """Removes a step; in a job, process 0 does, and all hear whether it could.
 
         Raises:
           CheckpointError: it cannot be removed.
         """
-        try:
-            self._look(lambda manager: manager.delete(step))
-        except OSError as error:
-            raise CheckpointError(
-                message(
-                    f"{self.describe_step(step)} needs to be removed from the disk",
-                    got=describe_error(error),
-                    why="the directory may be closed to this user, or the disk read-only",
-                    fix="open it for writing, and call checkpointer.delete(step) again",
-                )
-            ) from error
+
+        def remove() -> None:
+            try:
+                self._look(lambda manager: manager.delete(step), alone=True)
+            except OSError as error:
+                raise not_removed(self.describe_step(step), error) from error
+
+        ask_first_process(self.job, "the removal of a checkpoint", remove)
+        if self.job is not None and self._writer is not None:  # another manager has removed it
+            self._calls.call(functools.partial(retry_look, self._writer.reload))
         self._clear_removed()
 
     def _clear_removed(self) -> None:
@@ -191,23 +205,15 @@ class Storage:
         try:
             with phase(f"writing {self.describe_step(step)}"):
                 yield
+        except ClusterError:  # a process is lost, or does something else
+            raise
         except Exception as error:
             self._set_complete()
             failed, self._writer = self._writer, None  # it would count the step as present
             if failed is not None:
                 with contextlib.suppress(Exception):  # it may raise the same error again
                     failed.close()
-            raise CheckpointError(
-                message(
-                    f"{self.describe_step(step)} needs to be written to the disk",
-                    got=describe_error(error),
-                    why="the disk may be full, the directory closed to this user, or another "
-                    "checkpointer writing to it; the step is not complete, those before it are as "
-                    "they were",
-                    fix="make room, or give another directory, and call checkpointer.save(step, "
-                    "tree) again",
-                )
-            ) from error
+            raise not_written(self.describe_step(step), error) from error
 
     # -- reading --------------------------------------------------------------
 
@@ -248,8 +254,11 @@ class Storage:
     def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Returns the arrays of some keys, on devices or (None) in host memory.
 
+        Each process of a job reads its own parts, without the others: orbax's restore ends in a
+        program over all of them, for which they would wait where one cannot read.
+
         Raises:
-          CheckpointError: the files are damaged.
+          CheckpointError: the files are damaged; on all processes, if one cannot read its parts.
         """
         if not shardings:
             return {}
@@ -263,7 +272,8 @@ class Storage:
         both = ocp.args.Composite(**{_VALUES: args})
         with self._guard_read(step):
             read = lambda manager: jax.block_until_ready(manager.restore(step, args=both)[_VALUES])
-            return self._look(read)
+            occasion = "the reading of a checkpoint"
+            return done_by_all(self.job, occasion, lambda: self._look(read, alone=True))
 
     @property
     def _is_alone_in_a_job(self) -> bool:
@@ -274,19 +284,10 @@ class Storage:
         try:
             with phase(f"reading {self.describe_step(step)}"):
                 yield
+        except ClusterError:  # a process is lost, or does something else
+            raise
         except Exception as error:
-            raise CheckpointError(
-                message(
-                    f"{self.describe_step(step)} needs to be one that distjax wrote, with all its "
-                    "files",
-                    got=describe_error(error),
-                    why="it was written by another program, or files in it are damaged or gone, as "
-                    "those of a step that max_to_keep has removed. "
-                    "Nothing has been changed",
-                    fix="restore another step: checkpointer.restore(tree, step=...); "
-                    "checkpointer.all_steps() lists them",
-                )
-            ) from error
+            raise not_read(self.describe_step(step), error) from error
 
     def _ask(self, occasion: str, look: Callable[[ocp.CheckpointManager], Any]) -> Any:
         """Returns process 0's ``look(manager)`` on every process; None: no directory yet."""
@@ -334,6 +335,7 @@ class Storage:
 
     def _make_manager(self, *, is_writer: bool, alone: bool = False) -> ocp.CheckpointManager:
         metric = self._best_metric
+        quality = None if metric is None else quality_of(metric, self._best_mode)
         processes = multiprocessing_options(alone or self.job is None)
         handlers = None
         if self._is_alone_in_a_job:  # orbax's default handlers belong to process 0
@@ -356,25 +358,11 @@ class Storage:
             # What a killed process left. Not for readers: another process may be writing it.
             cleanup_tmp_directories=is_writer,
             todelete_subdir=_REMOVED,
-            preservation_policy=self._preservation_policy(),
-            best_fn=None if metric is None else self._quality,
+            preservation_policy=preservation_policy(self._max_to_keep, quality),
+            best_fn=quality,
             best_mode="max",
         )
         return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
-
-    def _preservation_policy(self) -> Any:
-        policies = ocp.checkpoint_managers
-        if self._max_to_keep is None or self._best_metric is None:
-            return policies.LatestN(self._max_to_keep)
-        best = policies.BestN(get_metric_fn=self._quality, n=self._max_to_keep)
-        return policies.AnyPreservationPolicy([policies.LatestN(1), best])
-
-    def _quality(self, metrics: Mapping[str, float]) -> float:
-        """Returns a number that is greater for better metrics; NaN is the worst."""
-        value = float(metrics.get(self._best_metric or "", math.nan))
-        if math.isnan(value):
-            return -math.inf
-        return value if self._best_mode == "max" else -value
 
 
 def _with_settings(fn: Callable[[], T]) -> Callable[[], T]:

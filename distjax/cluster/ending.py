@@ -110,16 +110,19 @@ class _Ending:
         try:
             _wait_for_all(joined)
         except ClusterError as error:
-            if is_interactive():
-                print_error(error)
-                return
-            begin_to_end()
+            if not is_interactive():
+                self._end_alone(joined, error)
             print_error(error)
-            if isinstance(error, AgreementError):
-                leave(joined, DIFFERENT, str(error), DIFFERENT)  # this one may be the first
-            leave(joined, self.code or PEER_LOST, "it came to its end alone")
+        # A thread that is in a call to the coordinator when Python ends aborts the process.
         self._watch.stop()
         self._stop_watch()
+
+    def _end_alone(self, joined: Job, error: ClusterError) -> NoReturn:
+        begin_to_end()
+        print_error(error)
+        if isinstance(error, AgreementError):
+            leave(joined, DIFFERENT, str(error), DIFFERENT)  # this one may be the first
+        leave(joined, self.code or PEER_LOST, "it came to its end alone")
 
 
 def _end_after(error: BaseException) -> NoReturn:

@@ -264,12 +264,16 @@ def test_a_meeting_at_the_end_without_the_coordinator(meet_with, monkeypatch, ca
     assert "Got: no end of process 0 on a (pid 1) within 8 s." in capsys.readouterr().err
 
 
-def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(meet_with, monkeypatch, capsys):
+def test_a_meeting_at_the_end_that_fails_at_a_prompt_or_in_a_child(
+    hooks, meet_with, monkeypatch, capsys
+):
+    """At a prompt the threads end all the same: in a call when Python ends, they aborted it."""
     meet = meet_with(make_job(fail_to_meet))
     with monkeypatch.context() as patch:
         patch.setattr(ending, "is_interactive", lambda: True)
         meet()
     assert "the end of process 0 on a (pid 1) needs" in capsys.readouterr().err
+    assert hooks == ["at the end", "stop watch", "stop"]
     monkeypatch.setattr(ending.watch_the_end(), "pid", -1)
     meet()
     assert capsys.readouterr().err == ""

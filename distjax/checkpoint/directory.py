@@ -69,14 +69,18 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def try_to_write(directory: str) -> None:
+def try_to_write(directory: str, process_id: int) -> None:
     """Makes the directory, and in it a file, which it removes.
+
+    Args:
+      directory: its path.
+      process_id: names the file, so that the next attempt removes what a killed process left.
 
     Raises:
       OSError: it is closed to this process, read-only, or full.
     """
     os.makedirs(directory, exist_ok=True)
-    path = Path(directory, f".distjax-{secrets.token_hex(8)}")
+    path = Path(directory, f".distjax-{process_id}")
     try:
         path.write_bytes(bytes(_ATTEMPT_BYTES))
     finally:
@@ -96,14 +100,15 @@ def require_shared_directory(joined: Job, directory: str) -> None:
     token = ask_first_process(joined, occasion, lambda: _leave_token(directory))
     try:
         sees = _sees(directory, token) if token is not None else _names(directory)
-        everyone = [json.loads(said) for said in exchange(joined, occasion, json.dumps(sees))]
+        said = exchange(joined, occasion, json.dumps([sees, directory]))
     finally:
         if token is not None and joined.process_id == 0:
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(directory, token))
+    everyone, paths = zip(*map(json.loads, said), strict=True)
     differ = [i for i, seen in enumerate(everyone) if seen != everyone[0]]
     if differ:
-        raise CheckpointError(_not_shared_text(joined, directory, differ))
+        raise CheckpointError(_not_shared_text(joined, paths, differ))
 
 
 def _leave_token(directory: str) -> str | None:
@@ -133,11 +138,13 @@ def _names(directory: str) -> list[str]:
     return []
 
 
-def _not_shared_text(joined: Job, directory: str, differ: Sequence[int]) -> str:
+def _not_shared_text(joined: Job, paths: Sequence[str], differ: Sequence[int]) -> str:
+    own, other = paths[0], paths[differ[0]]
     names = ", ".join(map(joined.name_process, differ))
+    found = f"looked in {other!r}" if other != own else "found something else"
     return message(
         "Checkpointer needs a directory that all processes of the job share",
-        got=f"{directory!r} on process 0, in which {names} found something else",
+        got=f"{own!r} on process 0, where {names} {found}",
         why="each process writes its part of a step, and process 0 completes it",
         fix="a path on a shared file system, the same on every process; for what one process "
         "alone keeps: dj.checkpoint.Checkpointer(directory, local=True)",

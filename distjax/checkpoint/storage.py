@@ -135,7 +135,7 @@ class Storage:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
         with self._guard_write(step):
             if self.job is not None:  # where one cannot, orbax leaves the others waiting for it
-                attempt = functools.partial(try_to_write, self.directory)
+                attempt = functools.partial(try_to_write, self.directory, self.job.process_id)
                 done_by_all(self.job, "the start of a save", attempt)
             if self._writer is None:
                 self._writer = self._calls.call(lambda: self._make_manager(is_writer=True))

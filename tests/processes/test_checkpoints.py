@@ -349,12 +349,35 @@ def open_apart(directory):
         patch.setattr("distjax.checkpoint.directory._LOOK_SECONDS", 0.5)
         with pytest.raises(dj.errors.CheckpointError) as caught:
             dj.checkpoint.Checkpointer(own)
-    return str(caught.value).splitlines()[0], sorted(os.listdir(own)) if own.is_dir() else []
+    return str(caught.value).splitlines()[:2], sorted(os.listdir(own)) if own.is_dir() else []
 
 
 def test_a_directory_that_is_not_shared_is_refused(group, tmp_path):
-    text = "Checkpointer needs a directory that all processes of the job share."
-    assert group.call(open_apart, str(tmp_path)) == [(text, [])] * 2
+    first, second = group.call(open_apart, str(tmp_path))
+    assert first == second
+    (text, got), left = first
+    assert text == "Checkpointer needs a directory that all processes of the job share."
+    own, other = str(tmp_path / "0"), str(tmp_path / "1")
+    assert re.fullmatch(
+        rf"  Got: '{own}' on process 0, where process 1 on .* looked in '{other}'\.", got
+    )
+    assert left == []
+
+
+def open_what_one_does_not_see(directory):
+    with pytest.MonkeyPatch.context() as patch:
+        if job().process_id == 1:
+            patch.setattr("distjax.checkpoint.directory._sees", lambda *args: False)
+        with pytest.raises(dj.errors.CheckpointError) as caught:
+            dj.checkpoint.Checkpointer(directory)
+    return str(caught.value).splitlines()[1]
+
+
+def test_a_path_that_leads_elsewhere_on_one_process_is_refused(group, tmp_path):
+    for got in group.call(open_what_one_does_not_see, str(tmp_path)):
+        assert re.fullmatch(
+            rf"  Got: '{tmp_path}' on process 0, where process 1 on .* found something else\.", got
+        )
 
 
 def save_alone(directory, writer):

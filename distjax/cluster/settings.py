@@ -160,11 +160,11 @@ def as_device_ids(ids: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 def _read_environment() -> Request:
     address = os.environ.get("DISTJAX_COORDINATOR") or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count, own = _read_int("DISTJAX_NUM_PROCESSES"), _read_int("DISTJAX_PROCESS_ID")
+    count, own = _read_int("DISTJAX_NUM_PROCESSES", 2), _read_int("DISTJAX_PROCESS_ID")
     return Request(address or None, count, own, None)
 
 
-def _read_int(variable: str) -> int | None:
+def _read_int(variable: str, example: int = 0) -> int | None:
     text = os.environ.get(variable, "").strip()
     if not text:
         return None
@@ -175,7 +175,7 @@ def _read_int(variable: str) -> int | None:
             f"the environment variable {variable} needs to be a number",
             got=repr(text),
             why="it says how this process takes part in a job",
-            fix=f"{variable}=0, or unset it",
+            fix=f"{variable}={example}, or unset it",
         )
     )
 

@@ -153,8 +153,9 @@ def test_an_address_that_is_none(address):
 
 def test_a_variable_that_is_no_number(environment):
     environment(DISTJAX_NUM_PROCESSES="two")
-    with pytest.raises(ClusterError, match="variable DISTJAX_NUM_PROCESSES needs to be a number"):
+    with pytest.raises(ClusterError, match="variable DISTJAX_NUM_PROCESSES needs to be") as caught:
         find()
+    assert "Fix: DISTJAX_NUM_PROCESSES=2, or unset it" in str(caught.value)
 
 
 def test_a_detection_that_fails(monkeypatch):

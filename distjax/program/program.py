@@ -17,6 +17,7 @@ import jax
 
 from distjax import jax_compat, user_mesh
 from distjax.cluster.phases import phase
+from distjax.errors import ContextError
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StatefulObjectFound
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
@@ -246,10 +247,13 @@ class Program:
         """
         build = self._build
         if build is not None:
-            with build.lock:  # else an array being donated by another thread would seem deleted
-                for variable in build.variables:
-                    variable.stored.require()
-                    variable.stored.require_present()
+            try:
+                with build.lock:  # else an array being donated by another thread would seem deleted
+                    for variable in build.variables:
+                        variable.stored.require()
+                        variable.stored.require_present()
+            except ContextError as lost:  # by this launch, unless that says the same
+                raise lost from None if isinstance(error, ContextError) else error
         if "deleted" in str(error):
             self._require_undeleted(args)
         if not self._marks_objects:

@@ -50,6 +50,23 @@ if I == 1:
     signal.pause()
 """
 
+#: Process 1 is gone between two steps; process 0 finds out in the next, which writes a variable.
+VANISHES = """
+dj.initialize(ADDRESS, P, I, shutdown_timeout=2)
+strategy = dj.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    w = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+def step():
+    w.assign_add(jnp.ones(()))
+strategy.run(step)
+meet().block_until_ready()
+if I == 1:
+    os._exit(0)
+for _ in range(1000):
+    strategy.run(step)
+print(w.value)
+"""
+
 #: What one process does, how the two end, and what it says.
 EARLY_ENDS = {
     "thread": (
@@ -66,7 +83,7 @@ EARLY_ENDS = {
 def jobs():
     """All of them side by side: what they mostly do is wait."""
     scripts = {name: ONE_ENDS.format(how=how) for name, (how, *_) in EARLY_ENDS.items()}
-    scripts |= {"raised": RAISED, "dies": DIES}
+    scripts |= {"raised": RAISED, "dies": DIES, "vanishes": VANISHES}
     with concurrent.futures.ThreadPoolExecutor(len(scripts)) as pool:
         ids = lambda name: range(3 if name == "raised" else 2)
         start = lambda name: pool.submit(run_job, JOINED + scripts[name], ids(name))
@@ -94,6 +111,13 @@ def test_the_end_of_the_program_is_a_meeting(jobs):
     assert (first.code, second.code) == (71, -15)
     assert "the end of process 0 on " in first.said
     assert "Got: no end of process 1 on " in first.said
+
+
+def test_a_step_without_a_process_ends_as_its_loss(jobs):
+    """Not as that of the variable, which the step that failed had taken."""
+    first, second = jobs["vanishes"].result()
+    assert (first.code, second.code) == (71, 0), first.said
+    assert "Gloo" in first.said and "variable 'Variable' needs a value" in first.said
 
 
 #: Process 0 evaluates on its own devices until process 1 has waited for it once; then process 1

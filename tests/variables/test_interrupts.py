@@ -119,6 +119,32 @@ def test_a_value_that_is_lost_is_an_error_that_says_so(lost):
         assert str(caught.value) == LOST
 
 
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_what_lost_a_value_is_the_cause_of_the_error(is_warm):
+    """On one CPU device a program runs where it is launched, which then raises its error."""
+    strategy = dj.VirtualStrategy(2)
+    w = make(strategy, "w")
+
+    def fail(x):
+        if x > 1:
+            raise ValueError("mine")
+        return x
+
+    def step(x):
+        w.assign_add(jnp.ones(8))
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32), x)
+
+    if is_warm:
+        strategy.run(step, args=(0.0,))
+    with pytest.raises(ContextError) as caught:
+        strategy.run(step, args=(2.0,))
+    assert str(caught.value) == LOST
+    assert "ValueError: mine" in str(caught.value.__cause__)
+    with pytest.raises(ContextError) as later:
+        strategy.run(step, args=(0.0,))
+    assert str(later.value) == LOST and later.value.__cause__ is None
+
+
 def test_a_lost_value_can_be_assigned(lost):
     w, step = lost
     w.assign(jnp.ones(8))

@@ -143,7 +143,7 @@ class Optimizer:
         """
         self._variables = gradient_pairs.require_variables(variables)
         self._tree = variables
-        compiled = jit if self._strategy.extended.compiles else _as_it_is
+        compiled = jit if self._strategy.extended.compiles else lambda fn: fn
         self._step = compiled(self._step_in_trace)  # anew: old programs hold the old state
         with _active(self._strategy):
             compiled(self._make)()
@@ -277,10 +277,6 @@ def _active(strategy: Strategy) -> Any:
     """Returns a context in which `strategy` is active."""
     is_now = frames.current().strategy is strategy
     return contextlib.nullcontext() if is_now else strategy.scope()
-
-
-def _as_it_is(fn: Callable[..., None]) -> Callable[..., None]:
-    return fn
 
 
 def _require_transformation(tx: object) -> None:

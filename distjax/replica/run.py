@@ -161,18 +161,17 @@ def _tell_findings(
 ) -> list[Fact]:
     """Reports mistakes, tells the observer what is proved; returns a fact per result, or none."""
     given, traced, results, _ = emitted
-    env: dict[Any, Any] = {}
+    if topology.num_replicas == 1:
+        _tell_observer(emitted, {}, topology)
+        return []
     own = results
     if options.returns_object_state:
         own = results[: sum(path.startswith("[0]") for path in traced.result.paths)]
-    if topology.num_replicas > 1:
-        env = examine(
-            traced.jaxpr, traced.written, given, topology, own=len(own), results=len(results)
-        )
+    env = examine(traced.jaxpr, traced.written, given, topology, own=len(own), results=len(results))
     _tell_observer(emitted, env, topology)
-    outvars = traced.jaxpr.outvars[: len(results)] if topology.num_replicas > 1 else []
+    outvars = traced.jaxpr.outvars[: len(results)]
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
-    if topology.num_replicas > 1 and options.out_axes is AS_VALUES:
+    if options.out_axes is AS_VALUES:
         inputs = [env[v] for v in traced.jaxpr.invars]
         if not check_state(fn, given, traced.result, results, (inputs, facts), outer.expectations):
             paths = traced.result.paths[: len(own)]

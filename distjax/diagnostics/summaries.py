@@ -101,10 +101,12 @@ class SummaryWriter:
 
     def close(self) -> None:
         """Waits for running programs to write, then closes the files."""
-        jax.effects_barrier()
-        self._is_closed = True
-        for sink in self._sinks:
-            sink.close()
+        try:
+            jax.effects_barrier()  # raises if a callback has failed, of whatever program
+        finally:
+            self._is_closed = True
+            for sink in self._sinks:
+                sink.close()
         self._raise_failure()
 
     def __enter__(self) -> SummaryWriter:

@@ -69,6 +69,18 @@ def test_lines_are_added_and_seen_at_once(tmp_path):
         writer.close()
 
 
+def test_files_are_closed_though_a_callback_of_some_program_has_failed(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("CpuCallback error")
+
+    writer = dj.diagnostics.SummaryWriter(tmp_path, formats=("jsonl", "tensorboard"))
+    writer.write(1, {"x": 1.0})
+    monkeypatch.setattr(jax, "effects_barrier", fail)
+    with pytest.raises(RuntimeError, match="CpuCallback"):
+        writer.close()
+    assert len(events(tmp_path)) == 1 and writer._sinks[-1]._file.closed
+
+
 def test_a_loss_that_blew_up_is_still_json(tmp_path):
     with dj.diagnostics.SummaryWriter(tmp_path) as writer:
         writer.write(1, {"nan": np.nan, "inf": jnp.inf})

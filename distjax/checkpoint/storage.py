@@ -195,9 +195,11 @@ class Storage:
             self.wait()
         finally:
             writer, self._writer = self._writer, None
-            if writer is not None:
-                self._calls.call(writer.close)
-            self._calls.close()
+            try:
+                if writer is not None:
+                    self._calls.call(writer.close)
+            finally:
+                self._calls.close()
 
     @contextlib.contextmanager
     def _guard_write(self, step: int) -> Generator[None]:

@@ -240,23 +240,7 @@ class Coordinator:
           ValueError: an unknown id, or no worker would be left.
         """
         self._require_ready("remove_workers")
-        known = self._crew.ids()
-        if isinstance(ids_or_n, Iterable):
-            ids = list(dict.fromkeys(ids_or_n))
-        else:
-            require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
-            ids = known[-ids_or_n:]
-        if not set(ids) <= set(known) or set(ids) == set(known):
-            raise ValueError(
-                message(
-                    "remove_workers needs the ids of existing workers, and one worker to remain",
-                    got=f"{ids_or_n!r}, of the workers {known}",
-                    why="something has to run what is scheduled",
-                    fix=f"coordinator.remove_workers([{known[-1]}]), if there are others; "
-                    "coordinator.close() ends all",
-                )
-            )
-        self._crew.remove(ids)
+        self._crew.remove(ids_or_n)
 
     # -- snapshots ------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from distjax.context.thread_settings import settings_of_this_thread
 from distjax.errors import ServerLostError, message
 from distjax.servers.board import Board
 from distjax.servers.engine import Engine
+from distjax.servers.options import require_positive
 from distjax.servers.strategy_contract import ServerStrategy
 from distjax.servers.worker import Worker
 from distjax.servers.working import work
@@ -98,6 +99,7 @@ class Crew:
         self._settings = settings_of_this_thread()
         self._numbers = itertools.count()
         self._threads: dict[int, threading.Thread] = {}
+        self._choosing = threading.Lock()  # or two threads could remove one worker, or all
         _crews.add(self)
 
     def ids(self) -> list[int]:
@@ -134,14 +136,41 @@ class Crew:
             for worker in self.board.active_workers()
         ]
 
-    def remove(self, ids: Iterable[int]) -> None:
-        """Ends workers after the closures they have in hand, and waits until they have ended."""
-        workers = [self.board.workers[number] for number in ids]
-        self.board.remove(workers)
+    def remove(self, ids_or_n: int | Iterable[int]) -> None:
+        """Ends workers after the closures they have in hand, and waits until they have ended.
+
+        Args:
+          ids_or_n: which workers, or how many, the latest first.
+
+        Raises:
+          ValueError: an unknown id, or no worker would be left.
+        """
+        with self._choosing:
+            workers = [self.board.workers[number] for number in self._choose(ids_or_n)]
+            self.board.remove(workers)
         self.board.waiters.wait_until(lambda: all(worker.has_ended for worker in workers))
         for worker in workers:
             del self.board.workers[worker.number]
             self._threads.pop(worker.number).join()
+
+    def _choose(self, ids_or_n: int | Iterable[int]) -> list[int]:
+        known = self.ids()
+        if isinstance(ids_or_n, Iterable):
+            ids = list(dict.fromkeys(ids_or_n))
+        else:
+            require_positive(ids_or_n, "remove_workers", "n", "coordinator.remove_workers(1)")
+            ids = known[-ids_or_n:]
+        if set(ids) < set(known):
+            return ids
+        raise ValueError(
+            message(
+                "remove_workers needs the ids of existing workers, and one worker to remain",
+                got=f"{ids_or_n!r}, of the workers {known}",
+                why="something has to run what is scheduled",
+                fix=f"coordinator.remove_workers([{known[-1]}]), if there are others; "
+                "coordinator.close() ends all",
+            )
+        )
 
     def wait(self, timeout: float | None = None) -> list[str]:
         """Waits until the threads have ended, after the board was closed.

@@ -4,7 +4,7 @@ import gc
 import threading
 import types
 import weakref
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -652,6 +652,22 @@ def test_a_restore_needs_data_as_long_as_before():
 
 
 # -- workers ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_two_threads_that_remove_workers_leave_one():
+    for _ in range(10):
+        with Coordinator(make(workers=2)) as coordinator, ThreadPoolExecutor(2) as threads:
+            together = threading.Barrier(2)
+
+            def remove(together=together, coordinator=coordinator):
+                together.wait()
+                coordinator.remove_workers(1)
+
+            errors = [future.exception() for future in [threads.submit(remove) for _ in range(2)]]
+            (refused,) = filter(None, errors)
+            assert str(refused).startswith("remove_workers needs the ids of existing workers")
+            assert len(coordinator.stats()["workers"]) == 1
 
 
 def test_workers_come_and_go():

@@ -6,6 +6,7 @@ distjax trace it calls the function itself.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -140,6 +141,11 @@ class CompiledFunction:
                 raise error from None
             self._off_mesh.add(program)
             return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
+        """Returns one that compiles anew; of a method, bound to the copy of its object."""
+        fn, require = copy.deepcopy((self._fn, self._require), memo)
+        return CompiledFunction(fn, self._donate_argnums, self._static, require)
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns a copy that shares no compiled program with this one."""

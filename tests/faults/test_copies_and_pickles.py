@@ -82,3 +82,20 @@ def test_a_pickle_holds_the_value_or_is_an_error_in_four_parts(pair, module, kin
     else:
         assert type(back) is type(value)
         assert contents(back) == contents(value)
+
+
+def test_a_deep_copy_of_an_object_calls_the_compiled_method_of_the_copy():
+    class Model:
+        def __init__(self):
+            self.factor = 2
+            self.step = dj.jit(self.scaled)
+
+        def scaled(self, x):
+            return self.factor * x
+
+    model = Model()
+    assert float(model.step(jnp.float32(1))) == 2
+    copied = copy.deepcopy(model)
+    copied.factor = 3
+    assert float(copied.step(jnp.float32(1))) == 3
+    assert float(model.step(jnp.float32(1))) == 2

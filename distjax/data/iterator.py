@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -84,6 +84,17 @@ class DistributedIterator:
     def __repr__(self) -> str:
         delivered, num_replicas = self._own_state["delivered"], self._layout.num_replicas
         return f"DistributedIterator(delivered={delivered}, num_replicas={num_replicas})"
+
+    def __reduce__(self) -> NoReturn:  # of copies too, which would read one source in turn
+        raise TypeError(
+            message(
+                "an iterator over a dataset needs to stay one object",
+                got="copy.copy, copy.deepcopy or pickle of it",
+                why="its source is read once, and each element goes to one loop",
+                fix="iter(dataset) for another loop; to go on from here: "
+                "iterator.set_state(former.get_state())",
+            )
+        )
 
     def __next__(self) -> Any:
         return self._give(None, "next(iterator)")

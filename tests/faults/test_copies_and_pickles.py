@@ -99,3 +99,14 @@ def test_a_deep_copy_of_an_object_calls_the_compiled_method_of_the_copy():
     copied.factor = 3
     assert float(copied.step(jnp.float32(1))) == 3
     assert float(model.step(jnp.float32(1))) == 2
+
+
+@pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_iterator_stays_one_object(pair, call):
+    """Of a copy, which would read the same source, some elements came twice."""
+    iterator = iter(pair.distribute_dataset([np.ones(2), np.ones(2)]))
+    with pytest.raises(TypeError) as caught:
+        call(iterator)
+    assert str(caught.value).startswith("an iterator over a dataset needs to stay one object.")
+    assert is_explained(caught.value)
+    assert len(list(iterator)) == 2

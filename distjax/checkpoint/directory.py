@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,17 @@ def try_to_write(directory: str, process_id: int) -> None:
         path.write_bytes(bytes(_ATTEMPT_BYTES))
     finally:
         path.unlink(missing_ok=True)
+
+
+def remove_unfinished(directory: str) -> None:
+    """Removes what a killed process left of its saves, as orbax's first save would.
+
+    Raises:
+      OSError: it belongs to another user, say.
+    """
+    for name in os.listdir(directory):
+        if name.endswith(UNFINISHED):
+            shutil.rmtree(os.path.join(directory, name))
 
 
 def require_shared_directory(joined: Job, directory: str) -> None:

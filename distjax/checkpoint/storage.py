@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 from distjax.checkpoint import json_values
 from distjax.checkpoint.agreement import done_by_all
 from distjax.checkpoint.directory import (
+    remove_unfinished,
     require_checkpoint_directory,
     require_shared_directory,
     try_to_write,
@@ -39,7 +40,7 @@ from distjax.checkpoint.orbax_settings import (
 from distjax.checkpoint.origin import require_own_job, require_own_process
 from distjax.checkpoint.under_way import saves_under_way
 from distjax.checkpoint.write_barrier import WriteBarrier
-from distjax.cluster.job import job
+from distjax.cluster.job import Job, job
 from distjax.cluster.ledger import ledger
 from distjax.cluster.phases import phase
 from distjax.context.thread_settings import settings_of_this_thread
@@ -135,7 +136,7 @@ class Storage:
             items[_VALUES] = ocp.args.PyTreeSave(dict(arrays))
         with self._guard_write(step):
             if self.job is not None:  # where one cannot, orbax leaves the others waiting for it
-                attempt = functools.partial(try_to_write, self.directory, self.job.process_id)
+                attempt = functools.partial(self._try_to_begin, self.job)
                 done_by_all(self.job, "the start of a save", attempt)
             if self._writer is None:
                 self._writer = self._calls.call(lambda: self._make_manager(is_writer=True))
@@ -143,6 +144,11 @@ class Storage:
             saves_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
             self._calls.call(functools.partial(save, step, metrics=dict(metrics), force=True))
+
+    def _try_to_begin(self, joined: Job) -> None:
+        try_to_write(self.directory, joined.process_id)
+        if joined.process_id == 0 and self._writer is None:
+            remove_unfinished(self.directory)
 
     def complete(self, change: Callable[[], T]) -> T:
         """Returns ``change()``; a signal raises before it begins or after it ends."""

@@ -70,6 +70,33 @@ def test_a_process_that_cannot_begin_a_save_is_known_to_all(group, who, tmp_path
         assert steps == [[2, 4], ["2", "4"]]
 
 
+def save_beside_what_cannot_be_removed(directory):
+    """What a save says where a killed process has left something of another user's, and a later."""
+
+    def refuse(path):
+        raise PermissionError(f"not of this user: {path}")
+
+    left = pathlib.Path(directory, "7.orbax-checkpoint-tmp", "values")
+    with dj.checkpoint.Checkpointer(directory) as checkpointer:
+        if job().process_id == 0:
+            left.mkdir(parents=True)
+        checkpointer.all_steps()  # process 0 looks for all: a meeting
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("distjax.checkpoint.directory.shutil.rmtree", refuse)
+            said = said_by(lambda: checkpointer.save(1, {"n": 1}))
+        checkpointer.save(2, {"n": 1})
+        return said[1], checkpointer.all_steps(), sorted(os.listdir(directory))
+
+
+def test_what_cannot_be_removed_before_a_save_is_known_to_all(group, tmp_path):
+    """Orbax removed it on process 0, while the others waited in a program over all processes."""
+    directory = str(tmp_path / "checkpoints")
+    (first, *kept), (second, *also) = group.call(save_beside_what_cannot_be_removed, directory)
+    assert first.startswith("  Got: PermissionError: not of this user: ")
+    assert re.match(r"  Got: RuntimeError: process 0 on .* failed: PermissionError: not of", second)
+    assert kept == also == [[2], ["2"]]
+
+
 def damage_and_restore(directory, who):
     """What the restore of a damaged step says; the value before, after it, and of another step."""
     v = split_noise()

@@ -244,17 +244,26 @@ def require_cross_replica(strategy: StrategyLike, method: str) -> None:
             got=frame.name,
             why="a replica sees its own values only. Method requires being in cross-replica "
             "context",
-            fix="call it outside run, or inside ctx.merge_call(lambda strategy, x: "
-            f"strategy.{method}(...), args=(x,)); {_in_replica(method)}",
+            fix=_in_replica_fix(method),
         )
     )
 
 
-def _in_replica(method: str) -> str:
-    """Returns what to call instead of `method` in a replica."""
+_OF_STRATEGY = ("reduce", "gather", "run")
+_OF_EXTENDED = ("reduce_to", "batch_reduce_to", "broadcast_to", "update", "update_non_slot")
+
+
+def _in_replica_fix(method: str) -> str:
+    """Returns what to do where `method` was called in a replica."""
+    fix = "call it outside run"
+    if method in _OF_STRATEGY or method in _OF_EXTENDED:  # what a merge function may call
+        owner = "strategy" if method in _OF_STRATEGY else "strategy.extended"
+        fix += f", or inside ctx.merge_call(lambda strategy, x: {owner}.{method}(...), args=(x,))"
     if method == "gather":
-        return "for all replicas' values: ctx.all_gather(x, axis) (ReplicaContext.all_gather)"
-    return "for a reduction: ctx.all_reduce(op, x)"
+        fix += "; for all replicas' values: ctx.all_gather(x, axis) (ReplicaContext.all_gather)"
+    elif "reduce" in method:
+        fix += "; for a reduction: ctx.all_reduce(op, x)"
+    return fix
 
 
 def require_enterable(strategy: StrategyLike, method: str) -> None:

@@ -178,6 +178,23 @@ def test_r013_cross_replica_methods_are_refused_in_a_replica(pair, variable, nam
     assert state() == DEFAULT
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_the_advice_names_what_a_merge_function_may_call(pair, variable, name):
+    method = {"call_for_each_replica": "run"}.get(name, name)
+    with pytest.raises(ContextError) as caught:
+        pair.run(lambda: CALLS[name](pair, variable))
+    fix = str(caught.value).partition("Fix: ")[2]
+    assert fix.startswith("call it outside run")
+    if name == "run_steps_on_iterator":
+        assert "merge_call" not in fix
+        return
+    owner = "strategy" if hasattr(pair, method) else "strategy.extended"
+    assert f"ctx.merge_call(lambda strategy, x: {owner}.{method}(...), args=(x,))" in fix
+    assert ("ctx.all_reduce(op, x)" in fix) == ("reduce" in method)
+    merge = lambda: dj.get_replica_context().merge_call(CALLS[name], args=(variable,))
+    pair.run(merge)
+
+
 @pytest.mark.parametrize("kind", ["default", "reference", "virtual"])
 def test_a_batch_of_no_pairs_is_refused_in_a_replica_too(kind):
     makers = {"reference": dj.testing.ReferenceStrategy, "virtual": dj.VirtualStrategy}

@@ -44,7 +44,8 @@ def static(value: object) -> Static:
                 "dj.static needs a hashable value",
                 got=describe_value(value),
                 why="it is part of what a compiled program is looked up by",
-                fix="pass arrays as they are: they are inputs of the program",
+                fix="pass arrays as they are: they are inputs of the program; a list as a tuple: "
+                "dj.static(tuple(x))",
             )
         ) from None
     return value if isinstance(value, Static) else Static(value)

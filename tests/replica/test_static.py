@@ -77,7 +77,8 @@ def test_what_cannot_be_hashed(value):
     assert lines[1].startswith(f"  Got: {kind} ")
     assert lines[2:] == [
         "  Why: it is part of what a compiled program is looked up by.",
-        "  Fix: pass arrays as they are: they are inputs of the program",
+        "  Fix: pass arrays as they are: they are inputs of the program; a list as a tuple: "
+        "dj.static(tuple(x))",
     ]
 
 

@@ -129,7 +129,7 @@ class Analysis:
             return ins
         if any(ins):
             self._require_no_loop(eqn)
-        return [self._differs(eqn, ins) or _is_ref(v) for v in eqn.outvars]
+        return [self._differs(eqn, ins) or is_ref(v) for v in eqn.outvars]
 
     def _differs(self, eqn: jax_compat.JaxprEqn, ins: list[bool]) -> bool:
         if self.over_replicas(eqn):
@@ -259,7 +259,8 @@ def _is_in_block(eqn: jax_compat.JaxprEqn) -> bool:
     return says_equal(str(eqn.source_info.name_stack))
 
 
-def _is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:
+def is_ref(var: jax_compat.Var | jax_compat.Literal) -> bool:
+    """Returns whether a variable of a jaxpr is a reference, as `jax.new_ref` makes them."""
     return "Ref" in type(var.aval).__name__
 
 

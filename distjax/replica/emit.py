@@ -13,13 +13,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from distjax import jax_compat
+from distjax import jax_compat, user_lines
 from distjax.collectives.mapping import map_replicas
 from distjax.context import frames
+from distjax.errors import MergeError, message
 from distjax.jax_compat import Literal
 from distjax.placement.topology import Topology
 from distjax.replica import control_flow
-from distjax.replica.analysis import MERGE_NAME, Analysis
+from distjax.replica.analysis import MERGE_NAME, Analysis, is_ref
 from distjax.replica.global_value import GlobalValue
 from distjax.replica.one_device import OneDevice
 from distjax.staged_call import stage_call
@@ -80,6 +81,8 @@ class JaxprEmitter:
         index: int,
     ) -> None:
         outs = [v for eqn in eqns for v in eqn.outvars if last_use.get(v, -1) >= index]
+        if self.topology.mesh is not None:
+            _require_no_ref(eqns, outs)
         eqns = jax_compat.live_equations(eqns, outs)
         made = {v for eqn in eqns for v in eqn.outvars}
         used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
@@ -106,6 +109,24 @@ class JaxprEmitter:
 
 def _call(jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     return stage_call(jaxpr, consts, args, jaxpr.debug_info.func_name)
+
+
+def _require_no_ref(eqns: Sequence[jax_compat.JaxprEqn], outs: Sequence[jax_compat.Var]) -> None:
+    """Raises a MergeError if a merge stands between the making and a use of a `jax.new_ref`."""
+    kept = {v for v in outs if is_ref(v)}
+    made = next((eqn for eqn in eqns if kept.intersection(eqn.outvars)), None)
+    if made is None:
+        return
+    raise MergeError(
+        message(
+            "a merge_call needs to stand before or after all uses of a jax.new_ref",
+            got=f"a ref that is used before and after one, made at {user_lines.source_line(made)}",
+            why="on devices the parts of a step before and after a merge are mapped over the "
+            "replicas one by one, and a ref cannot pass from one to the next",
+            fix="value = ref[...] before the merge_call, and ref = jax.new_ref(value) after it; or "
+            "ctx.all_reduce('sum', x) in place of the merge_call",
+        )
+    )
 
 
 def _as_traced(value: jax.Array, variable: jax_compat.Var) -> jax.Array:

@@ -114,6 +114,48 @@ def test_a_branch_that_differs_without_collectives_is_fine(pair):
     assert local(pair, out) == [-5.0, 10.0]
 
 
+# -- references -----------------------------------------------------------------
+
+
+def _read_after(x):
+    ref = jax.new_ref(x)
+    total = merge(sum_of, ref[...])
+    ref[...] += total
+    return ref[...]
+
+
+def _written_in_a_loop(x):
+    ref = jax.new_ref(x)
+
+    def body(carry, _):
+        ref[...] += merge(sum_of, carry)
+        return carry, None
+
+    lax.scan(body, x, length=2)
+    return ref[...]
+
+
+def _advised(x):
+    value = jax.new_ref(x)[...]
+    total = merge(sum_of, value)
+    ref = jax.new_ref(value)
+    ref[...] += total
+    return ref[...]
+
+
+@pytest.mark.parametrize("fn", [_read_after, _written_in_a_loop], ids=["after", "in a loop"])
+def test_a_ref_across_a_merge_is_refused_on_devices(mirrored, fn, how):
+    with pytest.raises(MergeError) as caught:
+        how(lambda: mirrored.run(fn, args=(ids(mirrored),)))()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "a merge_call needs to stand before or after all uses of a jax.new_ref."
+    assert f"made at {__file__}" in lines[1]
+    assert lines[3].startswith("  Fix: value = ref[...] before the merge_call, and ref = jax.new_r")
+    total = mirrored.num_replicas_in_sync * (mirrored.num_replicas_in_sync - 1) / 2
+    expected = [r + total for r in range(mirrored.num_replicas_in_sync)]
+    assert local(mirrored, mirrored.run(_advised, args=(ids(mirrored),))) == expected
+
+
 # -- the same for writes of variables ------------------------------------------
 
 LEAKS = {

@@ -4,6 +4,9 @@ References are found in closure cells, in globals that the function's code names
 default arguments, in `functools.partial`, in the object of a bound method, in lists and
 dicts in any of these, and in the user's functions that it refers to. Nothing is modified;
 whatever is found is traced as it is.
+
+With each object goes the place where it was found: a program that was compiled for objects of
+equal structure at the same places, and no others, may run with these.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -33,63 +36,75 @@ _READS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GL
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type, types.ModuleType})
 
 
-def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[Any]:
-    """Returns the stateful objects that `roots` refer to, one entry per reference.
+#: A path: (the path of what refers to a value, how it does so); for a root, its number.
+Place = Hashable
+
+
+def find_captures(roots: list[Any], is_stateful: Callable[[Any], bool]) -> list[tuple[Any, Place]]:
+    """Returns the stateful objects that `roots` refer to and their places, one per reference.
 
     Args:
       roots: functions, and user objects among their arguments.
       is_stateful: returns whether an object is stateful.
     """
-    found: list[Any] = []
+    found: list[tuple[Any, Place]] = []
     seen: set[int] = set()
     # Breadth first, so that what is near is found before the limit of depth cuts a longer path.
-    queue = collections.deque((root, 0) for root in roots)
+    queue: collections.deque[tuple[Any, Place, int]] = collections.deque(
+        (root, number, 0) for number, root in enumerate(roots) if type(root) not in _ATOMS
+    )
     while queue:
-        value, depth = queue.popleft()
-        if type(value) in _ATOMS:
-            continue
+        value, place, depth = queue.popleft()
         if is_stateful(value):
-            found.append(value)
+            found.append((value, place))
         elif id(value) not in seen and not isinstance(value, (jax.Array, PerReplica, type)):
             seen.add(id(value))
-            queue.extend(_references(value, depth))
+            for step, part, below in _references(value, depth):
+                if type(part) not in _ATOMS:
+                    queue.append((part, (place, step), below))
     return found
 
 
-def _references(value: object, depth: int) -> Iterator[tuple[Any, int]]:
-    """Yields what `value` refers to, each with its depth."""
-    if isinstance(value, (tuple, list, dict)):
+def _references(value: object, depth: int) -> Iterator[tuple[Hashable, Any, int]]:
+    """Yields what `value` refers to, each with how it does so and its depth."""
+    if isinstance(value, dict):
         if len(value) <= MAX_ITEMS:
-            for item in value.values() if isinstance(value, dict) else value:
-                yield item, depth
+            for key, item in value.items():
+                # A key that is an object would live as long as the program.
+                yield key if isinstance(key, (str, int)) else hash(key), item, depth
+    elif isinstance(value, (tuple, list)):
+        if len(value) <= MAX_ITEMS:
+            for number, item in enumerate(value):
+                yield number, item, depth
     elif isinstance(value, functools.partial):
-        for part in (value.func, *value.args, *value.keywords.values()):
-            yield part, depth
+        yield "func", value.func, depth
+        yield "args", value.args, depth
+        yield "keywords", value.keywords, depth
     elif isinstance(value, types.MethodType):
-        yield value.__func__, depth
-        yield value.__self__, depth
+        yield "__func__", value.__func__, depth
+        yield "__self__", value.__self__, depth
     elif is_of_a_library(value):
-        yield getattr(value, "__wrapped__", None), depth
+        yield "__wrapped__", getattr(value, "__wrapped__", None), depth
     else:
         if isinstance(value, types.FunctionType):
-            for part in _parts_of_function(value):
-                yield part, depth
+            for step, part in _parts_of_function(value):
+                yield step, part, depth
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and depth < MAX_DEPTH:
-            for attribute in list(attributes.values()):
-                yield attribute, depth + 1
+            for name, attribute in list(attributes.items()):
+                yield name, attribute, depth + 1
 
 
-def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
-    for cell in fn.__closure__ or ():
+def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[Hashable, Any]]:
+    for number, cell in enumerate(fn.__closure__ or ()):
         try:
-            yield cell.cell_contents
+            yield number, cell.cell_contents
         except ValueError:  # an empty cell
             continue
     for name in names_of_globals(fn.__code__):
-        yield fn.__globals__.get(name)
-    yield fn.__defaults__
-    yield fn.__kwdefaults__
+        yield name, fn.__globals__.get(name)
+    yield "__defaults__", fn.__defaults__
+    yield "__kwdefaults__", fn.__kwdefaults__
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from distjax.objects.captures import Place
 from distjax.objects.stateful import Placeholder
 from distjax.typing import PyTree
 
@@ -18,12 +19,13 @@ class StaticPart:
 
     Attributes:
       plan: from the bridge.
-      captured: for each reference to an object in the function, the index of that object.
+      captured: for each reference to an object in the function, the index of that object and
+        the place of the reference.
       kept: indices of leaves that are returned even if unchanged, because they are donated.
     """
 
     plan: Any
-    captured: tuple[int, ...]
+    captured: tuple[tuple[int, Place], ...]
     kept: frozenset[int]
 
 

@@ -18,7 +18,7 @@ import jax
 
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.objects.captures import find_captures
+from distjax.objects.captures import Place, find_captures
 from distjax.objects.claims import HeldClaims
 from distjax.objects.outer_state import checking_outer_state
 from distjax.objects.program_form import ObjectKeywords, StaticPart, TracedCall
@@ -52,7 +52,8 @@ class StatefulArgs:
       bridge: the bridge of their library.
       objects: the objects, without duplicates; those among the arguments come first.
       split: the objects, split into arrays.
-      captured: for each reference to an object in the function, the index of that object.
+      captured: for each reference to an object in the function, the index of that object and
+        the place of the reference.
       args: positional arguments.
       kwargs: keyword arguments.
       donated: indices of the positional arguments that are donated.
@@ -66,7 +67,7 @@ class StatefulArgs:
         bridge: Bridge,
         objects: Sequence[Any],
         split: ObjectLeaves,
-        captured: tuple[int, ...],
+        captured: tuple[tuple[int, Place], ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         donated: Collection[int],
@@ -223,11 +224,11 @@ def extract_objects(
         (args, kwargs), own = bridge.with_own_values((args, kwargs))
         leaves = _leaves(bridge, args, kwargs) if own else leaves
     given, captures = _find_objects(bridge, fn, leaves)
-    found = {id(o): o for o in (*given, *captures)}
+    found = {id(o): o for o in (*given, *(o for o, _ in captures))}
     if not found:
         return None
     indices = {key: i for i, key in enumerate(found)}
-    captured = tuple(indices[id(o)] for o in captures)
+    captured = tuple((indices[id(o)], place) for o, place in captures)
     objects = list(found.values())
     split = bridge.flatten(objects, strategy, held, own)
     return StatefulArgs(bridge, objects, split, captured, args, kwargs, donated)
@@ -245,7 +246,7 @@ def _leaves(bridge: Bridge, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 def _find_objects(
     bridge: Bridge, fn: Callable[..., Any], leaves: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Any], list[tuple[Any, Place]]]:
     """Returns the objects among the leaves of arguments, and those that the function captured."""
     values = [leaf.value if isinstance(leaf, Static) else leaf for leaf in leaves]
     given = [leaf for leaf in leaves if bridge.is_stateful(leaf)]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,61 @@ def test_an_object_that_is_an_argument_and_captured_is_one(pair):
 
     assert int(pair.run(step, args=(counter,))) == 2
     assert int(counter.count[...]) == 2
+
+
+class Namespace:
+    """Holds what the user gives it."""
+
+
+def take_out_and_put_back(held):
+    held["a"] = held.pop("a")
+
+
+def exchange_keys(held):
+    """Order and number of the modules stay the same."""
+    held["a"], held["b"] = held["b"], held["a"]
+
+
+def rename(held):
+    """The second module is now at the name of the first."""
+    first, second = held.values()
+    held.clear()
+    held.update(z=first, a=second)
+
+
+@pytest.mark.parametrize("change", [take_out_and_put_back, exchange_keys, rename])
+@pytest.mark.parametrize("where", ["dict", "attributes", "method"])
+def test_modules_that_move_among_names_are_found_by_name(pair, how, where, change):
+    """A program that was compiled for other places would write to the wrong module."""
+    holder = Namespace()
+    held = vars(holder) if where != "dict" else {}
+    held.update(a=Counter(), b=Counter())
+    held["b"].count[...] = jnp.int32(10)
+    step = {
+        "dict": lambda by: held["a"].tick(by),
+        "attributes": lambda by: holder.a.tick(by),
+        "method": types.MethodType(lambda self, by: self.a.tick(by), holder),
+    }[where]
+    program = how(lambda by: pair.run(step, args=(by,)))
+    assert int(program(1)) == 1
+    change(held)
+    expected = int(held["a"].count[...]) + 1
+    assert int(program(1)) == expected
+    assert int(held["a"].count[...]) == expected
+
+
+def test_another_module_at_the_same_place_is_no_new_trace(pair):
+    held, traces = {"a": Counter(), "b": [Counter()]}, []
+
+    def step(by):
+        traces.append(by)
+        return held["b"][0].tick(by)
+
+    assert int(pair.run(step, args=(1,))) == 1
+    held["a"], held["b"] = Counter(), [Counter()]
+    held["b"][0].count[...] = jnp.int32(5)
+    assert int(pair.run(step, args=(1,))) == 6
+    assert len(traces) == 1
 
 
 def test_the_function_is_left_as_it_was(pair):

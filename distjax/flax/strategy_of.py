@@ -86,9 +86,12 @@ def put_back(records: dict[int, Any]) -> None:
 
 
 def _text(node: object, owner: StrategyLike | None, strategy: StrategyLike) -> str:
+    other = repr(owner)
+    if other == repr(strategy):  # made twice, or on as many other devices
+        other = "another strategy of this description"
     return message(
         f"{type(node).__name__} needs to be placed for the strategy that uses it, {strategy!r}",
-        got=f"one that was placed for {owner!r}",
+        got=f"one that was placed for {other}",
         why="Mixing different tf.distribute.Strategy objects: its arrays live where the other "
         "strategy put them",
         fix="use one strategy, or build a new object and copy the values: "

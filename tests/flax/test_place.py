@@ -105,6 +105,19 @@ def test_a_module_of_another_strategy(pair):
     assert other.run(lambda m: m.bias[...], args=(model,)).shape == (4,)
 
 
+def test_a_module_of_a_strategy_that_was_made_twice(pair):
+    """As in a notebook, when the cell that makes the strategy is run again."""
+    model, again = nnx.Linear(2, 4, rngs=nnx.Rngs(0)), dj.VirtualStrategy(3)
+    with dj.VirtualStrategy(3).scope() as former:
+        dj.flax.place(model)
+    with pytest.raises(StrategyMismatchError) as info:
+        again.run(lambda m: m.bias[...], args=(model,))
+    assert "Got: one that was placed for another strategy of this description" in str(info.value)
+    with pytest.raises(StrategyMismatchError) as info:
+        pair.run(lambda m: m.bias[...], args=(model,))
+    assert f"Got: one that was placed for {former!r}" in str(info.value)
+
+
 def test_a_part_of_another_strategy_that_a_module_gains_later(pair):
     """Whatever the module was placed for before."""
     model, head = nnx.List([nnx.Linear(2, 4, rngs=nnx.Rngs(0))]), nnx.Linear(4, 1, rngs=nnx.Rngs(1))

@@ -129,7 +129,7 @@ class TracedNNXObjects:
         """
         static_attributes.require_no_traced_values(self._objects)
         graphdef, flat = self._flatten()
-        if graphdef.with_no_outer_index() == self._graphdef:
+        if graphdef.with_no_outer_index() == self._graphdef and self._are_in_place(flat.leaves):
             values = [raw_value(v) for v in flat.leaves]
             if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._start)):
                 return self._collect_updates(values, even_unchanged)
@@ -139,6 +139,12 @@ class TracedNNXObjects:
 
     def _flatten(self) -> tuple[Any, Any]:
         return nnx.graph.flatten(tuple(self._objects), ref_outer_index=self._numbers, graph=True)
+
+    def _are_in_place(self, leaves: Sequence[Any]) -> bool:
+        """Returns whether none of the variables has taken the place of another one."""
+        known = set(map(id, self._in_variables))
+        pairs = zip(leaves, self._variables, strict=True)
+        return all(now is before or id(now) not in known for now, before in pairs)
 
     def _is_update(
         self, variable: nnx.Variable[Any] | jax.Array, value: object, entry: Entry, start: list[Any]

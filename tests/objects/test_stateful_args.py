@@ -113,6 +113,42 @@ def test_attributes_and_new_variables_come_back(pair, how):
         np.testing.assert_array_equal(old, new)
 
 
+class Two(nnx.Module):
+    """Two layers of equal structure."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.second = (nnx.BatchNorm(8, rngs=rngs) for _ in range(2))
+
+
+def exchange_modules(model):
+    model.first, model.second = model.second, model.first
+    model.first.scale[...] += 1
+    model.second.mean[...] += 1
+
+
+def exchange_variables(model):
+    first, second = model.first, model.second
+    first.scale, second.scale = second.scale, first.scale
+    first.scale[...] += 1
+
+
+@pytest.mark.parametrize("exchange", [exchange_modules, exchange_variables])
+def test_what_changes_places_stays_the_object_it_was(strategy, how, exchange):
+    """As under `nnx.jit`, for whoever else refers to it."""
+    model, plain = Two(), Two()
+    kept = [[m.first, m.second, m.first.scale, m.second.scale] for m in (model, plain)]
+    run = how(lambda m: strategy.run(exchange, args=(m,)))
+    for _ in range(3):
+        run(model)
+        nnx.jit(exchange)(plain)
+        now = [[m.first, m.second, m.first.scale, m.second.scale] for m in (model, plain)]
+        places = [[[k is x for x in kept[i]] for k in now[i]] for i in range(2)]
+        assert places[0] == places[1]
+        for old, new in zip(values(kept[1][:2]), values(kept[0][:2]), strict=True):
+            np.testing.assert_array_equal(old, new)
+
+
 def test_an_exception_leaves_objects_as_they_were(pair, how):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 

@@ -22,9 +22,9 @@ def find_arrays(
     value: object,
     name: str,
     kinds: tuple[type, ...] = (jax.Array,),
-    is_checked_elsewhere: Callable[[object], bool] = lambda value: False,
+    is_stateful: Callable[[object], bool] = lambda value: False,
 ) -> dict[str, Any]:
-    """Returns the arrays that an object holds, by their names: "state.w".
+    """Returns the arrays that an object holds, by their names: "state.w"; and stateful objects.
 
     The first ones, breadth first, of an object that has very many parts.
 
@@ -32,16 +32,16 @@ def find_arrays(
       value: the object.
       name: its name.
       kinds: the types that count as arrays.
-      is_checked_elsewhere: whether a part of it is left out.
+      is_stateful: whether a part of it is an object of a bridge, which counts as one array.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
     queue = collections.deque([(name, value, 0)])
     while queue:
         name, value, depth = queue.popleft()
-        if isinstance(value, kinds):
+        if isinstance(value, kinds) or is_stateful(value):
             found[name] = value
-        elif id(value) not in seen and len(queue) < _MAX_PARTS and not is_checked_elsewhere(value):
+        elif id(value) not in seen and len(queue) < _MAX_PARTS:
             seen.add(id(value))
             queue.extend((name + end, part, below) for end, part, below in _parts(value, depth))
     return found
@@ -71,13 +71,28 @@ def attributes_of(value: object) -> list[tuple[str, Any]]:
     return found
 
 
-def leak_text(function: str, path: str, tracer: jax.Array) -> str:
-    """Returns the error text for a traced value that a function has left at `path`."""
+def leak_text(function: str, path: str, tracer: jax.Array, *, is_in_object: bool = False) -> str:
+    """Returns the error text for a traced value that a function has left at `path`.
+
+    Args:
+      function: the function's name.
+      path: where the value is; the object that holds it if `is_in_object`.
+      tracer: the value.
+      is_in_object: whether it is held by an object of a bridge that was not there before.
+    """
+    fix = (
+        f"pass the value and return the new one, or make it a variable: {path} = dj.Variable(...), "
+        f"and {path}.assign(...) in the step"
+    )
+    if is_in_object:
+        fix = (
+            "create the object before the step, and update the one that is there: "
+            f"nnx.update({path}, state)"
+        )
     return message(
         f"{function} needs to return what it computes, or to assign it to variables",
         got=f"a traced value of type {jax.typeof(tracer).str_short()} in {path}",
         why="a compiled step does not run its Python code again: nothing more would be written "
         "there, and a traced value is of no use outside of its trace",
-        fix="pass the value and return the new one, or make it a variable: "
-        f"{path} = dj.Variable(...), and {path}.assign(...) in the step",
+        fix=fix,
     )

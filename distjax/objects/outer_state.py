@@ -27,27 +27,44 @@ _VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 @contextlib.contextmanager
-def checking_outer_state(fn: Callable[..., Any]) -> Generator[None]:
+def checking_outer_state(
+    fn: Callable[..., Any], *, is_whole_program: bool = True
+) -> Generator[None]:
     """Raises if the trace of ``fn`` inside leaves a traced value in what it can change.
 
     In what a function captures, only one that takes the place of a value counts: a list that
     traced values are appended to shows a trace to the user, as a debugger does. Objects of a bridge
-    hold traced values until the whole program is traced; they are checked by the bridge.
+    hold traced values until the whole program is traced; then only one that is new, and none of the
+    program's, still does.
+
+    Args:
+      fn: the function.
+      is_whole_program: whether the program is traced when ``fn`` is.
 
     Raises:
       TraceLeakError: it has.
     """
-    before = _held_arrays(fn)
+    before = _held_values(fn)
     known = set(map(id, before.values()))
-    values = {path for path, array in before.items() if not isinstance(array, jax_compat.Tracer)}
+    values = {path for path, value in before.items() if not isinstance(value, jax_compat.Tracer)}
     yield
-    for path, array in _held_arrays(fn).items():
-        is_new = isinstance(array, jax_compat.Tracer) and id(array) not in known
-        if is_new and (path in values or path.startswith("self.")):
-            raise TraceLeakError(leak_text(function_name(fn), path, array))
+    for path, value in _held_values(fn).items():
+        if id(value) in known or not (path in values or path.startswith("self.")):
+            continue
+        is_in_object = _is_stateful(value)
+        if is_in_object and not is_whole_program:
+            continue
+        tracer = next(filter(_is_tracer, jax.tree.leaves(value)), None)
+        if tracer is not None:
+            text = leak_text(function_name(fn), path, tracer, is_in_object=is_in_object)
+            raise TraceLeakError(text)
 
 
-def _held_arrays(fn: Callable[..., Any]) -> dict[str, Any]:
+def _is_tracer(leaf: object) -> bool:
+    return isinstance(leaf, jax_compat.Tracer)
+
+
+def _held_values(fn: Callable[..., Any]) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for name, value in _outer_state(fn):
         held |= find_arrays(value, name, _VALUES, _is_stateful)

@@ -292,7 +292,7 @@ def run_here(
 ) -> Any:
     """Emits ``fn`` on every replica into the trace of `state`, with its objects."""
     stateful = extract_objects(fn, args, kwargs, strategy, (), None)
-    with _checking_trace(fn):
+    with _checking_trace(fn, is_whole_program=False):
         if stateful is None:
             return run_in_trace(strategy, fn, args, kwargs, state, options)
         call = stateful.args, stateful.kwargs
@@ -338,13 +338,13 @@ def _require_no_state(
 
 
 @contextlib.contextmanager
-def _checking_trace(fn: Callable[..., Any]) -> Generator[None]:
+def _checking_trace(fn: Callable[..., Any], *, is_whole_program: bool = True) -> Generator[None]:
     """A context for the trace of ``fn``: see `checking_outer_state`.
 
     An error that the bridge explains is replaced by its clearer one.
     """
     try:
-        with checking_outer_state(fn):
+        with checking_outer_state(fn, is_whole_program=is_whole_program):
             yield
     except Exception as error:
         bridge = active_bridge()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import sys
 
 import jax
@@ -189,7 +190,7 @@ class Trainer:
 
     def __init__(self):
         self.params, self.losses, self.count = {"w": ONE}, [], 0
-        self.model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.model, self.former = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), None
 
     def update(self, scale, x):
         self.params = {"w": self.params["w"] + x}
@@ -198,8 +199,18 @@ class Trainer:
     def append(self, scale, x):
         self.losses.append(x + 1)
 
+    def replace(self, scale, x):
+        self.model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    def merge(self, model, x):
+        self.model, self.last = nnx.merge(*nnx.split(self.model)), model
+
+    def create(self, scale, x):
+        self.head = {"linear": nnx.Linear(3, 3, rngs=nnx.Rngs(0))}
+
     def right(self, scale, x):
         self.count += 1
+        self.model, self.former = self.former or self.model, self.model
         self.scratch = x + self.params["w"]
         self.model.kernel[...] = self.model.kernel[...] + self.scratch.mean()
         del self.scratch
@@ -217,6 +228,30 @@ def test_a_traced_value_left_in_the_object_of_a_method(call, step, path, wrap):
     first, got, *_ = str(caught.value).splitlines()
     assert first.startswith(f"Trainer.{step.__name__} needs to return what it computes, or to ")
     assert got == f"  Got: a traced value of type float32[] in {path}."
+
+
+@pytest.mark.parametrize("make_call", [plain_jit, run])
+@pytest.mark.parametrize(
+    ("step", "path"), [(Trainer.replace, "self.model"), (Trainer.create, "self.head['linear']")]
+)
+def test_a_new_module_left_in_the_object_of_a_method(pair, make_call, step, path):
+    """The loop went on with the module that was there before, the user with traced values."""
+    with pytest.raises(TraceLeakError) as caught:
+        make_call(pair)(step.__get__(Trainer()), (ONE, ONE))
+    first, got, _, fix = str(caught.value).splitlines()
+    assert re.fullmatch(rf"  Got: a traced value of type float32\[.*\] in {re.escape(path)}\.", got)
+    assert fix.endswith(f"and update the one that is there: nnx.update({path}, state)")
+
+
+def test_a_module_of_the_program_left_in_the_object_of_a_method(call):
+    """In another module, too, its variables get their values back."""
+    trainer = Trainer()
+    kernel = trainer.model.kernel
+    for _ in range(2):
+        call(trainer.merge, (nnx.Linear(3, 3, rngs=nnx.Rngs(0)), ONE))
+    assert trainer.model.kernel is kernel
+    for module in (trainer.model, trainer.last):
+        assert not isinstance(module.kernel[...], jax.core.Tracer)
 
 
 TOTAL = ONE

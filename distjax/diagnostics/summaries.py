@@ -67,11 +67,11 @@ class SummaryWriter:
         self._is_closed = False
         self._failure: Exception | None = None  # of a write while a program ran
 
-    def write(self, step: int | jax.Array, values: Mapping[str, Any]) -> None:
+    def write(self, step: int | jax.Array | Variable, values: Mapping[str, Any]) -> None:
         """Writes a scalar for each name.
 
         Args:
-          step: the number of the step, [].
+          step: the number of the step, an array [] or a variable [].
           values: name -> number, array [] or variable [].
 
         Locality: M in cross-replica context; T or M in a replica function, where the value
@@ -88,16 +88,17 @@ class SummaryWriter:
         self._raise_failure()
         if self._is_closed:
             raise ValueError(_closed_text("write"))
-        if not _is_real(step):
-            raise TypeError(_step_text(step))
+        number = _value_of(step)
+        if not _is_real(number):
+            raise TypeError(_step_text(number))
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()
         context = frame.replica_context
         replica = 0 if context is None else context.replica_id_in_sync_group
         if frame.state is None and not jax_compat.tracing():
-            self._write_now(replica, step, values)
+            self._write_now(replica, number, values)
         else:
-            jax.debug.callback(self._write_from_program, replica, step, values)
+            jax.debug.callback(self._write_from_program, replica, number, values)
 
     def close(self) -> None:
         """Waits for running programs to write, then closes the files."""
@@ -153,7 +154,7 @@ def _scalar(name: str, value: PyTree) -> Any:
                 fix=f"writer.write(step, {{'my_{name}': x}})",
             )
         )
-    value = value.value if isinstance(value, Variable) else value
+    value = _value_of(value)
     if isinstance(value, PerReplica):
         raise LocalityError(
             message(
@@ -173,6 +174,12 @@ def _scalar(name: str, value: PyTree) -> Any:
             fix=f"writer.write(step, {{{name!r}: jnp.mean(x)}})",
         )
     )
+
+
+def _value_of(x: Any) -> Any:
+    """Returns the array of a variable, of distjax or of Flax; else `x`."""
+    convert = getattr(x, "__jax_array__", None)  # None of a traced value
+    return x if convert is None else convert()
 
 
 def _is_real(value: object) -> bool:

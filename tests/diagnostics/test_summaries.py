@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import distjax as dj
 from distjax.diagnostics import sinks
@@ -40,12 +41,15 @@ def test_numbers_arrays_and_variables(tmp_path):
     strategy = dj.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():
         v = dj.Variable(2.5, name="v")
+        count = dj.Variable(3, name="count")
     with dj.diagnostics.SummaryWriter(tmp_path / "new" / "run") as writer:
         writer.write(1, {"python": 1, "numpy": np.float32(0.5), "v": v})
         writer.write(jnp.int32(2), {"mean": strategy.reduce("mean", ids(strategy))})
+        writer.write(count, {"flax": nnx.Param(jnp.ones(()))})
     assert records(tmp_path / "new" / "run") == [
         {"step": 1, "python": 1.0, "numpy": 0.5, "v": 2.5},
         {"step": 2, "mean": 0.5},
+        {"step": 3, "flax": 1.0},
     ]
 
 

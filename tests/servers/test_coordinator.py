@@ -834,6 +834,8 @@ def test_a_worker_that_cannot_be_released_has_ended_all_the_same(monkeypatch):
     closing.start()
     closing.join(20)
     assert not closing.is_alive()
+    for thread in coordinator._crew._threads.values():
+        thread.join()  # its exception is of this test
 
 
 def test_one_coordinator_a_strategy_and_none_after_close():

@@ -176,7 +176,7 @@ def _scalar(name: str, value: PyTree) -> Any:
     )
 
 
-def _value_of(x: Any) -> Any:
+def _value_of(x: PyTree) -> Any:
     """Returns the array of a variable, of distjax or of Flax; else `x`."""
     convert = getattr(x, "__jax_array__", None)  # None of a traced value
     return x if convert is None else convert()

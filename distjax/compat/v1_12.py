@@ -20,20 +20,23 @@ Example:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from distjax.compat.adapters import (
+from distjax.compat.renaming import (
     Adapter,
+    Renamed,
+    ReplicaContextAdapter,
     StrategyAdapter,
     adapt_or_none,
     iterator_of,
-    with_adapter,
 )
 from distjax.context import frames, scoping
 from distjax.context.contracts import Destinations
+from distjax.context.scoping import has_strategy as has_distribution_strategy
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import PerReplica as PerDevice
 from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
@@ -68,35 +71,17 @@ class DistributionStrategy(StrategyAdapter):
       strategy: a distjax strategy.
     """
 
-    def _find(self, name: str) -> Any:
-        extended = self.wrapped.extended
-        return getattr(extended if hasattr(extended, name) else self.wrapped, name)
+    call_for_each_tower = Renamed("extended.call_for_each_replica", 1, run_concurrently=None)
+    update = Renamed("extended.update", 2, grouped="group")
+    update_non_slot = Renamed("extended.update_non_slot", 2, grouped="group")
+    broadcast = Renamed("extended.broadcast_to", tensor="value")
+    batch_reduce = Renamed("extended.batch_reduce_to", aggregation="op")
+    num_towers = num_replicas = Renamed("num_replicas_in_sync")
+    initialize = finalize = StrategyAdapter.nothing_to_do
 
-    def distribute_dataset(self, dataset: DatasetLike) -> PerDeviceDataset:
-        """`Strategy.distribute_dataset`, of a dataset or a function returning one."""
-        made = dataset() if callable(dataset) else dataset
-        return PerDeviceDataset(self.wrapped.distribute_dataset(made))
-
-    def call_for_each_tower(self, fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
-        """`extended.call_for_each_replica`; `run_concurrently` has no effect."""
-        kwargs.pop("run_concurrently", None)
-        return self.extended.call_for_each_replica(fn, args, kwargs)
-
-    def run_steps_on_dataset(
-        self,
-        fn: Callable[..., Any],
-        iterator: Iterator[PyTree],
-        iterations: int = 1,
-        initial_loop_values: Mapping[str, PyTree] | None = None,
-    ) -> Any:
-        """`extended.run_steps_on_iterator`."""
-        return self.extended.run_steps_on_iterator(
-            fn, _iterator(iterator), iterations, initial_loop_values
-        )
-
-    def broadcast(self, tensor: PyTree, destinations: Destinations = None) -> Any:
-        """`extended.broadcast_to`."""
-        return self.extended.broadcast_to(tensor, destinations)
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__("extended") if name != "wrapped" else None
+        return getattr(found, name) if hasattr(found, name) else super().__getattr__(name)
 
     def reduce(
         self, aggregation: ReduceOpLike, value: PyTree, destinations: Destinations = None
@@ -104,30 +89,6 @@ class DistributionStrategy(StrategyAdapter):
         """`extended.reduce_to`, by default to where the value lives."""
         where = value if destinations is None else destinations
         return self.extended.reduce_to(aggregation, value, where)
-
-    def batch_reduce(
-        self,
-        aggregation: ReduceOpLike,
-        value_destination_pairs: Sequence[tuple[PyTree, Destinations]],
-    ) -> list[Any]:
-        """`extended.batch_reduce_to`."""
-        return self.extended.batch_reduce_to(aggregation, value_destination_pairs)
-
-    def update(self, var: Variable, fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
-        """`extended.update`; `grouped` is its `group`."""
-        group = kwargs.pop("grouped", True)
-        return self.extended.update(var, fn, args, kwargs, group)
-
-    def update_non_slot(
-        self, colocate_with: Destinations, fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree
-    ) -> Any:
-        """`extended.update_non_slot`; `grouped` is its `group`."""
-        group = kwargs.pop("grouped", True)
-        return self.extended.update_non_slot(colocate_with, fn, args, kwargs, group)
-
-    def unwrap(self, value: PyTree) -> list[Any]:
-        """`Strategy.local_results`, as a list."""
-        return list(self.wrapped.local_results(value))
 
     def fetch(
         self,
@@ -141,24 +102,21 @@ class DistributionStrategy(StrategyAdapter):
             return jax.device_get([fn(x) for x in self.unwrap(val)])
         return jax.device_get(fn(self.read_var(val) if isinstance(val, Variable) else val))
 
-    def group(self, value: PyTree, name: str | None = None) -> Any:
-        """Blocks until `value` has been computed, and returns it (there is no graph)."""
-        return jax.block_until_ready(self.unwrap(value))
+    def distribute_dataset(self, dataset: DatasetLike) -> PerDeviceDataset:
+        """`Strategy.distribute_dataset`, of a dataset or a function returning one."""
+        made = dataset() if callable(dataset) else dataset
+        return PerDeviceDataset(self.wrapped.distribute_dataset(made))
 
-    def initialize(self) -> list[Any]:
-        """Returns []: nothing is left to initialize."""
-        return []
-
-    def finalize(self) -> list[Any]:
-        """Returns []: nothing is left to finalize."""
-        return []
-
-    @property
-    def num_towers(self) -> int:
-        """`Strategy.num_replicas_in_sync`."""
-        return self.wrapped.num_replicas_in_sync
-
-    num_replicas = num_towers
+    def run_steps_on_dataset(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[PyTree],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, PyTree] | None = None,
+    ) -> Any:
+        """`extended.run_steps_on_iterator`, on an iterator or a dataset's own."""
+        own = iterator.iterator if isinstance(iterator, PerDeviceDataset) else iterator
+        return self.extended.run_steps_on_iterator(fn, own, iterations, initial_loop_values)
 
     @property
     def is_single_tower(self) -> bool:
@@ -179,51 +137,31 @@ class PerDeviceDataset(Adapter):
         """Returns the next element of the dataset's single iterator."""
         return self.iterator.get_next()
 
-    @property
+    @functools.cached_property
     def iterator(self) -> Any:
         """The iterator that `get_next` reads from, created at its first use."""
-        if "_iterator" not in vars(self):
-            self._iterator = iterator_of(self.wrapped)
-        return self._iterator
+        return iterator_of(self.wrapped)
 
     def __iter__(self) -> Any:
         return iter(self.wrapped)
 
 
-def _iterator(value: PyTree) -> Any:
-    return value.iterator if isinstance(value, PerDeviceDataset) else value
-
-
-class TowerContext(Adapter):
+class TowerContext(ReplicaContextAdapter):
     """A replica context under the names of the tower API.
 
     Args:
       context: a distjax replica context.
     """
 
+    strategy_type = DistributionStrategy
+    tower_id = Renamed("replica_id_in_sync_group")
+    num_towers = Renamed("num_replicas_in_sync")
+    is_single_tower = DistributionStrategy.is_single_tower
+    distribution_strategy = ReplicaContextAdapter.strategy
+
     def merge_call(self, merge_fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
         """`ReplicaContext.merge_call`; `merge_fn` receives a DistributionStrategy."""
-        return self.wrapped.merge_call(with_adapter(DistributionStrategy, merge_fn), args, kwargs)
-
-    @property
-    def tower_id(self) -> Any:
-        """`ReplicaContext.replica_id_in_sync_group`."""
-        return self.wrapped.replica_id_in_sync_group
-
-    @property
-    def num_towers(self) -> int:
-        """`ReplicaContext.num_replicas_in_sync`."""
-        return self.wrapped.num_replicas_in_sync
-
-    @property
-    def is_single_tower(self) -> bool:
-        """Whether there is only one tower."""
-        return self.num_towers == 1
-
-    @property
-    def distribution_strategy(self) -> DistributionStrategy:
-        """`ReplicaContext.strategy`."""
-        return DistributionStrategy(self.wrapped.strategy)
+        return super().merge_call(merge_fn, args, kwargs)
 
     @property
     def device(self) -> Any:
@@ -259,8 +197,3 @@ def get_cross_tower_context() -> DistributionStrategy | None:
 def get_distribution_strategy() -> DistributionStrategy:
     """`dj.get_strategy`."""
     return DistributionStrategy(scoping.get_strategy())
-
-
-def has_distribution_strategy() -> bool:
-    """`dj.has_strategy`."""
-    return scoping.has_strategy()

@@ -17,14 +17,15 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from distjax.compat import v1_12
-from distjax.compat.adapters import (
+from distjax.compat.renaming import (
     Adapter,
+    Renamed,
     ReplicaContextAdapter,
     StrategyAdapter,
     adapt_or_none,
@@ -38,7 +39,7 @@ from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
+from distjax.typing import DatasetLike, PyTree
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -64,30 +65,10 @@ __all__ = [
 class StrategyExtended(Adapter):
     """A `StrategyExtended` under the names of 1.13; most are distjax's own."""
 
-    def experimental_run_steps_on_iterator(
-        self,
-        fn: Callable[..., Any],
-        iterator: Iterator[PyTree],
-        iterations: int = 1,
-        initial_loop_values: Mapping[str, PyTree] | None = None,
-    ) -> Any:
-        """`run_steps_on_iterator`."""
-        return self.wrapped.run_steps_on_iterator(fn, iterator, iterations, initial_loop_values)
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """`between_graph`."""
-        return self.wrapped.between_graph
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """`require_static_shapes`."""
-        return self.wrapped.require_static_shapes
-
-    @property
-    def experimental_should_init(self) -> bool:
-        """`should_init`."""
-        return self.wrapped.should_init
+    experimental_run_steps_on_iterator = Renamed("run_steps_on_iterator")
+    experimental_between_graph = Renamed("between_graph")
+    experimental_require_static_shapes = Renamed("require_static_shapes")
+    experimental_should_init = Renamed("should_init")
 
 
 class Strategy(StrategyAdapter):
@@ -96,6 +77,10 @@ class Strategy(StrategyAdapter):
     Args:
       strategy: a distjax strategy.
     """
+
+    call_for_each_replica = Renamed("extended.call_for_each_replica")
+    broadcast = v1_12.DistributionStrategy.broadcast
+    experimental_initialize = experimental_finalize = StrategyAdapter.nothing_to_do
 
     @property
     def extended(self) -> StrategyExtended:
@@ -114,30 +99,12 @@ class Strategy(StrategyAdapter):
         """``iter(distribute_datasets_from_function(input_fn))``."""
         return iterator_of(self.wrapped.distribute_datasets_from_function(input_fn))
 
-    def call_for_each_replica(
-        self, fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
-    ) -> Any:
-        """`extended.call_for_each_replica`, called as in the example of TF 1.13."""
-        return self.wrapped.extended.call_for_each_replica(fn, args, kwargs)
-
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: Iterator[PyTree] | None = None
     ) -> Any:
         """`dj.Strategy.run`, on the next element of the iterator if given."""
         args = () if input_iterator is None else (next(input_iterator),)
         return self.wrapped.run(fn, args)
-
-    def experimental_initialize(self) -> list[Any]:
-        """Returns []: nothing is left to initialize."""
-        return []
-
-    def experimental_finalize(self) -> list[Any]:
-        """Returns []: nothing is left to finalize."""
-        return []
-
-    broadcast = v1_12.DistributionStrategy.broadcast
-    unwrap = v1_12.DistributionStrategy.unwrap
-    group = v1_12.DistributionStrategy.group
 
 
 class ReplicaContext(ReplicaContextAdapter):

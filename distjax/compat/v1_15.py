@@ -14,14 +14,14 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from distjax.compat import v1_13
-from distjax.compat.adapters import (
+from distjax.compat.renaming import (
     Adapter,
+    Renamed,
     ReplicaContextAdapter,
     StrategyAdapter,
     adapt_or_none,
@@ -36,7 +36,6 @@ from distjax.servers.strategy import ParameterServerStrategy as _ParameterServer
 from distjax.strategies.mirrored import MirroredStrategy as _Mirrored
 from distjax.strategies.one_device import OneDeviceStrategy as _OneDevice
 from distjax.strategies.steps import MultiStepContext
-from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
 from distjax.variables.variable import Variable
 
 __all__ = [
@@ -68,30 +67,12 @@ class Strategy(StrategyAdapter):
       strategy: a distjax strategy.
     """
 
-    def experimental_run_v2(
-        self, fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
-    ) -> Any:
-        """`dj.Strategy.run`."""
-        return self.wrapped.run(fn, args, kwargs)
-
-    def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """`dj.Strategy.local_results`."""
-        return self.wrapped.local_results(value)
-
-    def unwrap(self, value: PyTree) -> tuple[Any, ...]:
-        """`dj.Strategy.local_results`, under its deprecated name."""
-        return self.wrapped.local_results(value)
-
-    def experimental_distribute_dataset(self, dataset: DatasetLike) -> Any:
-        """`dj.Strategy.distribute_dataset`."""
-        return self.wrapped.distribute_dataset(dataset)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[..., DatasetLike]
-    ) -> Any:
-        """`dj.Strategy.distribute_datasets_from_function`."""
-        return self.wrapped.distribute_datasets_from_function(dataset_fn)
-
+    experimental_run_v2 = Renamed("run")
+    experimental_local_results = unwrap = Renamed("local_results")
+    experimental_distribute_dataset = Renamed("distribute_dataset")
+    experimental_distribute_datasets_from_function = Renamed(
+        "distribute_datasets_from_function", dataset_fn="fn"
+    )
     extended = v1_13.Strategy.extended
     make_dataset_iterator = v1_13.Strategy.make_dataset_iterator
     make_input_fn_iterator = v1_13.Strategy.make_input_fn_iterator

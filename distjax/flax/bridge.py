@@ -101,13 +101,16 @@ class NNXObjectLeaves:
         if outcome.graphdef is None:
             write_entries(variables, after)
         else:
-            origins = {i: v.origin for i, v in enumerate(outcome.variables)}
-            known = {origins[i]: value for i, value in after.items() if origins[i] is not None}
-            write_entries(variables, known)  # first: building the graph calls the user's classes
+            own = {
+                v.origin: after[i]
+                for i, v in enumerate(outcome.variables)
+                if i in after and v.origin is not None and not v.is_replaced
+            }
+            write_entries(variables, own)  # first: building the graph calls the user's classes
             self._write_graph(outcome, after)
         if self.plan.strategy is None:  # a `run` in the program may have placed the objects
-            own = filter(is_variable, variables)
-            host_reads.add_hooks(filter(host_reads.is_in_host_memory, own))
+            held = filter(host_reads.is_in_host_memory, filter(is_variable, variables))
+            host_reads.add_hooks(held)
 
     def _write_graph(self, outcome: Outcome, after: Mapping[int, Any]) -> None:
         """Gives the objects their new graph, or, if a class in it raises, leaves them the old."""

@@ -15,10 +15,13 @@ from distjax.cluster.facts import ComparedFact, describe_program
 from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.errors import describe_value, message
+from distjax.errors import LocalityError, describe_value, message
+from distjax.flax import strategy_of
+from distjax.flax.graph_cache import path_of
 from distjax.flax.layouts import layout_of, place_array
 from distjax.flax.object_types import is_object
 from distjax.flax.plans import place_objects, raw_value
+from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 
@@ -109,7 +112,8 @@ def make_initializer(
 def place(module: T) -> T:
     """Moves the arrays of `module` to where the active strategy keeps them; returns it.
 
-    The first `run` or `dj.jit` under a strategy does the same.
+    The first `run` or `dj.jit` under a strategy does the same. A module that was placed for
+    another strategy is moved to this one, with everything in it.
 
     Args:
       module: an existing module, an optimizer, or a tree of such.
@@ -117,7 +121,7 @@ def place(module: T) -> T:
     Locality: parameters V, the rest M. Context: cross-replica or default.
 
     Raises:
-      StrategyMismatchError: `module` was placed for another strategy.
+      LocalityError: a variable has a value for each replica of other replicas.
       ValueError: `module` contains no NNX object.
     """
     strategy = frames.current().strategy
@@ -126,8 +130,39 @@ def place(module: T) -> T:
         raise ValueError(_no_objects_text("place", module))
     if frames.current().has_strategy:
         frames.require_cross_replica(strategy, "flax.place")
-        place_objects(objects, strategy)
+        _move(objects, strategy)
     return module
+
+
+def _move(objects: Sequence[Any], strategy: StrategyLike) -> None:
+    """Places objects for `strategy`, whatever strategy they were placed for."""
+    _require_movable(objects, strategy)
+    nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
+    before = strategy_of.records(nodes)
+    strategy_of.forget([n for n in nodes if strategy_of.strategy_of(n) is not strategy])
+    try:
+        place_objects(objects, strategy)
+    except BaseException:
+        strategy_of.put_back(before)
+        raise
+
+
+def _require_movable(objects: Sequence[Any], strategy: StrategyLike) -> None:
+    """Raises for a value per replica of other replicas: no other strategy has these."""
+    topology = strategy.extended.topology
+    _, flat = nnx.graph.flatten(tuple(objects), graph=True)
+    for path, variable in zip(flat.paths, flat.leaves, strict=True):
+        for leaf in jax.tree.leaves(raw_value(variable), is_leaf=is_per_replica):
+            if is_per_replica(leaf) and leaf.topology is not topology:
+                kind = type(variable).__name__
+                raise LocalityError(
+                    message(
+                        f"{path_of(objects, path)} needs one value to be moved to {strategy!r}",
+                        got=f"a {kind} with a value for each replica of {leaf.topology!r}",
+                        why="the replicas of another strategy are others, or another number",
+                        fix=f"nnx.pop(model, nnx.{kind}) before dj.flax.place(model)",
+                    )
+                )
 
 
 def _objects(tree: PyTree) -> list[Any]:

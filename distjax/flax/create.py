@@ -15,8 +15,8 @@ from distjax.cluster.facts import ComparedFact, describe_program
 from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.errors import LocalityError, describe_value, message
-from distjax.flax import strategy_of
+from distjax.errors import LocalityError, TraceLeakError, describe_value, message
+from distjax.flax import strategy_of, trace_level
 from distjax.flax.graph_cache import path_of
 from distjax.flax.layouts import layout_of, place_array
 from distjax.flax.object_types import is_object
@@ -42,6 +42,7 @@ def create(fn: Callable[[], T]) -> T:
       active strategy, returns ``fn()``.
 
     Raises:
+      TraceLeakError: ``fn`` changes or returns an NNX object that was made outside of it.
       ValueError: ``fn`` returns no NNX object.
 
     Example:
@@ -81,10 +82,13 @@ def make_initializer(
     found = TracedConstructor()
 
     def initial() -> list[jax.Array]:
-        built = fn()
+        built = _build(fn)
         if not _objects(built):
             raise ValueError(_no_objects_text("create", built))
         graphdef, flat = nnx.graph.flatten((built,), graph=True)
+        for path, variable in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(variable, nnx.Variable) and trace_level.is_outside(variable):
+                raise TraceLeakError(_outside_text(variable, path[1:]))
         arrays, treedef = jax.tree.flatten([raw_value(v) for v in flat.leaves])
         layouts = [
             layout_of(strategy, v, jnp.shape(x), jnp.result_type(x))
@@ -107,6 +111,28 @@ def make_initializer(
             [ComparedFact("the initial values", describe_program(jitted.lower()))],
         )
     return jitted, found
+
+
+def _build(fn: Callable[[], Any]) -> Any:
+    try:
+        return fn()
+    except Exception as error:
+        node = trace_level.refused_outside(error)
+        if node is None:
+            raise
+        raise TraceLeakError(_outside_text(node, ())) from error
+
+
+def _outside_text(node: PyTree, path: Sequence[Any]) -> str:
+    where = f", at {'.'.join(map(str, path))} of the result" if path else ""
+    return message(
+        "create needs a constructor that makes what it uses and returns",
+        got=f"an nnx.{type(node).__name__} that was made outside of it{where}",
+        why="the constructor is traced, and one program makes all arrays: an object from outside "
+        "would be copied, and Flax does not let a trace change it, as drawing a key of Rngs does",
+        fix="dj.flax.create(lambda: Model(rngs=nnx.Rngs(0))), with the Rngs made inside; or, for "
+        "objects from outside, dj.flax.place(Model(rngs=rngs))",
+    )
 
 
 def place(module: T) -> T:

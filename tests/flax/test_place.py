@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.errors import LocalityError, StrategyMismatchError
+from distjax.errors import LocalityError, StrategyMismatchError, TraceLeakError
 from distjax.flax.create import make_initializer
 from tests.flax.image_loop import Classifier, values
 
@@ -226,6 +226,50 @@ def test_nothing_to_place(pair):
             dj.flax.place({"w": jnp.ones(3)})
         with pytest.raises(ValueError, match="create needs NNX objects"):
             dj.flax.create(lambda: jnp.ones(3))
+
+
+class Around(nnx.Module):
+    """A module around something that may have been made elsewhere."""
+
+    def __init__(self, part):
+        self.part, self.own = nnx.data(part), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+RNGS, LINEAR, PARAM = nnx.Rngs(0), nnx.Linear(2, 2, rngs=nnx.Rngs(1)), nnx.Param(jnp.ones(2))
+KEY = jax.random.key(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nnx.Linear(2, 2, rngs=RNGS), "Got: an nnx.RngCount that was made outside of it."),
+        (
+            lambda: Around(RNGS),
+            "Got: an nnx.RngCount that was made outside of it, at part.default.count of the result",
+        ),
+        (
+            lambda: Around(LINEAR),
+            "Got: an nnx.Param that was made outside of it, at part.bias of the result",
+        ),
+        (
+            lambda: Around(PARAM),
+            "Got: an nnx.Param that was made outside of it, at part of the result",
+        ),
+        (lambda: LINEAR, "Got: an nnx.Param that was made outside of it, at bias of the result"),
+    ],
+    ids=["draws", "rngs", "module", "variable", "itself"],
+)
+def test_what_create_captures_is_refused_and_place_takes_it(pair, make, text):
+    """A module or variable from outside was copied in silence: two of what the user has once."""
+    with pair.scope():
+        with pytest.raises(TraceLeakError, match=text) as info:
+            dj.flax.create(make)
+        assert str(info.value).startswith("create needs a constructor that makes what it uses")
+        assert "dj.flax.place(Model(rngs=rngs))" in str(info.value)
+        placed = dj.flax.place(make())  # the fix: shared with what is outside
+        dj.flax.create(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+        dj.flax.create(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(KEY)))  # a key is a value
+    assert getattr(placed, "part", LINEAR) in (LINEAR, PARAM, RNGS)
 
 
 def test_a_larger_model_is_created_whole():

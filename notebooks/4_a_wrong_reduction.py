@@ -180,8 +180,9 @@ state = optimizer.init(params)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     wrong_result, _, _ = strategy.run(wrong_step, args=(params, state, features, targets))
-print(caught[0].category.__name__)
-print(caught[0].message)
+for warning in caught:  # in the first call: a compiled step is not traced again
+    print(warning.category.__name__)
+    print(warning.message)
 
 # %% [markdown]
 # And nothing pretends to be replicated. The new parameters are one value per replica, on which

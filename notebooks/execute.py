@@ -2,6 +2,7 @@
 
     python notebooks/execute.py            # changes no file
     python notebooks/execute.py --write    # writes the .ipynb files anew, with their outputs
+    python notebooks/execute.py --again    # runs each cell twice, as a reader may; writes nothing
 
 The .py files (jupytext's percent format) are what is written and reviewed; the .ipynb files are the
 same cells with outputs. A cell that fails or warns, or a pair that differs, ends the program with
@@ -10,6 +11,7 @@ status 1.
 
 import argparse
 import asyncio
+import copy
 import pathlib
 import sys
 import tempfile
@@ -87,11 +89,15 @@ def main() -> int:
     """Executes all notebooks; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the .ipynb files anew")
-    write = parser.parse_args().write
+    parser.add_argument("--again", action="store_true", help="run each cell twice")
+    given = parser.parse_args()
+    write = given.write and not given.again
     faults = []
     for script in scripts():
         start = time.perf_counter()
         notebook = read_script(script)
+        if given.again:
+            notebook.cells = [copy.deepcopy(cell) for cell in notebook.cells for _ in range(2)]
         asyncio.run(execute(notebook, script.parent))
         if write:
             nbformat.write(notebook, script.with_suffix(".ipynb"))

@@ -24,6 +24,7 @@ from distjax.flax.module_description import describe_placed
 from distjax.flax.object_types import is_object, is_variable
 from distjax.flax.plans import Objects, flatten_objects, raw_value, write_entries
 from distjax.flax.reconcile import combine_writes
+from distjax.flax.saved_state import SavedState
 from distjax.flax.traced_objects import Outcome, TracedNNXObjects
 from distjax.objects.claims import HeldClaims
 from distjax.placement.per_replica import is_per_replica
@@ -100,19 +101,33 @@ class NNXObjectLeaves:
         if outcome.graphdef is None:
             write_entries(variables, after)
         else:
+            own = {
+                v.origin: after[i]
+                for i, v in enumerate(outcome.variables)
+                if i in after and v.origin is not None and not v.is_replaced
+            }
+            write_entries(variables, own)  # first: building the graph calls the user's classes
             self._write_graph(outcome, after)
         if self.plan.strategy is None:  # a `run` in the program may have placed the objects
-            host_reads.add_hooks(filter(host_reads.is_in_host_memory, variables))
+            held = filter(host_reads.is_in_host_memory, filter(is_variable, variables))
+            host_reads.add_hooks(held)
 
     def _write_graph(self, outcome: Outcome, after: Mapping[int, Any]) -> None:
-        variables = self._objects.graph.variables
+        """Gives the objects their new graph, or, if a class in it raises, leaves them the old."""
+        objects, variables = self._objects.objects, self._objects.graph.variables
         if self._references is None:  # kept, so that a retry after a signal sees the old graph
-            self._references = nnx.graph.IndexMap.from_refmap(references(self._objects.objects))
+            self._references = nnx.graph.IndexMap.from_refmap(references(objects))
         values = [
             after[i] if v.origin is None or i in after else raw_value(variables[v.origin])
             for i, v in enumerate(outcome.variables)
         ]
-        nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
+        nodes = [x for x in self._references.values() if isinstance(x, nnx.Pytree)]
+        before = SavedState(nodes, ())
+        try:
+            nnx.graph.unflatten(outcome.graphdef, values, outer_index_outer_ref=self._references)
+        except BaseException:
+            before.restore()
+            raise
 
     def _new_values(self, outcome: Outcome, stored: Mapping[int, Any]) -> dict[int, Any]:
         """Returns, by number, the values of entries that have a new leaf, or no leaves at all.

@@ -15,10 +15,13 @@ from distjax.cluster.facts import ComparedFact, describe_program
 from distjax.cluster.phases import phase
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
-from distjax.errors import describe_value, message
+from distjax.errors import LocalityError, TraceLeakError, describe_value, message
+from distjax.flax import strategy_of, trace_level
+from distjax.flax.graph_cache import path_of
 from distjax.flax.layouts import layout_of, place_array
 from distjax.flax.object_types import is_object
 from distjax.flax.plans import place_objects, raw_value
+from distjax.placement.per_replica import is_per_replica
 from distjax.typing import PyTree
 from distjax.variables.layouts.layout import Layout
 
@@ -39,6 +42,7 @@ def create(fn: Callable[[], T]) -> T:
       active strategy, returns ``fn()``.
 
     Raises:
+      TraceLeakError: ``fn`` changes or returns an NNX object that was made outside of it.
       ValueError: ``fn`` returns no NNX object.
 
     Example:
@@ -78,10 +82,13 @@ def make_initializer(
     found = TracedConstructor()
 
     def initial() -> list[jax.Array]:
-        built = fn()
+        built = _build(fn)
         if not _objects(built):
             raise ValueError(_no_objects_text("create", built))
         graphdef, flat = nnx.graph.flatten((built,), graph=True)
+        for path, variable in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(variable, nnx.Variable) and trace_level.is_outside(variable):
+                raise TraceLeakError(_outside_text(variable, path[1:]))
         arrays, treedef = jax.tree.flatten([raw_value(v) for v in flat.leaves])
         layouts = [
             layout_of(strategy, v, jnp.shape(x), jnp.result_type(x))
@@ -106,10 +113,33 @@ def make_initializer(
     return jitted, found
 
 
+def _build(fn: Callable[[], Any]) -> Any:
+    try:
+        return fn()
+    except Exception as error:
+        node = trace_level.refused_outside(error)
+        if node is None:
+            raise
+        raise TraceLeakError(_outside_text(node, ())) from error
+
+
+def _outside_text(node: PyTree, path: Sequence[Any]) -> str:
+    where = f", at {'.'.join(map(str, path))} of the result" if path else ""
+    return message(
+        "create needs a constructor that makes what it uses and returns",
+        got=f"an nnx.{type(node).__name__} that was made outside of it{where}",
+        why="the constructor is traced, and one program makes all arrays: an object from outside "
+        "would be copied, and Flax does not let a trace change it, as drawing a key of Rngs does",
+        fix="dj.flax.create(lambda: Model(rngs=nnx.Rngs(0))), with the Rngs made inside; or, for "
+        "objects from outside, dj.flax.place(Model(rngs=rngs))",
+    )
+
+
 def place(module: T) -> T:
     """Moves the arrays of `module` to where the active strategy keeps them; returns it.
 
-    The first `run` or `dj.jit` under a strategy does the same.
+    The first `run` or `dj.jit` under a strategy does the same. A module that was placed for
+    another strategy is moved to this one, with everything in it.
 
     Args:
       module: an existing module, an optimizer, or a tree of such.
@@ -117,7 +147,7 @@ def place(module: T) -> T:
     Locality: parameters V, the rest M. Context: cross-replica or default.
 
     Raises:
-      StrategyMismatchError: `module` was placed for another strategy.
+      LocalityError: a variable has a value for each replica of other replicas.
       ValueError: `module` contains no NNX object.
     """
     strategy = frames.current().strategy
@@ -126,8 +156,39 @@ def place(module: T) -> T:
         raise ValueError(_no_objects_text("place", module))
     if frames.current().has_strategy:
         frames.require_cross_replica(strategy, "flax.place")
-        place_objects(objects, strategy)
+        _move(objects, strategy)
     return module
+
+
+def _move(objects: Sequence[Any], strategy: StrategyLike) -> None:
+    """Places objects for `strategy`, whatever strategy they were placed for."""
+    _require_movable(objects, strategy)
+    nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
+    before = strategy_of.records(nodes)
+    strategy_of.forget([n for n in nodes if strategy_of.strategy_of(n) is not strategy])
+    try:
+        place_objects(objects, strategy)
+    except BaseException:
+        strategy_of.put_back(before)
+        raise
+
+
+def _require_movable(objects: Sequence[Any], strategy: StrategyLike) -> None:
+    """Raises for a value per replica of other replicas: no other strategy has these."""
+    topology = strategy.extended.topology
+    _, flat = nnx.graph.flatten(tuple(objects), graph=True)
+    for path, variable in zip(flat.paths, flat.leaves, strict=True):
+        for leaf in jax.tree.leaves(raw_value(variable), is_leaf=is_per_replica):
+            if is_per_replica(leaf) and leaf.topology is not topology:
+                kind = type(variable).__name__
+                raise LocalityError(
+                    message(
+                        f"{path_of(objects, path)} needs one value to be moved to {strategy!r}",
+                        got=f"a {kind} with a value for each replica of {leaf.topology!r}",
+                        why="the replicas of another strategy are others, or another number",
+                        fix=f"nnx.pop(model, nnx.{kind}) before dj.flax.place(model)",
+                    )
+                )
 
 
 def _objects(tree: PyTree) -> list[Any]:

@@ -20,10 +20,10 @@ from flax import nnx
 from distjax.collectives.ops import as_reduce_op, from_total
 from distjax.collectives.reductions import reduce_arrays
 from distjax.context import frames
-from distjax.errors import UnsupportedError, message
+from distjax.errors import LocalityError, UnsupportedError, describe_value, message
 from distjax.flax.layouts import gradient_form
 from distjax.modes import ReduceOp
-from distjax.placement.per_replica import PerReplica
+from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.replica.global_value import from_user_value, replica_aval, stack_replicas
 from distjax.strategies.contracts import ExtendedContract
 from distjax.strategies.strategy import Strategy
@@ -119,19 +119,25 @@ def _variables(module: PyTree) -> list[tuple[Any, Any]]:
 
 
 def apply_gradients(
-    optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, op: ReduceOpLike = "mean"
+    optimizer: nnx.Optimizer[Any],
+    model: PyTree,
+    grads: PyTree,
+    op: ReduceOpLike = "mean",
+    **kwargs: PyTree,
 ) -> None:
     """Reduces gradients over the replicas, then updates `model` with `optimizer` once.
 
-    Computes `optimizer.update(model, all_reduce(op, grads))` in the global view: norms
-    are those of the whole gradient, and parameters and optimizer state that the strategy
-    splits are updated without being gathered.
+    Computes `optimizer.update(model, all_reduce(op, grads), **kwargs)` in the global view:
+    norms are those of the whole gradient, and parameters and optimizer state that the
+    strategy splits are updated without being gathered.
 
     Args:
       optimizer: an `nnx.Optimizer`.
       model: its model.
       grads: from `value_and_grad` or `nnx.value_and_grad`.
       op: "mean" or "sum" over the replicas.
+      **kwargs: what the optimizer's transformation takes besides, such as `value=loss` of
+        `optax.contrib.reduce_on_plateau`; equal on every replica.
 
     If the optimizer's class overrides `update`, that method is called with the reduced
     gradients.
@@ -141,6 +147,7 @@ def apply_gradients(
     Cost: one reduce-scatter per split gradient, one all-reduce per other gradient.
 
     Raises:
+      LocalityError: a keyword argument differs per replica.
       UnsupportedError: `update` is overridden and the strategy splits something.
 
     Example:
@@ -157,28 +164,47 @@ def apply_gradients(
     op = as_reduce_op(op)
     frame = frames.current()
     if frame.replica_context is None:
-        _call_update(optimizer, model, frame.strategy.reduce(op, grads))
+        _require_equal(kwargs)
+        _call_update(optimizer, model, frame.strategy.reduce(op, grads), kwargs)
         return
     if frame.strategy.num_replicas_in_sync == 1:
-        _call_update(optimizer, model, grads)
+        _call_update(optimizer, model, grads, kwargs)
         return
     update = _Update(optimizer, model, grads, frame.state, op)
     if type(optimizer).update not in _UPDATES_OF_FLAX:
         update.require_whole()
-        _call_update(optimizer, model, frame.replica_context.all_reduce(op, grads))
+        _call_update(optimizer, model, frame.replica_context.all_reduce(op, grads), kwargs)
         return
-    new = frame.replica_context.merge_call(update, args=update.arguments)
+    new = frame.replica_context.merge_call(update, args=(*update.arguments, kwargs))
     update.write(new, frame.state)
 
 
 _UPDATES_OF_FLAX = (nnx.Optimizer.update, nnx.ModelAndOptimizer.update)
 
 
-def _call_update(optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree) -> None:
+def _call_update(
+    optimizer: nnx.Optimizer[Any], model: PyTree, grads: PyTree, kwargs: dict[str, PyTree]
+) -> None:
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # has its model
-        optimizer.update(grads)
+        optimizer.update(grads, **kwargs)
     else:
-        optimizer.update(model, grads)
+        optimizer.update(model, grads, **kwargs)
+
+
+def _require_equal(kwargs: dict[str, PyTree]) -> None:
+    """Raises a LocalityError if an argument of the update differs per replica."""
+    for name, value in kwargs.items():
+        if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
+            raise LocalityError(
+                message(
+                    f"apply_gradients needs {name} to be equal on every replica",
+                    got=f"{name}={describe_value(value)}, which differs per replica",
+                    why="one update is made of the reduced gradients, and the state that it makes "
+                    f"of {name} is one for all replicas",
+                    fix=f"{name}=dj.get_replica_context().all_reduce('mean', {name}) in a replica "
+                    f"context; {name}=strategy.reduce('mean', {name}) outside",
+                )
+            )
 
 
 class _Update:
@@ -235,9 +261,14 @@ class _Update:
         )
 
     def __call__(
-        self, strategy: Strategy, values: Sequence[Any], grads: Sequence[Any]
+        self,
+        strategy: Strategy,
+        values: Sequence[Any],
+        grads: Sequence[Any],
+        kwargs: dict[str, PyTree],
     ) -> list[Any]:
         """Returns the new global values; shards for what was given as shards."""
+        _require_equal(kwargs)
         extended, topology = strategy.extended, strategy.extended.topology
         whole = [
             x if form is None else form.from_replicas(stack_replicas(from_user_value(x), topology))
@@ -248,7 +279,7 @@ class _Update:
         slots = self._slots_tree.unflatten(whole[count:])
         reduced = _reduce_gradients(extended, self._op, grads, whole[:count], self._forms[:count])
         updates, slots = self._optimizer.tx.update(
-            self._grads_tree.unflatten(reduced), slots, params
+            self._grads_tree.unflatten(reduced), slots, params, **kwargs
         )
         params = optax.apply_updates(params, updates)
         new = [*jax.tree.leaves(params), *jax.tree.leaves(slots)]

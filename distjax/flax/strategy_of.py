@@ -10,6 +10,7 @@ from flax import nnx
 
 from distjax.context.contracts import StrategyLike
 from distjax.errors import StrategyMismatchError, message
+from distjax.strategies.identity import are_equal
 from distjax.typing import PyTree
 
 # Keyed by id, since objects may define equality, and weak, so that they can die.
@@ -37,6 +38,9 @@ def objects_placed_for(strategy: StrategyLike) -> list[Any]:
 def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bool) -> None:
     """Records that all modules in `objects` are placed for `strategy`.
 
+    Those that were placed for an equal strategy, as by a notebook cell that has run again, become
+    modules of this one.
+
     Args:
       objects: NNX objects.
       strategy: the strategy.
@@ -44,7 +48,7 @@ def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bo
         records of the objects themselves speak for all modules in them. (Variables have none.)
 
     Raises:
-      StrategyMismatchError: one was placed for another strategy; nothing is recorded.
+      StrategyMismatchError: one was placed for a strategy that is not equal; nothing is recorded.
     """
     own = [node for node in objects if isinstance(node, nnx.Pytree)]
     if (is_known or not own) and all(strategy_of(node) is strategy for node in own):
@@ -52,7 +56,7 @@ def assign_strategy(objects: Sequence[Any], strategy: StrategyLike, is_known: bo
     nodes = [n for _, n in nnx.iter_graph(tuple(objects)) if isinstance(n, nnx.Pytree)]
     for node in (*objects, *nodes):  # the user's own object is named first
         owner = strategy_of(node)
-        if owner is not None and owner is not strategy:
+        if owner is not None and owner is not strategy and not are_equal(owner, strategy):
             raise StrategyMismatchError(_text(node, owner, strategy))
     for node in nodes:
         _assign(node, strategy)
@@ -76,6 +80,12 @@ def records(nodes: Sequence[Any]) -> dict[int, Any]:
     return {id(node): _strategies.get(id(node)) for node in nodes}
 
 
+def forget(nodes: Sequence[Any]) -> None:
+    """Forgets which strategy modules were placed for."""
+    for node in nodes:
+        _strategies.pop(id(node), None)
+
+
 def put_back(records: dict[int, Any]) -> None:
     """Restores records; idempotent."""
     for key, record in records.items():
@@ -87,13 +97,13 @@ def put_back(records: dict[int, Any]) -> None:
 
 def _text(node: object, owner: StrategyLike | None, strategy: StrategyLike) -> str:
     other = repr(owner)
-    if other == repr(strategy):  # made twice, or on as many other devices
-        other = "another strategy of this description"
+    if other == repr(strategy):
+        other = "another strategy of this description, with other devices or options"
     return message(
         f"{type(node).__name__} needs to be placed for the strategy that uses it, {strategy!r}",
         got=f"one that was placed for {other}",
         why="Mixing different tf.distribute.Strategy objects: its arrays live where the other "
         "strategy put them",
-        fix="use one strategy, or build a new object and copy the values: "
-        "nnx.update(new_model, jax.device_get(nnx.state(model)))",
+        fix="use one strategy, or move the object to this one: with strategy.scope(): "
+        "dj.flax.place(model)",
     )

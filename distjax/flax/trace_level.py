@@ -44,7 +44,13 @@ def _marks(node: object) -> list[tracers.TraceState]:
 
 def explain(error: Exception) -> TraceLeakError | None:
     """Returns an error that explains Flax's refusal to change an object, or None."""
-    return next((not_found(node) for node in _refused(error) if is_outside(node)), None)
+    node = refused_outside(error)
+    return None if node is None else not_found(node)
+
+
+def refused_outside(error: Exception) -> PyTree | None:
+    """Returns the object, made outside all traces, that Flax refused to change, or None."""
+    return next(filter(is_outside, _refused(error)), None)
 
 
 def explain_here(error: Exception) -> TraceLeakError | None:

@@ -18,6 +18,7 @@ from distjax.context import frames
 from distjax.errors import UnsupportedError, message
 from distjax.flax import host_reads, metric_rules, rules, static_attributes, strategy_of
 from distjax.flax.graph_cache import path_of
+from distjax.flax.object_types import is_variable
 from distjax.flax.plans import Entry, Plan, make_entry, raw_value, values_of
 from distjax.flax.saved_state import SavedState, set_in_trace
 from distjax.placement.per_replica import is_per_replica
@@ -33,7 +34,9 @@ class VariableOutcome:
 
     Attributes:
       entry: its static part.
-      origin: its number in the plan; None for a variable that the trace created.
+      origin: its number in the plan, or that of the variable whose place it has taken in an
+        equal graph; None for another variable that the trace created.
+      is_replaced: whether it has taken the place of its origin, which keeps its value.
       is_changed: whether the variable or its value is new. Needed because a new value without
         arrays (None) has no leaf that could show it.
     """
@@ -41,6 +44,7 @@ class VariableOutcome:
     entry: Entry
     origin: int | None
     is_changed: bool = False
+    is_replaced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class Outcome:
     """The static part of objects at the end of a trace.
 
     Attributes:
-      graphdef: their graph if it changed (attributes, new variables), else None.
+      graphdef: their graph if it changed (attributes, new or replaced parts), else None.
       variables: their variables, in graph order.
       shards: the numbers of the leaves that are returned as the replicas' shards.
     """
@@ -76,6 +80,7 @@ class TracedNNXObjects:
         self._on_host = [v for v in self._in_variables if host_reads.has_hook(v)]
         self._numbers = nnx.graph.RefMap()
         self._graphdef: Any = None
+        self._graphdef_of_same: Any = None  # with the numbers of the parts: none was replaced
         self._start: list[list[Any]] = []
 
     def save(self) -> SavedState:
@@ -111,6 +116,7 @@ class TracedNNXObjects:
         self._graphdef, flat = nnx.graph.flatten(
             tuple(self._objects), ref_index=self._numbers, graph=True
         )
+        self._graphdef_of_same, _ = self._flatten()
         _require_held(plan, [raw_value(v) for v in flat.leaves], values)
         if context is not None and context.num_replicas_in_sync > 1:
             _empty_other_parts(plan, self._objects, context.replica_id_in_sync_group)
@@ -132,7 +138,8 @@ class TracedNNXObjects:
         if graphdef.with_no_outer_index() == self._graphdef and self._are_in_place(flat.leaves):
             values = [raw_value(v) for v in flat.leaves]
             if all(map(self._is_update, flat.leaves, values, self._plan.entries, self._start)):
-                return self._collect_updates(values, even_unchanged)
+                replaced = None if graphdef == self._graphdef_of_same else graphdef
+                return self._collect_updates(flat.leaves, values, even_unchanged, replaced)
         host_reads.add_hooks(self._on_host)
         owners = [i for i, entry in enumerate(self._plan.entries) for _ in entry.layouts]
         return self._collect_graph(*self._flatten(), {owners[number] for number in even_unchanged})
@@ -149,13 +156,17 @@ class TracedNNXObjects:
     def _is_update(
         self, variable: nnx.Variable[Any] | jax.Array, value: object, entry: Entry, start: list[Any]
     ) -> bool:
-        """Returns whether a new value can be written to the existing variable."""
+        """Returns whether a value takes the place of that of the variable which was there."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
         is_same = all(a is b for a, b in zip(leaves, start, strict=False))
         return treedef == entry.treedef and (isinstance(variable, nnx.Variable) or is_same)
 
     def _collect_updates(
-        self, values: Sequence[Any], even_unchanged: frozenset[int]
+        self,
+        variables: Sequence[Any],
+        values: Sequence[Any],
+        even_unchanged: frozenset[int],
+        graphdef: Any,
     ) -> tuple[Outcome, dict[int, Any]]:
         finals, shards = {}, set()
         starts = [leaf for leaves in self._start for leaf in leaves]
@@ -169,8 +180,12 @@ class TracedNNXObjects:
             finals[number], is_shard = self._as_shard(leaf)
             if is_shard:
                 shards.add(number)
-        variables = tuple(VariableOutcome(entry, i) for i, entry in enumerate(self._plan.entries))
-        return Outcome(None, variables, frozenset(shards)), finals
+        pairs = zip(self._plan.entries, variables, self._variables, strict=True)
+        outcomes = tuple(
+            VariableOutcome(entry, i, is_replaced=is_variable(now) and now is not before)
+            for i, (entry, now, before) in enumerate(pairs)
+        )
+        return Outcome(graphdef, outcomes, frozenset(shards)), finals
 
     def _find_combined_metrics(self, entries: Sequence[Entry], same: Sequence[bool]) -> set[int]:
         """Returns the changed metrics that are combined by a function, which needs all state."""

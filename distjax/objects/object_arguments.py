@@ -86,6 +86,8 @@ class ObjectArguments:
                 if isinstance(array, jax_compat.Tracer) and id(array) not in before:
                     raise TraceLeakError(leak_text(function, path, array))
         for result in results:
+            if isinstance(result, jax_compat.Tracer):  # no array: a `jax.Ref`
+                raise TraceLeakError(_ref_text(function, result))
             for path, array in find_arrays(result, type(result).__name__).items():
                 if isinstance(array, jax_compat.Tracer) and id(array) not in before:
                     raise TraceLeakError(_result_text(function, path, array))
@@ -109,6 +111,15 @@ def _baked_text(name: str, value: object, paths: Sequence[str]) -> str:
         "arrays would be constants there, and later ones would never be read",
         fix=f"@jax.tree_util.register_dataclass, flax.struct.dataclass, or a dict of its arrays; "
         f"dj.static({name}) if constants are meant",
+    )
+
+
+def _ref_text(function: str, ref: PyTree) -> str:
+    return message(
+        f"{function} needs to return arrays, or pytrees of them",
+        got=f"a {jax.typeof(ref)} that was made in the step",
+        why="a reference made in a compiled program is gone when that has run",
+        fix="return its value: return ref[...]",
     )
 
 

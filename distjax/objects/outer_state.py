@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from distjax.replica.user_names import function_name
 
 #: What a traced value may take the place of.
 _VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex)
+#: The checks of the inner traces of this thread's current program.
+_this_thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -35,7 +38,8 @@ def checking_outer_state(
     In what a function captures, only one that takes the place of a value counts: a list that
     traced values are appended to shows a trace to the user, as a debugger does. Objects of a bridge
     hold traced values until the whole program is traced; then only one that is new, and none of the
-    program's, still does.
+    program's, still does. What an inner trace leaves there is looked for when the whole program
+    is traced.
 
     Args:
       fn: the function.
@@ -45,9 +49,28 @@ def checking_outer_state(
       TraceLeakError: it has.
     """
     before = _held_values(fn)
-    known = set(map(id, before.values()))
     values = {path for path, value in before.items() if not isinstance(value, jax_compat.Tracer)}
-    yield
+    check = functools.partial(_require_none_left, fn, before, values)
+    outer = getattr(_this_thread, "checks", None)
+    if is_whole_program:
+        _this_thread.checks = []
+    try:
+        yield
+        check(is_whole_program)
+        if is_whole_program:
+            for inner in _this_thread.checks:
+                inner(True)
+        elif outer is not None:
+            outer.append(check)
+    finally:
+        _this_thread.checks = outer
+
+
+def _require_none_left(
+    fn: Callable[..., Any], before: dict[str, Any], values: set[str], is_whole_program: bool
+) -> None:
+    """Raises for what `checking_outer_state` looks for."""
+    known = set(map(id, before.values()))
     for path, value in _held_values(fn).items():
         if id(value) in known or not (path in values or path.startswith("self.")):
             continue

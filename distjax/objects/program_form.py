@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from distjax.objects.captures import Place
 from distjax.objects.stateful import Placeholder
+from distjax.replica.partitioned_tree import is_one_leaf
 from distjax.typing import PyTree
 
 
@@ -40,6 +41,57 @@ class TracedCall:
 
     outcome: Any
     returns_objects: bool
+
+
+class ResultTree:
+    """The user's results, taken apart: the classes in them are called after the write-back.
+
+    They are the user's code, which may raise, and the objects have to be written whole by then.
+
+    Args:
+      paths: of the leaves.
+      leaves: the leaves.
+      treedef: the user's tree.
+    """
+
+    __slots__ = ("leaves", "paths", "treedef")
+
+    def __init__(
+        self, paths: Sequence[str], leaves: Sequence[Any], treedef: jax.tree_util.PyTreeDef
+    ):
+        self.paths, self.leaves, self.treedef = paths, leaves, treedef
+
+    def build(self) -> Any:
+        """Returns the results."""
+        return self.treedef.unflatten(self.leaves)
+
+
+def take_apart(results: PyTree) -> ResultTree:
+    """Returns the results of a step as a tree that is built without the user's code."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_one_leaf)
+    paths = [jax.tree_util.keystr(path) for path, _ in pairs]
+    return ResultTree(paths, [leaf for _, leaf in pairs], treedef)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UserPath:
+    """A path in the user's results, as one key."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+jax.tree_util.register_pytree_with_keys(
+    ResultTree,
+    lambda t: (
+        [(_UserPath(path), leaf) for path, leaf in zip(t.paths, t.leaves, strict=True)],
+        (tuple(t.paths), t.treedef),
+    ),
+    lambda aux, leaves: ResultTree(aux[0], tuple(leaves), aux[1]),
+    lambda t: (t.leaves, (tuple(t.paths), t.treedef)),
+)
 
 
 @dataclasses.dataclass(frozen=True)

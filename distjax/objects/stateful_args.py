@@ -21,7 +21,13 @@ from distjax.context.contracts import StrategyLike
 from distjax.objects.captures import Place, find_captures
 from distjax.objects.claims import HeldClaims
 from distjax.objects.outer_state import checking_outer_state
-from distjax.objects.program_form import ObjectKeywords, StaticPart, TracedCall
+from distjax.objects.program_form import (
+    ObjectKeywords,
+    ResultTree,
+    StaticPart,
+    TracedCall,
+    take_apart,
+)
 from distjax.objects.stateful import (
     Bridge,
     ObjectLeaves,
@@ -104,14 +110,20 @@ class StatefulArgs:
         finally:
             _this_thread.call = outer
 
-    def finish(self, returned: tuple[Any, TracedCall, Mapping[int, Any]]) -> Any:
-        """Writes the program's results back to the objects; returns the user's results."""
-        result, traced, stored = returned
+    def finish(
+        self, returned: tuple[ResultTree, TracedCall, Mapping[int, Any]]
+    ) -> Callable[[], Any]:
+        """Writes the program's results back to the objects; returns what builds the user's.
+
+        That runs the user's code, the classes in the results: it may raise, and changes nothing.
+        """
+        tree, traced, stored = returned
         arrays = {i: x.array if isinstance(x, AlreadyPlaced) else x for i, x in stored.items()}
         self._split.write_back(traced.outcome, arrays)
         if not traced.returns_objects:
-            return result
-        return _put_objects(result, [*self._objects, *self._split.members])
+            return tree.build
+        objects = [*self._objects, *self._split.members]
+        return lambda: _put_objects(tree.build(), objects)
 
     # -- inside a program ---------------------------------------------------------
 
@@ -123,7 +135,7 @@ class StatefulArgs:
         keywords: ObjectKeywords,
         state: TraceState,
         options: RunOptions = AS_RUN,
-    ) -> tuple[Any, TracedCall, Any]:
+    ) -> tuple[ResultTree, TracedCall, Any]:
         """Emits ``fn`` on every replica; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, True)
 
@@ -141,15 +153,17 @@ class StatefulArgs:
             state,
             options.for_first_of(3),
         )
-        return result, traced, self._split.combine_writes(traced.outcome, finals, strategy)
+        stored = self._split.combine_writes(traced.outcome, finals, strategy)
+        return take_apart(result), traced, stored
 
     def emit_call(
         self, fn: Callable[..., Any], args: tuple[PyTree, ...], keywords: ObjectKeywords
-    ) -> tuple[Any, TracedCall, Any]:
+    ) -> tuple[ResultTree, TracedCall, Any]:
         """Calls ``fn`` in the global view; returns what `finish` takes."""
         args, keywords = self._with_inputs(args, keywords, False)
         result, traced, finals = self._trace(fn, args, keywords, None)
-        return result, traced, self._split.combine_writes(traced.outcome, finals, None)
+        stored = self._split.combine_writes(traced.outcome, finals, None)
+        return take_apart(result), traced, stored
 
     def _with_inputs(
         self, args: tuple[PyTree, ...], keywords: ObjectKeywords, for_replicas: bool
@@ -296,7 +310,7 @@ def run_here(
         if stateful is None:
             return run_in_trace(strategy, fn, args, kwargs, state, options)
         call = stateful.args, stateful.kwargs
-        return stateful.finish(stateful.emit_run(strategy, fn, *call, state, options))
+        return stateful.finish(stateful.emit_run(strategy, fn, *call, state, options))()
 
 
 def emit_run(

@@ -7,7 +7,9 @@ The order of events makes a call safe, whatever raises and whichever other threa
 3. The compiled call gets the list of arrays, and its result replaces the list, in one C call:
    Python raises a pending signal only between bytecodes, so at no moment are arrays donated
    while their successors are not yet stored.
-4. The results become the user's. `finish`, the write-back of objects, belongs to the step.
+4. `finish`, the write-back of objects, belongs to the step. No code of the user runs in it: the
+   classes of the tree that the step returns are called by the caller of `start`, which starts
+   nothing again because they raise.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from distjax.program.step import Step
 from distjax.uninterrupted import call_uninterrupted
 from distjax.variables.donation import copy_aliased
 
-#: Finalizes the user's results; called again if a signal raises in it.
-Finish = Callable[[Any], Any]
+#: Writes results back, and returns what builds the user's; called again if a signal raises in it.
+Finish = Callable[[Any], Callable[[], Any]]
 
 
 def start(
@@ -52,7 +54,7 @@ def start(
       finish: finalizes the results.
 
     Returns:
-      The user's results, and how they are built from arrays.
+      The results of `finish`, or without it the outputs; and how results are built from those.
 
     Raises:
       NotCompiled: the signature is new; nothing has happened.
@@ -86,9 +88,7 @@ def start(
                     _end_launch(launch, returned)
                     launch = None
                 (spec,) = returned[1]
-                result = returned[2] if spec.unpack is None else spec.unpack(returned[2])
-                if finish is not None:
-                    result = finish(result)
+                result = returned[2] if finish is None else finish(spec.results(returned[2]))
             except BaseException:
                 _complete_raised(build, returned, finish, launch)
                 raise
@@ -221,7 +221,7 @@ def _start_reader(
         number = count_launch()
         if number == 0 or awaiting:
             record_completion(completion_of(returned), number)
-    return returned[2] if spec.unpack is None else spec.unpack(returned[2]), spec
+    return returned[2], spec
 
 
 def _start_watched_reader(
@@ -247,9 +247,7 @@ def _start_watched_reader(
                 _end_launch(launch, returned)
                 launch = None
         spec = spec_of(returned)
-        result = spec.results(returned[2])
-        if finish is not None:
-            result = finish(result)
+        result = returned[2] if finish is None else finish(spec.results(returned[2]))
     except BaseException:
         if launch is not None:
             _end_launch(launch, cell[0] if cell else None)
@@ -289,8 +287,7 @@ def _start_remote_writer(
         def store() -> Any:
             for each, array in zip(stored, returned[0], strict=True):
                 each.swap(array)
-            result = spec.results(returned[2])
-            return result if finish is None else finish(result)
+            return returned[2] if finish is None else finish(spec.results(returned[2]))
 
         try:
             result = store()

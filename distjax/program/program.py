@@ -92,13 +92,13 @@ class Program:
         if self._step.donate_argnums and (handed_out or build.spans_devices):
             args = self._prepare_donated(args)
         try:
-            result, spec = start(build, args, kwargs)
+            outputs, spec = start(build, args, kwargs)
         except Exception as error:
             refused = error
         else:
             if spec.recreated:
                 self._recreated, self._is_plain = spec.recreated, False
-            return result
+            return outputs if spec.unpack is None else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
             return self._call_slowly(args, kwargs, refused)
         finally:
@@ -164,7 +164,7 @@ class Program:
         finish: Finish | None = None,
         error: Exception | None = None,
     ) -> Any:
-        """Runs the program and returns the user's results, passed through `finish`.
+        """Runs the program and returns the user's results; what `finish` returns builds them.
 
         `finish` is part of the step: it is called again if a signal raises meanwhile.
         """
@@ -190,7 +190,7 @@ class Program:
         self._is_plain = self._has_no_objects and not (
             self._marks_objects or self._recreated or self._meets_user_mesh
         )
-        return result
+        return spec.results(result) if finish is None else result()
 
     def _start_after(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None

@@ -1,4 +1,8 @@
-"""A strategy is one object in one process: the errors for copying and pickling it."""
+"""A strategy is one object in one process: the errors for copying and pickling it.
+
+One that was made again with equal arguments, as by a cell of a notebook, is another object. It
+keeps arrays in the same places, so the NNX modules of the one are as good as its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,23 @@ from typing import NoReturn
 
 from distjax.context.contracts import StrategyLike
 from distjax.errors import message
+from distjax.strategies.contracts import ExtendedContract
+
+
+def are_equal(one: StrategyLike, other: StrategyLike) -> bool:
+    """Returns whether two strategies are of one class, on the same devices, with equal options."""
+    if type(one) is not type(other):
+        return False
+    own, theirs = _extended(one), _extended(other)
+    return (
+        own.topology is theirs.topology  # equal ones are one object
+        and own.placement == theirs.placement
+        and own.communication == theirs.communication
+    )
+
+
+def _extended(strategy: StrategyLike) -> ExtendedContract:
+    return strategy.extended  # pyright: ignore[reportReturnType]  (above what the context knows)
 
 
 def refuse_copy(strategy: StrategyLike) -> NoReturn:

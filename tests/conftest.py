@@ -8,8 +8,8 @@ import functools
 import gc
 import importlib.metadata
 import os
+import pathlib
 import sys
-import tempfile
 import threading
 
 PLATFORM = os.environ.get("DISTJAX_TESTS_PLATFORM", "cpu")
@@ -30,11 +30,11 @@ import jax
 if PLATFORM == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)  # before a backend starts
 
-# Many rows of the table compile the same program (every sharded strategy of one replica is a
-# mirrored one): a cache for the length of the run, which the workers of pytest-xdist share.
+# Compiling is most of the time of the tests, and most programs are those of the last run: JAX keys
+# them by program, flags, device and version. The workers of pytest-xdist share the folder.
+_PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    _programs = tempfile.TemporaryDirectory(prefix="distjax-tests-", ignore_cleanup_errors=True)
-    os.environ["DISTJAX_TESTS_PROGRAMS"] = _programs.name
+    os.environ.setdefault("DISTJAX_TESTS_PROGRAMS", str(_PROGRAMS))
 jax.config.update("jax_compilation_cache_dir", os.environ["DISTJAX_TESTS_PROGRAMS"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -86,6 +86,14 @@ SAMPLE = (
 ).split()
 
 
+#: Rows whose programs are those of another row: `conformance/test_same_program.py` shows it, and
+#: the laws run over the other one. (ZeRO 2 stays once, for values that are reduced to a variable.)
+SAME_PROGRAM = {
+    **{f"optimizer{n}": f"mirrored{n}" for n in REPLICA_COUNTS},
+    **{f"gradients{n}": f"mirrored{n}" for n in (1, 2, 8)},
+    "parameters1": "mirrored1",
+}
+
 #: Laws that are not those of parameter servers, and why.
 NOT_AT_SERVERS = {
     **dict.fromkeys(
@@ -112,7 +120,8 @@ def pytest_generate_tests(metafunc):
     """
     if "strategy" in metafunc.fixturenames and "strategy" not in vars(metafunc.module):
         is_law = metafunc.definition.path.parent.name == "conformance"
-        rows = [*STRATEGIES, *SPANNING] if is_law else SAMPLE
+        laws = [row for row in STRATEGIES if row not in SAME_PROGRAM]
+        rows = [*laws, *SPANNING] if is_law else SAMPLE
         if PLATFORM != "cpu":  # one process to a machine's accelerators
             rows = [row for row in rows if row not in SPANNING]
         if metafunc.function.__name__ in NOT_AT_SERVERS:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 
 from distjax.strategies.strategy import Strategy
-from distjax.typing import DatasetLike, PyTree
+from distjax.typing import DatasetLike, KeywordArgs, PositionalArgs, PyTree
 
 
 class Renamed:
@@ -100,7 +100,9 @@ class ReplicaContextAdapter(Adapter):
 
     strategy_type: type[StrategyAdapter]
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: PositionalArgs = (), kwargs: KeywordArgs = None
+    ) -> Any:
         """`dj.ReplicaContext.merge_call`; `merge_fn` receives a strategy of that version."""
 
         @functools.wraps(merge_fn)

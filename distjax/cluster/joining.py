@@ -67,7 +67,8 @@ def initialize(
       initialization_timeout: seconds within which all processes must join.
       heartbeat_timeout: seconds without a heartbeat after which a process is considered lost.
       shutdown_timeout: seconds that a process waits at its end for the others.
-      step_deadline: seconds that a program over all processes may take from its launch.
+      step_deadline: seconds that a program over all processes may take from its launch, and
+        within which all must arrive at the next batch of a dataset or at a checkpoint.
       meeting_timeout: seconds within which all must arrive where processes compare what they do;
         None: 60, or `step_deadline` if that is less.
       phase_timeout: seconds that one process may spend compiling, reading data or at a checkpoint.

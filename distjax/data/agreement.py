@@ -99,7 +99,7 @@ def agree_on_elements(
       PeerLostError: the source of another process failed; includes its error text.
     """
     occasion = _OCCASION if steps is None else f"the next {steps} steps of a dataset"
-    texts = exchange(job, occasion, json.dumps(own_report), job.timeouts.phase)
+    texts = exchange(job, occasion, json.dumps(own_report), job.timeouts.step_deadline)
     reports = [Report(*json.loads(text)) for text in texts]
     failed = [i for i, other in enumerate(reports) if other.kind == FAILED]
     if failed and own_report.kind != FAILED:
@@ -140,7 +140,7 @@ def receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int)
         assert tree is not None, "the sender has an element"
         packed = _pack_example(tree)
     occasion = "an example for a process that has none"
-    received = exchange(job, occasion, packed, job.timeouts.phase)[sender]
+    received = exchange(job, occasion, packed, job.timeouts.step_deadline)[sender]
     if not received:
         raise BatchError(_unserializable_text(job, sender))
     structure, leaves = json.loads(received)

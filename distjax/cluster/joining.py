@@ -108,6 +108,11 @@ def join_if_nobody_did() -> None:
         initialize()
 
 
+def is_settled() -> bool:
+    """Returns whether `initialize` has been called; the program may still be of one process."""
+    return bool(_joined_with)
+
+
 def _join(settings: Settings) -> None:
     if _joined_with:
         _require_equal(_joined_with[0], settings)

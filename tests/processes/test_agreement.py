@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.cluster import warm_up
+from distjax.cluster import alone, warm_up
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
 from tests.processes import groups
@@ -250,8 +250,10 @@ def test_strategies_of_one_process_compare_nothing(group):
 
 
 def say_what_was_warned(call):
+    alone._warned.clear()
     with pytest.warns(dj.errors.ClusterWarning) as caught:
         CALLS_ALONE[call]()
+        CALLS_ALONE[call]()  # from another line
     return [str(warning.message).splitlines()[0] for warning in caught]
 
 

@@ -109,7 +109,8 @@ def _call(
     if not values:
         return []
     arrays, topology = [x.array for x in values], extended.topology
-    call = lambda arrays: call_compiled(fn, arrays, topology, *static)
+    told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
+    call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
     outs = call_as_reduction(name, call, arrays)
     follow_between_runs(name, arrays, outs, topology)
     return outs
@@ -244,6 +245,7 @@ def _reduce_masked(
         op,
         (global_value.varying, global_mask.varying),
         axes,
+        name="strategy.reduce with a mask",
     )
 
 

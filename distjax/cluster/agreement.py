@@ -39,7 +39,8 @@ def agree(
       occasion: what this process is about to do, such as "the first call of step".
       facts: what must be equal, each under its own name.
       known_by: facts that decide. If they have been agreed on before, there is no meeting,
-        whatever the occasion and the other facts are now: this process may be the only one to get here again.
+        whatever the occasion and the other facts: this process may be the only one that is here
+        again.
 
     Raises:
       AgreementError: the processes differ. All raise the same text, and nothing has changed.

@@ -11,6 +11,7 @@ from distjax.cluster.facts import ComparedFact
 from distjax.cluster.job import Job
 from distjax.cluster.lines import as_plain
 from distjax.cluster.meeting import exchange
+from distjax.cluster.phases import phase
 
 _MAX_TEXT = 300
 T = TypeVar("T")
@@ -65,11 +66,12 @@ def done_by_all(joined: Job | None, occasion: str, do: Callable[[], T]) -> T:
     done: list[T] = []
     raised: Exception | None = None
     try:
-        done.append(do())
+        with phase(occasion):
+            done.append(do())
     except Exception as error:
         raised = error
     text = "" if raised is None else f"{type(raised).__name__}: {as_plain(raised, _MAX_TEXT)}"
-    said = exchange(joined, occasion, text, joined.timeouts.phase)
+    said = exchange(joined, occasion, text, joined.timeouts.step_deadline)
     if raised is not None:
         raise raised
     for process, failure in enumerate(said):

@@ -13,6 +13,7 @@ from typing import Any
 
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
+from distjax.cluster.phases import phase
 from distjax.errors import CheckpointError, describe_error, message
 
 
@@ -35,10 +36,12 @@ def ask_first_process(joined: Job | None, occasion: str, look: Callable[[], Any]
     raised: Exception | None = None
     if joined.process_id == 0:
         try:
-            answer = {"value": look()}
+            with phase(occasion):  # it looks at files: the others wait for as long as that takes
+                answer = {"value": look()}
         except Exception as error:
             answer, raised = {"error": _as_text(occasion, error)}, error
-    told = json.loads(exchange(joined, occasion, json.dumps(answer), joined.timeouts.phase)[0])
+    seconds = joined.timeouts.step_deadline
+    told = json.loads(exchange(joined, occasion, json.dumps(answer), seconds)[0])
     if raised is not None:
         raise raised
     if "error" in told:

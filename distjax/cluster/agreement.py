@@ -38,8 +38,9 @@ def agree(
     Args:
       occasion: what this process is about to do, such as "the first call of step".
       facts: what must be equal, each under its own name.
-      known_by: a subset of the facts. If it has been agreed on before, there is no meeting,
-        whatever the other facts are now: this process may be the only one to get here again.
+      known_by: facts that decide. If they have been agreed on before, there is no meeting,
+        whatever the occasion and the other facts: this process may be the only one that is here
+        again.
 
     Raises:
       AgreementError: the processes differ. All raise the same text, and nothing has changed.
@@ -48,7 +49,7 @@ def agree(
     joined = job()
     if joined is None:
         return
-    known = _digest(occasion, _as_text(known_by)) if known_by else None
+    known = _digest("", _as_text(known_by)) if known_by else None
     with _one_at_a_time:
         if known in _agreed:
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -20,13 +21,17 @@ from distjax.cluster.exits import (
     PEER_LOST,
     STUCK,
     end_at_once,
+    error_text,
+    exit_code,
     flush_outputs,
     is_interactive,
     print_error,
     print_stacks,
 )
 from distjax.cluster.job import Job
+from distjax.cluster.ledger import ledger
 from distjax.cluster.lines import as_line, as_plain, parse_line
+from distjax.cluster.unwinding import unwinding
 from distjax.errors import as_part, message
 
 _CAUSE, _LEFT = "distjax/departure/cause", "distjax/departure/left"
@@ -35,6 +40,9 @@ _LEAVE_SECONDS = 3.0
 _WATCH_SECONDS = 60.0
 #: How long process 0 stays after the last acknowledgment, so that the others can exit.
 _LAST_SECONDS = 0.3
+#: How long this process may run its `finally` blocks once another has left; less than process 0
+#: stays.
+_UNWIND_SECONDS = 1.5
 
 #: Acquired for good by the one thread that ends this process; again if that has failed half-way.
 _end = threading.RLock()
@@ -127,6 +135,10 @@ def _follow(joined: Job, code: int, who: str, text: str) -> None:
     if is_interactive():
         print_error(said)
         return
+    own = unwinding.wait(ledger.count, _UNWIND_SECONDS)  # meanwhile this process may end by itself
     begin_to_end()
+    if own is not None:
+        print_error("".join(traceback.format_exception(own)))
+        code, text = exit_code(own), error_text(own)
     print_error(said)
     leave(joined, code, text)

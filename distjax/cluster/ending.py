@@ -13,18 +13,19 @@ import atexit
 import os
 import sys
 import threading
-import traceback
 from types import TracebackType
 from typing import NoReturn
 
 import jax
 
 from distjax import jax_compat
+from distjax.cluster.callbacks import watch_callbacks
 from distjax.cluster.departure import begin_to_end, leave, start_watch
 from distjax.cluster.exits import (
     DIFFERENT,
     PEER_LOST,
     end_at_once,
+    error_text,
     exit_code,
     is_interactive,
     print_error,
@@ -38,8 +39,6 @@ from distjax.errors import AgreementError, ClusterError, PeerLostError, StuckErr
 #: The fraction of `shutdown_timeout` for the last meeting; JAX's own wait would abort.
 _SHARE = 0.8
 _PLACE = "distjax/end"
-#: How the note begins by which JAX says that it has removed frames from a traceback.
-_NOTE_OF_JAX = "\n--------------------\nFor simplicity, JAX "
 
 
 class _Ending:
@@ -61,6 +60,7 @@ class _Ending:
         """Makes this process end when another does, and meet the others at its regular end."""
         self._exit, sys.exit = sys.exit, self._remember_and_exit
         self._stop_watch = start_watch(joined, lambda: self.code)
+        watch_callbacks()
         self._watch = Watch(joined)
         self._watch.start()
         atexit.register(self._meet)
@@ -130,8 +130,7 @@ def _end_after(error: BaseException) -> NoReturn:
     if joined is None:
         end_at_once(code)
     is_of_all = isinstance(error, (AgreementError, StuckError))  # all will raise it any moment
-    text = "".join(traceback.format_exception_only(error)).partition(_NOTE_OF_JAX)[0].strip()
-    leave(joined, code, text, code if is_of_all else PEER_LOST)
+    leave(joined, code, error_text(error), code if is_of_all else PEER_LOST)
 
 
 def _wait_for_all(joined: Job) -> None:

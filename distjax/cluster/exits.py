@@ -33,6 +33,9 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (KeyboardInterrupt, 130),
 )
 
+#: How the note begins by which JAX says that it has removed frames from a traceback.
+_NOTE_OF_JAX = "\n--------------------\nFor simplicity, JAX "
+
 #: JAX error messages that mean another process is gone: from gloo's sockets, NCCL, the coordinator.
 #: They begin with a status; reading a value raises them as ValueError.
 _GONE = re.compile(
@@ -52,6 +55,11 @@ def exit_code(error: BaseException) -> int:
             return PEER_LOST
         cause = cause.__cause__
     return next((code for kind, code in _CODES if isinstance(error, kind)), UNCAUGHT)
+
+
+def error_text(error: BaseException) -> str:
+    """Returns an error's type and text, as the other processes are told it."""
+    return "".join(traceback.format_exception_only(error)).partition(_NOTE_OF_JAX)[0].strip()
 
 
 def end_at_once(code: int) -> NoReturn:

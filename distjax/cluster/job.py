@@ -38,10 +38,10 @@ class Timeouts:
       initialization: for all processes to join.
       heartbeat: without a heartbeat until a process is considered dead.
       shutdown: for all processes to reach their end.
-      step_deadline: from the launch of a program to its completion.
+      step_deadline: from the launch of a program to its completion, and for all to arrive where
+        they take a batch or look at a checkpoint.
       meeting: for all processes to arrive where they compare what they do.
-      phase: for slow work of one process (compiling, data, checkpoints), and for all to arrive
-        where it reads data or looks at a checkpoint.
+      phase: for slow work of one process (compiling, data, checkpoints).
     """
 
     initialization: float

@@ -67,7 +67,8 @@ def initialize(
       initialization_timeout: seconds within which all processes must join.
       heartbeat_timeout: seconds without a heartbeat after which a process is considered lost.
       shutdown_timeout: seconds that a process waits at its end for the others.
-      step_deadline: seconds that a program over all processes may take from its launch.
+      step_deadline: seconds that a program over all processes may take from its launch, and
+        within which all must arrive at the next batch of a dataset or at a checkpoint.
       meeting_timeout: seconds within which all must arrive where processes compare what they do;
         None: 60, or `step_deadline` if that is less.
       phase_timeout: seconds that one process may spend compiling, reading data or at a checkpoint.
@@ -105,6 +106,11 @@ def join_if_nobody_did() -> None:
     """Calls `initialize` unless already done; for strategies over all processes."""
     if not _joined_with:
         initialize()
+
+
+def is_settled() -> bool:
+    """Returns whether `initialize` has been called; the program may still be of one process."""
+    return bool(_joined_with)
 
 
 def _join(settings: Settings) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import Call, Ledger
 from distjax.cluster.lines import as_line, as_plain, parse_line
-from distjax.cluster.phases import Phase
+from distjax.cluster.phases import Phase, num_phases
+from distjax.errors import describe_error
 
 _PLACE = "distjax/watch"
 #: How many of its latest calls a process reports.
@@ -28,6 +29,7 @@ class Mark:
       at: what its threads are doing.
       is_busy: whether it is doing slow work of its own.
       is_at_end: whether it has reached the end of the program, so there are no more calls.
+      num_phases: how many phases it has begun, so that short ones show as well.
     """
 
     count: int
@@ -35,13 +37,20 @@ class Mark:
     at: str = ""
     is_busy: bool = False
     is_at_end: bool = False
+    num_phases: int = 0
 
     def describe(self) -> str:
         """Returns "51 calls, compiling step"."""
         return f"{self.count} calls" + (f", {self.at}" if self.at else "")
 
 
-def mark_of(ledger: Ledger, phases: Sequence[Phase], blocked: Call | None, at_end: bool) -> Mark:
+def mark_of(
+    ledger: Ledger,
+    phases: Sequence[Phase],
+    blocked: Call | None,
+    at_end: bool,
+    raising: BaseException | None = None,
+) -> Mark:
     """Returns the mark of this process.
 
     Args:
@@ -49,15 +58,26 @@ def mark_of(ledger: Ledger, phases: Sequence[Phase], blocked: Call | None, at_en
       phases: what its threads are doing.
       blocked: a launch that does not return, to be added as its last call.
       at_end: whether the program has reached its end.
+      raising: an exception whose `finally` blocks run.
     """
     count = ledger.count
     found = map(ledger.find, range(max(1, count - _NUM_TOLD + 1), count + 1))
     calls = [call for call in found if call is not None]
     if blocked is not None and blocked.number == count + 1:
         calls, count = [*calls, blocked], count + 1
-    at = THE_END if at_end else ", ".join(p.what for p in phases)
+    doing = [p.what for p in phases]
+    if raising is not None:
+        doing.append(f"raising {_describe(raising)}")
+    at = THE_END if at_end else ", ".join(doing)
     is_busy = any(p.is_work for p in phases)
-    return Mark(count, tuple(calls), as_plain(at, _MAX_TEXT), is_busy, at_end)
+    return Mark(count, tuple(calls), as_plain(at, _MAX_TEXT), is_busy, at_end, num_phases())
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return describe_error(error)
+    except Exception:  # of a user's class whose text raises
+        return type(error).__name__
 
 
 def as_text(mark: Mark) -> str:

@@ -18,12 +18,14 @@ import jax
 
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import ledger
-from distjax.cluster.marks import hear
+from distjax.cluster.marks import Mark, hear
 from distjax.cluster.phases import waiting
 from distjax.errors import AgreementError, PeerLostError, StuckError, message
 
 #: The longest wait in one call of the service: Python handles no signal (Ctrl-C) during it.
 _CALL_SECONDS = 1.0
+#: How often, while it waits, a process looks at what those do who are missing.
+_NUM_LOOKS = 4
 
 #: Meetings are numbered, and occur in the same order on every process.
 _lock = threading.RLock()
@@ -71,7 +73,8 @@ def exchange(
 def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[str]:
     """Publishes a text at a place; returns each process's text there, by process id.
 
-    A process at slow work, such as compiling, is given up to `phase_timeout` longer.
+    The wait is for one that is at no slow work, such as compiling, and starts again when that ends;
+    in all, it is at most `phase_timeout` longer.
 
     Raises:
       jax.errors.JaxRuntimeError: a process did not arrive in time, or cannot be reached.
@@ -82,10 +85,11 @@ def come_and_hear(joined: Job, place: str, said: str, seconds: float) -> list[st
 
 def _hear_all(joined: Job, place: str, seconds: float) -> str:
     """Returns all texts, as forwarded by process 0 once the last one has arrived."""
-    now = time.monotonic()
-    deadline, bound = now + seconds, now + seconds + joined.timeouts.phase
+    bound = time.monotonic() + seconds + joined.timeouts.phase
+    remaining, marks = seconds, _Marks(joined, place)
+    part = min(_CALL_SECONDS, seconds / _NUM_LOOKS)  # the first look shows what changes later
     while True:
-        key = f"{place}/said"
+        began, key = time.monotonic(), f"{place}/said"
         if joined.process_id == 0:
             came = who_came(joined, place)
             missing = [i for i in range(joined.num_processes) if i not in came]
@@ -95,15 +99,38 @@ def _hear_all(joined: Job, place: str, seconds: float) -> str:
                 return said
             key = f"{place}/came/{missing[0]}"
         try:
-            heard = _wait_for(joined, key, deadline - now)
+            heard = _wait_for(joined, key, part)
             if joined.process_id != 0:
                 return heard
+            part = max(part - (time.monotonic() - began), 0.001)
+            remaining -= time.monotonic() - began
         except jax.errors.JaxRuntimeError as error:
-            is_late = "DEADLINE_EXCEEDED" in str(error)
-            if not is_late or time.monotonic() > bound or not _may_come(joined, place):
+            if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > bound:
                 raise
-            deadline = time.monotonic() + seconds
-        now = time.monotonic()
+            remaining -= part
+            if marks.show_work():
+                remaining = seconds
+            elif remaining <= 1e-6:
+                raise
+            part = min(remaining, seconds / _NUM_LOOKS)
+
+
+class _Marks:
+    """The marks of those who are missing at a place, as far as they have been looked at."""
+
+    def __init__(self, joined: Job, place: str):
+        self._job, self._place = joined, place
+        self._seen: dict[int, Mark] = {}
+
+    def show_work(self) -> bool:
+        """Returns whether one that is missing is at work, or has been since the last look.
+
+        Also if all have just arrived.
+        """
+        came, former = who_came(self._job, self._place), self._seen
+        self._seen = {i: mark for i, mark in hear(self._job).items() if i not in came}
+        is_busy = any(m.is_busy or former.get(i, m) != m for i, m in self._seen.items())
+        return is_busy or len(came) == self._job.num_processes
 
 
 def _wait_for(joined: Job, key: str, seconds: float) -> str:
@@ -122,13 +149,6 @@ def who_came(joined: Job, place: str) -> dict[int, str]:
     """Returns the texts of the processes that have arrived at a place, by process id."""
     keys = joined.client.key_value_dir_get(f"{place}/came")
     return {int(key.rpartition("/")[2]): said for key, said in keys}
-
-
-def _may_come(joined: Job, place: str) -> bool:
-    """Returns whether to go on waiting: a missing process is at work, or all have just arrived."""
-    came = who_came(joined, place)
-    is_busy = any(mark.is_busy for i, mark in hear(joined).items() if i not in came)
-    return is_busy or len(came) == joined.num_processes
 
 
 def require_equal(joined: Job, what: str, said: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ a program that it has not launched yet. Each phase has its own time limit, `phas
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -37,6 +38,8 @@ class Phase(NamedTuple):
 _PAUSE = 10.0
 
 _by_thread: dict[int, Phase] = {}
+_count_phase = itertools.count(1).__next__
+_num_phases = [0]
 
 
 def phase(what: str) -> contextlib.AbstractContextManager[None]:
@@ -84,6 +87,8 @@ def _phase(what: str, is_work: bool) -> Generator[None]:
     thread = threading.get_ident()
     outer = _by_thread.get(thread)
     _by_thread[thread] = Phase(what, time.monotonic(), is_work)
+    if is_work:
+        _num_phases[0] = _count_phase()
     try:
         yield
     finally:
@@ -123,3 +128,8 @@ lone_programs = _LonePrograms()
 def phases() -> tuple[Phase, ...]:
     """Returns what the threads of this process are doing."""
     return *_by_thread.values(), *lone_programs.phases()
+
+
+def num_phases() -> int:
+    """Returns how many phases of work this process has begun."""
+    return _num_phases[0]

@@ -12,17 +12,28 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 
 import jax
 
+from distjax.cluster.callbacks import failed_callback, forget_failed
 from distjax.cluster.departure import begin_to_end, leave
-from distjax.cluster.exits import DIFFERENT, STUCK, is_interactive, print_error, print_stacks
+from distjax.cluster.exits import (
+    DIFFERENT,
+    STUCK,
+    UNCAUGHT,
+    error_text,
+    is_interactive,
+    print_error,
+    print_stacks,
+)
 from distjax.cluster.job import Job
 from distjax.cluster.ledger import Call, Ledger, Token, ledger
 from distjax.cluster.marks import Mark, as_text, find_difference, hear, mark_of, tell
 from distjax.cluster.meeting import difference_text
 from distjax.cluster.phases import phases
-from distjax.errors import message
+from distjax.cluster.unwinding import unwinding
+from distjax.errors import as_part, message
 
 _PERIOD, _LONGEST_PERIOD = 0.25, 2.0
 #: How many marks process 0 handles per second.
@@ -30,6 +41,8 @@ _MARKS_PER_SECOND = 128
 #: A launch that has not returned for this long, and for this many looks, is running, not refused.
 _BLOCKED_SECONDS, _BLOCKED_LOOKS = 2.0, 3
 _STOP_SECONDS = 3.0
+#: How long a launch whose callback has raised may take to end with that error.
+_FAILED_SECONDS = 2.0
 #: How many of the processes that are behind to name in a text.
 _NUM_NAMED = 8
 
@@ -75,7 +88,8 @@ class Watch:
         """Reports this process's progress, checks the others', ends the job if needed."""
         blocked = self._find_blocked(now)
         at = [phase for phase in phases() if now - phase.since <= self._job.timeouts.phase]
-        own = mark_of(self._calls, at, blocked, self._is_at_end)
+        raising = unwinding.look(self._calls.count)
+        own = mark_of(self._calls, at, blocked, self._is_at_end, raising)
         if (text := as_text(own)) != self._told:
             tell(self._job, text)
             self._told = text
@@ -83,6 +97,7 @@ class Watch:
             difference = find_difference(own, self._calls, other)
             if difference is not None:
                 self._end(DIFFERENT, self._difference_text(process, *difference))
+        self._end_if_callback_failed(now, own, blocked)
         self._end_if_stuck(now, own, blocked)
         self._end_if_phase_overdue(now)
 
@@ -123,6 +138,26 @@ class Watch:
         elif now - max(since, self._excused) > deadline:
             self._end(STUCK, self._stuck_text(number, marks))
 
+    def _end_if_callback_failed(self, now: float, own: Mark, blocked: Call | None) -> None:
+        """Ends the job if a callback has raised, and the launch in flight then does not end.
+
+        One that ends raises the error where its results are read.
+        """
+        failed, awaited = failed_callback(), self._find_awaited(now, blocked)
+        if failed is None:
+            return
+        is_others = any(not phase.has_bound for phase in phases())  # it may be of a lone program
+        if awaited is None or awaited[1] > failed.at + _FAILED_SECONDS or is_others:
+            forget_failed()
+            return
+        if now - max(failed.at, awaited[1]) <= _FAILED_SECONDS:
+            return
+        marks = hear(self._job).values()
+        if all(mark.count >= awaited[0] for mark in marks):  # else it waits for those
+            print_error("".join(traceback.format_exception(failed.error)))
+            text = error_text(failed.error)
+            self._end(UNCAUGHT, self._callback_text(awaited[0], text), text)
+
     def _end_if_phase_overdue(self, now: float) -> None:
         bound = self._job.timeouts.phase
         for phase in phases():
@@ -131,8 +166,14 @@ class Watch:
 
     # -- the end --------------------------------------------------------------
 
-    def _end(self, code: int, text: str) -> None:
-        """Ends all processes; in an interactive session, only prints the problem once."""
+    def _end(self, code: int, text: str, cause: str | None = None) -> None:
+        """Ends all processes; in an interactive session, only prints the problem once.
+
+        Args:
+          code: with which all of them end; with a `cause`, this one.
+          text: what is printed here, and by the others unless there is a `cause`.
+          cause: an error of this process, by which the others are lost.
+        """
         if is_interactive():
             if not self._has_spoken:
                 print_error(text)
@@ -142,6 +183,8 @@ class Watch:
         print_error(text)
         if code == STUCK:
             print_stacks()
+        if cause is not None:
+            leave(self._job, code, cause)
         leave(self._job, code, text, code)
 
     def _difference_text(self, process: int, own: str, other: str) -> str:
@@ -164,6 +207,16 @@ class Watch:
             fix="look at what those processes do: each prints its threads. If steps take longer: "
             "dj.initialize(..., step_deadline=3600); for other work of one process: with "
             "dj.phase('a picture'): around it",
+        )
+
+    def _callback_text(self, number: int, error: str) -> str:
+        call = self._calls.find(number) or self._calls.find_blocked()
+        return message(
+            f"a callback in {call.text if call else 'a launch'} needs to return",
+            got=as_part(error),
+            why="the program does not complete without it, and the other processes wait in it",
+            fix="look at its traceback, which is printed here; what may fail is caught in the "
+            "callback: def callback(x): try: ... except Exception: return x",
         )
 
     def _slow_text(self, what: str) -> str:

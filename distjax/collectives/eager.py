@@ -31,7 +31,7 @@ def _spans_processes(arrays: PyTree) -> bool:
     return not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
 
 
-def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> int:
+def _agree(name: str, fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -> int:
     """Has the processes compare an operation that spans them, the first time each kind is run.
 
     This catches, say, a read or reduction under ``if jax.process_index() == 0``, which would
@@ -42,9 +42,8 @@ def _agree(fn: Callable[..., Any], arrays: PyTree, static: tuple[object, ...]) -
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     shown = ", ".join(map(str, static))  # topologies, modes, axes: none prints a memory address
     what = f"{fn.__name__}({shown}) of {shapes} in {describe_structure(treedef)}"
-    occasion = "an operation over the replicas of several processes"
-    facts = [ComparedFact(occasion, what)]
-    agree(occasion, facts, known_by=facts)
+    facts = [ComparedFact(name, what)]
+    agree(name, facts, known_by=[ComparedFact("an operation over the replicas", what)])
     return zlib.crc32(what.encode())
 
 
@@ -60,14 +59,15 @@ def call_compiled(
       fn: a module-level function of a pytree of arrays and hashable values.
       arrays: the pytree of arrays.
       *static: hashable values.
-      name: the operation's name in the ledger, equal on all processes; default: that of ``fn``.
+      name: the operation in the user's words, for errors and the ledger, equal on all processes;
+        default: that of ``fn``.
     """
     if jax_compat.tracing():
         return fn(arrays, *static)
     compiled = _compile(fn, static)
     if job() is not None and _spans_processes(arrays):
-        program = _agree(fn, arrays, static)
-        launch = ledger.begin_launch(Launch(name or fn.__name__, program))
+        name = name or fn.__name__
+        launch = ledger.begin_launch(Launch(name, _agree(name, fn, arrays, static)))
         try:
             out, token = compiled(arrays)
         except BaseException:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from distjax.cluster.alone import warn_once
 from distjax.cluster.facts import describe_structure
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
@@ -45,7 +46,8 @@ class Report(NamedTuple):
     Attributes:
       kind: an element, the end of its data, or an error of its source.
       text: structure, shapes and dtypes of the element; or the error.
-      checksum: of the element's values if all processes read the same data, else 0.
+      checksum: of the element's values if all processes read the same data; if each reads its own,
+        of its first element's, unless they are constants; else 0.
       num_elements: how many elements, all of one shape, it has ready.
     """
 
@@ -67,12 +69,21 @@ class Next(NamedTuple):
     sender: int | None = None
 
 
-def describe_elements(tree: HostTree, *, is_own: bool) -> Report:
-    """Returns the report to compare for some elements, leaves [k, R, B, ...]."""
+def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -> Report:
+    """Returns the report to compare for some elements, leaves [k, R, B, ...].
+
+    Args:
+      tree: the elements.
+      is_own: whether each process reads its own data.
+      is_first: whether the data begins with them.
+    """
     first = 2 if is_own else 1  # with own data, R counts this process's replicas
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
+    compared = () if is_own else tree.leaves
+    if is_own and is_first and not all(map(_is_constant, tree.leaves)):
+        compared = [leaf[:1] for leaf in tree.leaves]
     checksum = 0
-    for leaf in () if is_own else tree.leaves:
+    for leaf in compared:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
     text = f"{shapes} in {describe_structure(tree.treedef)}"
     return Report(ELEMENT, text, checksum, len(tree.leaves[0]))
@@ -99,7 +110,7 @@ def agree_on_elements(
       PeerLostError: the source of another process failed; includes its error text.
     """
     occasion = _OCCASION if steps is None else f"the next {steps} steps of a dataset"
-    texts = exchange(job, occasion, json.dumps(own_report), job.timeouts.phase)
+    texts = exchange(job, occasion, json.dumps(own_report), job.timeouts.step_deadline)
     reports = [Report(*json.loads(text)) for text in texts]
     failed = [i for i, other in enumerate(reports) if other.kind == FAILED]
     if failed and own_report.kind != FAILED:
@@ -108,6 +119,8 @@ def agree_on_elements(
     if failed or len(ended) == len(reports):
         return Next(0)
     _require_equal(job, reports, is_own=is_own)
+    if is_own and own_report.checksum and len({report.checksum for report in reports}) == 1:
+        warn_once("equal data", _equal_text(job))
     counts = [other.num_elements for other in reports]
     if len(set(counts)) == 1:
         return Next(counts[0])
@@ -140,7 +153,7 @@ def receive_example(job: Job, sender: int, tree: HostTree | None, num_rows: int)
         assert tree is not None, "the sender has an element"
         packed = _pack_example(tree)
     occasion = "an example for a process that has none"
-    received = exchange(job, occasion, packed, job.timeouts.phase)[sender]
+    received = exchange(job, occasion, packed, job.timeouts.step_deadline)[sender]
     if not received:
         raise BatchError(_unserializable_text(job, sender))
     structure, leaves = json.loads(received)
@@ -198,9 +211,15 @@ def _pack_example(tree: HostTree) -> str:
     return json.dumps([text(structure), leaves])
 
 
+def _is_constant(leaf: np.ndarray) -> bool:
+    """Returns whether the first element's values are all one, as zeros of a test or a mask are."""
+    first = leaf[0].reshape(-1)
+    return bool((first == first[:1]).all())
+
+
 def _require_equal(job: Job, reports: Sequence[Report], *, is_own: bool) -> None:
     def compared(report: Report) -> Report:
-        return report._replace(num_elements=0) if is_own else report
+        return report._replace(num_elements=0, checksum=0) if is_own else report
 
     (first, expected), *others = [(i, s) for i, s in enumerate(reports) if s.kind != ENDED]
     for process, report in others:
@@ -222,6 +241,19 @@ def _different_text(job: Job, first: tuple[int, Report], second: tuple[int, Repo
         "would count twice and others never",
         fix="shuffle with the same seed on every process, and drop nothing on one alone; where "
         "each reads files of its own: dj.InputOptions(shard='own') and batches of one shape",
+    )
+
+
+def _equal_text(job: Job) -> str:
+    return message(
+        "data that each process has of its own should differ, and the first element is equal on "
+        "all processes",
+        got=f"the same values on {job.num_processes} processes",
+        why="where all read the same data as their own, every example counts once per process",
+        fix="shuffle or select by process: np.random.default_rng([seed, jax.process_index()]), or "
+        "files[context.input_pipeline_id :: context.num_input_pipelines] in "
+        "distribute_datasets_from_function; for data that all have alike: "
+        "strategy.distribute_dataset(batches), without shard='own'",
     )
 
 

@@ -76,7 +76,10 @@ def peek_chunk(
 
 def make_chunk(block: Block, tree: HostTree, layout: InputLayout, steps: int | None) -> Chunk:
     """Returns elements, leaves [k, R, B, ...], as delivered: k steps, or one element."""
-    said = describe_elements(tree, is_own=layout.is_own) if layout.spans_processes else None
+    said = None
+    if layout.spans_processes:
+        is_first = block.state_before["delivered"] == 0
+        said = describe_elements(tree, is_own=layout.is_own, is_first=is_first)
     if steps is None:
         element = HostTree(tree.treedef, [leaf[0] for leaf in tree.leaves])
         return Chunk(block, layout.to_element(element), said)

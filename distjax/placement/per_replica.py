@@ -143,6 +143,8 @@ class PerReplica:
         return " and ".join(f"process {p}" for p in processes)
 
     def __reduce__(self) -> Any:
+        if not getattr(self.stacked, "is_fully_addressable", True):
+            raise LocalityError(_pickle_text(self))
         host, key_impl = self.stacked, None
         if isinstance(host, jax.Array) and jax_compat.is_key_dtype(host.dtype):
             host, key_impl = jax.random.key_data(host), jax_compat.key_impl(host.dtype)
@@ -190,7 +192,9 @@ class PerReplica:
                     f"'PerReplica' object has no attribute {name!r}: it is one value per replica",
                     got=f"a PerReplica of {self.num_replicas} values of shape {self.shape}",
                     why=_WHY_REFUSED,
-                    fix=f"{_REDUCE}; x.stacked, the array [R, ...] of all of them, has {name!r}",
+                    fix=f"{_REDUCE}; x.stacked, the array [R, ...] of all of them, has {name!r}"
+                    if getattr(self.stacked, "is_fully_addressable", True)
+                    else f"{_REDUCE}; {_how_to_read(self)}, have {name!r}",
                 ),
                 name=name,
             )
@@ -314,9 +318,26 @@ def _no_conversion_text(value: PerReplica) -> str:
         "numpy needs one value, not one value per replica",
         got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
         why="it is not said whether the values are rows of one batch, or to be combined",
-        fix="x.stacked, which has the replica axis in front; strategy.gather(x, axis=0) for the "
-        "rows of a batch; strategy.reduce('mean', x)",
+        fix=f"{_how_to_read(value)}; strategy.gather(x, axis=0) for the rows of a batch; "
+        "strategy.reduce('mean', x)",
     )
+
+
+def _pickle_text(value: PerReplica) -> str:
+    return message(
+        "a PerReplica needs to be wholly on this process to be pickled",
+        got=f"{value.num_replicas} values, some of them on devices of other processes",
+        why="a part would pass for the whole",
+        fix="pickle strategy.local_results(x), the values of this process; or, read on every "
+        "process, strategy.reduce('mean', x)",
+    )
+
+
+def _how_to_read(value: PerReplica) -> str:
+    """Returns the code by which the host gets at the values, of this process if not of all."""
+    if getattr(value.stacked, "is_fully_addressable", True):
+        return "x.stacked, which has the replica axis in front"
+    return "strategy.local_results(x), the values of this process"
 
 
 def _no_array_text(where: str, value: PerReplica) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from distjax import jax_compat, user_mesh
+from distjax.cluster.alone import warn_unless_joined
 from distjax.cluster.phases import phase
 from distjax.errors import ContextError
 from distjax.objects.claims import HeldClaims
@@ -367,6 +368,7 @@ class Program:
             require_no_trace(created[0].name)
             discovered.initial_values.store(self._step, args, kwargs)
             discovered = discover(self._step, args, kwargs, CreationLog(made=created))
+        warn_unless_joined(self._step.name)
         build = make_build(self._step, discovered, self._build)
         build.offer(discovered, args, kwargs)
         self._build = build

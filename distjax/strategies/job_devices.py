@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from distjax import jax_compat, user_lines
+from distjax import jax_compat
+from distjax.cluster.alone import warn_once
 from distjax.cluster.job import job
 from distjax.cluster.joining import join_if_nobody_did
 from distjax.cluster.warm_up import warm_up_groups
 from distjax.collectives.communication import CommunicationOptions
-from distjax.errors import ClusterError, ClusterWarning, message
+from distjax.errors import ClusterError, message
 from distjax.placement.topology import Topology, devices_or_all
 
 
@@ -52,14 +52,16 @@ def local_devices_or(devices: Sequence[jax.Device] | None, strategy: str) -> Seq
 
 
 def warn_if_alone(call: str, said: str) -> None:
-    """Warns in a job of several processes that a call takes this process's devices only.
+    """Warns in a job of several processes, once, that a call takes this process's devices only.
+
+    Also in one that JAX's own `jax.distributed.initialize` has joined.
 
     Args:
       call: the call, as in "MirroredStrategy()".
       said: how it says that this is meant.
     """
-    if job() is not None:
-        warnings.warn(_alone_text(call, said), ClusterWarning, user_lines.user_stacklevel())
+    if jax.process_count() > 1:
+        warn_once(call, _alone_text(call, said))
 
 
 def prepare(topology: Topology, communication: CommunicationOptions) -> None:

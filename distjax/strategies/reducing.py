@@ -109,7 +109,8 @@ def _call(
     if not values:
         return []
     arrays, topology = [x.array for x in values], extended.topology
-    call = lambda arrays: call_compiled(fn, arrays, topology, *static)
+    told = "strategy.gather" if name == "GATHER" else "strategy.reduce"
+    call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
     outs = call_as_reduction(name, call, arrays)
     follow_between_runs(name, arrays, outs, topology)
     return outs
@@ -171,7 +172,10 @@ def _reduce_elsewhere(
                 got=describe_value(leaf),
                 why="it is not on the strategy's devices, so it is unclear whether it stands for "
                 "one value or for R of them",
-                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(x)",
+                fix="return it from strategy.run, or place it: strategy.extended.broadcast_to(x)"
+                + extended.topology.spans_processes
+                * "; a number of each process, counted once: strategy.distribute_values_from_"
+                "function(lambda ctx: x / len(strategy.extended.worker_devices))",
             )
         )
     if not axes:
@@ -244,6 +248,7 @@ def _reduce_masked(
         op,
         (global_value.varying, global_mask.varying),
         axes,
+        name="strategy.reduce with a mask",
     )
 
 

@@ -278,9 +278,15 @@ class Variable(StoredVariable):
                 got="pickle of a variable, or of what holds one",
                 why="its value lies on the devices of this process, as its strategy says",
                 fix="dj.checkpoint.Checkpointer(directory).save(step, tree), and restore(tree) "
-                "there; or pickle jax.device_get(v.value)",
+                f"there; or pickle {self._host_code()}",
             )
         )
+
+    def _host_code(self) -> str:
+        """Returns code for the whole value on the host."""
+        if self.strategy.extended.topology.spans_processes:
+            return "jax.device_get(strategy.extended.broadcast_to(v.value)), read on every process"
+        return "jax.device_get(v.value)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         memo[id(self)] = made = copy.copy(self)

@@ -9,7 +9,7 @@ import pytest
 from distjax.cluster import meeting
 from distjax.cluster.ledger import Ledger
 from distjax.cluster.marks import as_text, mark_of, tell
-from distjax.cluster.phases import Phase
+from distjax.cluster.phases import Phase, phase
 from distjax.errors import PeerLostError, StuckError
 from tests.cluster.test_ending import Store, fail_for_good, make_job
 
@@ -78,6 +78,31 @@ def test_who_compiles_is_awaited(jobs, who):
     assert heard == ('["said 0", "said 1", "said 2"]' if who == 0 else "all of it")
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_wait_is_for_one_that_is_at_no_work(jobs, who):
+    """It starts again at each look that shows work, even a short phase between two looks."""
+
+    def short_phase():
+        with phase("waiting for data"):
+            pass
+        tell_phase(jobs[2])
+
+    waits = []
+
+    class Counted(Late):
+        def blocking_key_value_get(self, key, timeout_in_ms):
+            waits.append(timeout_in_ms)
+            return super().blocking_key_value_get(key, timeout_in_ms)
+
+    work = lambda: tell_phase(jobs[2], Phase("waiting for data", 0.0, is_work=True))
+    store = Counted(work, work, lambda: tell_phase(jobs[2]), lambda: None, short_phase)
+    jobs[:] = [dataclasses.replace(job, client=store) for job in jobs]
+    come(jobs[1 - who])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="DEADLINE_EXCEEDED"):
+        meeting._hear_all(jobs[who], PLACE, 1.0)
+    assert waits == [250] * (5 + 4)
+
+
 class Asked(Store):
     """Keeps how long each wait may last."""
 
@@ -97,9 +122,9 @@ def test_no_call_of_the_service_outlasts_a_signal_by_more_than_a_second(jobs, wh
     jobs[:] = [dataclasses.replace(job, client=store) for job in jobs]
     come(jobs[who])
     with pytest.raises(jax.errors.JaxRuntimeError):
-        meeting._hear_all(jobs[who], PLACE, 1.3)
+        meeting._hear_all(jobs[who], PLACE, 5.2)
     assert max(store.waits) == 1000
-    assert sum(store.waits) // 100 == 13
+    assert sum(store.waits) // 100 == 52
 
 
 @pytest.mark.parametrize("who", [0, 1])

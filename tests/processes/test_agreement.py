@@ -9,9 +9,12 @@ import pytest
 from flax import nnx
 
 import distjax as dj
-from distjax.cluster import warm_up
+from distjax.cluster import alone, warm_up
+from distjax.cluster.agreement import agree
+from distjax.cluster.facts import ComparedFact
 from distjax.cluster.job import job
 from distjax.cluster.ledger import ledger
+from distjax.collectives import eager
 from tests.processes import groups
 
 pytestmark = pytest.mark.multiprocess
@@ -157,7 +160,7 @@ DIFFERENT = {
     another_variable: "differs from process 0 in variable",
     another_seed_of_a_module: "differs from process 0 in the initial values",
     another_seed_of_a_plain_module: "differs from process 0 in value 1, Linear.kernel",
-    another_reduction: "differs from process 0 in an operation over the replicas",
+    another_reduction: "differs from process 0 in strategy.reduce",
     another_call: "the creation of 'w'\" on process 1",
 }
 
@@ -177,6 +180,79 @@ def test_what_differs_is_the_same_error_on_all(group, do):
     assert first == second
     assert DIFFERENT[do] in first
     assert first.startswith("processes need to do the same, and process 1 on ")
+
+
+# -- what one process does alone ---------------------------------------------------
+
+#: Each in shapes of its own, as what has been agreed on before is not compared again.
+ALONE = {
+    "a read of metric 'loss'": (
+        lambda s, own: dj.metrics.Mean("loss").result(),
+        "the read of variable 'loss/",
+    ),
+    "a read of a metric of integers": (
+        lambda s, own: dj.metrics.Accuracy("hits").result(),
+        "the read of variable 'hits/",
+    ),
+    "a read of an ON_READ variable": (
+        lambda s, own: (
+            dj.Variable(
+                np.zeros(17, np.float32),
+                name="seen",
+                synchronization=dj.VariableSynchronization.ON_READ,
+                aggregation=MEAN,
+            ).value
+        ),
+        "the read of variable 'seen'",
+    ),
+    "reduce": (lambda s, own: s.reduce("mean", own(19)), "strategy.reduce"),
+    "reduce of a tree": (lambda s, own: s.reduce("sum", [own(21), own(22)]), "strategy.reduce"),
+    "reduce with a mask": (
+        lambda s, own: s.reduce("sum", own(23), axis=0, mask=own(23, bool)),
+        "strategy.reduce with a mask",
+    ),
+    "reduce_to": (
+        lambda s, own: s.extended.reduce_to("sum", own(25), own(25)),
+        "strategy.reduce",
+    ),
+    "gather": (lambda s, own: s.gather(own(27), axis=0), "strategy.gather"),
+    "assert_mirrored": (lambda s, own: s.assert_mirrored([]), "assert_mirrored"),
+    "next": (lambda s, own: next(iter(s.distribute_dataset([np.ones(4)]))), "the next element of"),
+}
+
+
+def alone_among_others(what):
+    """The error, where the others come to another meeting; they have made what it reads, too."""
+    strategy, me = dj.MultiWorkerMirroredStrategy(), job().process_id
+    call = ALONE[what][0]
+
+    def own(size, dtype=np.float32):
+        return strategy.distribute_values_from_function(lambda ctx: np.ones(size, dtype))
+
+    with strategy.scope(), pytest.raises(dj.errors.AgreementError) as caught:
+        if me == 0 or "read of" in what:
+            call(strategy, own) if me == 0 else create_what_is_read(call, strategy, own)
+        meet_elsewhere()
+    assert agreed_step(strategy) == 8.0
+    return str(caught.value)
+
+
+def meet_elsewhere():
+    agree("elsewhere", [ComparedFact("nothing", "nothing")])
+
+
+def create_what_is_read(call, strategy, own):
+    """Does the same, and is elsewhere where the other process reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "agree", lambda *args, **kwargs: meet_elsewhere())
+        call(strategy, own)
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_process_does_alone_is_named(group, what):
+    for text in group.call(alone_among_others, what):
+        assert "differs from process 0 in what they do" in text
+        assert ALONE[what][1] in text and "elsewhere" in text
 
 
 # -- what is known of launches -------------------------------------------------
@@ -250,8 +326,10 @@ def test_strategies_of_one_process_compare_nothing(group):
 
 
 def say_what_was_warned(call):
+    alone._warned.clear()
     with pytest.warns(dj.errors.ClusterWarning) as caught:
         CALLS_ALONE[call]()
+        CALLS_ALONE[call]()  # from another line
     return [str(warning.message).splitlines()[0] for warning in caught]
 
 

@@ -1,5 +1,6 @@
 """Input over several processes: the same batches on all, files of their own, unequal lengths."""
 
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import distjax as dj
+from distjax.cluster import alone
 from distjax.cluster.job import job
 from tests.processes import groups
 
@@ -31,6 +33,69 @@ def total_of(strategy, batch):
 def totals(dataset, options=None):
     strategy = dj.MultiWorkerMirroredStrategy()
     return [total_of(strategy, b) for b in strategy.distribute_dataset(dataset, options)]
+
+
+# -- own data that is equal everywhere --------------------------------------------
+
+
+def own_batches(seed, *, steps=None):
+    rng = np.random.default_rng(seed)
+    batches = [rng.normal(size=(4, 2)).astype(np.float32) for _ in range(2)]
+    data = dj.MultiWorkerMirroredStrategy().distribute_dataset(batches, OWN)
+    return list(data) if steps is None else iter(data).take(steps)
+
+
+def from_function(of_seed):
+    strategy = dj.MultiWorkerMirroredStrategy()
+
+    def make(context):
+        rng = np.random.default_rng(of_seed(context))
+        return [rng.normal(size=2).astype(np.float32) for _ in range(4)]
+
+    return list(strategy.distribute_datasets_from_function(make))
+
+
+def constant_batches(of):
+    batches = [np.full(4, of, np.float32), np.arange(4, dtype=np.float32)]
+    return list(dj.MultiWorkerMirroredStrategy().distribute_dataset(batches, OWN))
+
+
+EQUAL = {
+    "of one seed": lambda: own_batches(0),
+    "of one seed, in a loop of steps": lambda: own_batches(0, steps=2),
+    "of a function that ignores its context": lambda: from_function(lambda context: 0),
+}
+OTHERS = {
+    "of other seeds": lambda: own_batches([0, job().process_id]),
+    "of other seeds, in a loop of steps": lambda: own_batches([0, job().process_id], steps=2),
+    "of a function": lambda: from_function(lambda context: context.input_pipeline_id),
+    "of constants": lambda: constant_batches(0.0),
+    "of other constants": lambda: constant_batches(job().process_id),
+}
+
+
+def warned_of(row):
+    alone._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (EQUAL | OTHERS)[row]()
+    return [str(w.message) for w in caught if w.category is dj.errors.ClusterWarning]
+
+
+@pytest.mark.parametrize("row", EQUAL)
+def test_own_data_that_begins_alike_everywhere_is_told(group, row):
+    for texts in group.call(warned_of, row):
+        (text,) = texts
+        assert text.startswith(
+            "data that each process has of its own should differ, and the first element is equal "
+            "on all processes.\n  Got: the same values on 2 processes.\n"
+        )
+        assert "np.random.default_rng([seed, jax.process_index()])" in text
+
+
+@pytest.mark.parametrize("row", OTHERS)
+def test_own_data_without_a_false_alarm(group, row):
+    assert group.call(warned_of, row) == [[], []]
 
 
 # -- the same global batches ------------------------------------------------------

@@ -136,13 +136,13 @@ def hold():
     open(WAITED).close()
 def let_go_when_it_has_waited():
     open(BEGUN).close()
-    may_come = meeting._may_come
-    def may_still_come(*args):
-        meeting._may_come = may_come
-        assert may_come(*args)
+    show_work = meeting._Marks.show_work
+    def show_and_let_go(marks):
+        meeting._Marks.show_work = show_work
+        assert show_work(marks)
         open(WAITED, "w").close()
         return True
-    meeting._may_come = may_still_come
+    meeting._Marks.show_work = show_and_let_go
 if I == 0:
     own = dj.MirroredStrategy(jax.local_devices())
     own.run(lambda x: dj.get_replica_context().all_reduce("sum", x), args=(1.0,))

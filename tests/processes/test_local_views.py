@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +270,64 @@ def hold_on_one_process():
 
 def test_a_value_that_one_process_holds_stays(group):
     assert group.call(hold_on_one_process) == [([], 12.0), ([0.0, 4.0, 8.0], 12.0)]
+
+
+# -- what errors advise ------------------------------------------------------------
+
+
+def advised():
+    """Errors of what spans processes, and what their fixes give: code that works to the letter."""
+    strategy = dj.MultiWorkerMirroredStrategy()
+    me = float(job().process_id)
+    x = strategy.distribute_values_from_function(lambda ctx: np.full(2, me, np.float32))
+    with dj.ShardedStrategy(partition="parameters").scope() as split:
+        v = dj.Variable(np.ones((4, 4), np.float32), name="v")
+    failing = {
+        "np.asarray": lambda: np.asarray(x),
+        "tolist": lambda: x.tolist(),
+        "pickle": lambda: pickle.dumps(x),
+        "pickle of a variable": lambda: pickle.dumps(v),
+        "SUM": lambda: strategy.reduce("sum", me),
+    }
+    said = {}
+    for name, call in failing.items():
+        with pytest.raises(Exception) as caught:
+            call()
+        said[name] = f"{type(caught.value).__name__}: {caught.value}"
+    here = strategy.local_results(x)
+    number = lambda ctx: me / len(strategy.extended.worker_devices)
+    total = strategy.reduce("sum", strategy.distribute_values_from_function(number))
+    whole = jax.device_get(split.extended.broadcast_to(v.value))
+    worked = [
+        [part.tolist() for part in pickle.loads(pickle.dumps(here))],
+        np.asarray(strategy.gather(x, axis=0)).tolist(),
+        np.asarray(strategy.reduce("mean", x)).tolist(),
+        float(total),
+        pickle.loads(pickle.dumps(whole)).sum().item(),
+    ]
+    return said, worked
+
+
+def test_what_errors_advise_works_over_processes(group):
+    for me, (said, worked) in enumerate(group.call(advised)):
+        assert "Fix: strategy.local_results(x), the values of this process; " in said["np.asarray"]
+        assert "x.stacked" not in said["np.asarray"] + said["tolist"]
+        assert "strategy.local_results(x), the values of this process" in said["tolist"]
+        assert said["pickle"] == (
+            "LocalityError: a PerReplica needs to be wholly on this process to be pickled.\n"
+            "  Got: 4 values, some of them on devices of other processes.\n"
+            "  Why: a part would pass for the whole.\n"
+            "  Fix: pickle strategy.local_results(x), the values of this process; or, read on "
+            "every process, strategy.reduce('mean', x)"
+        )
+        assert "broadcast_to(v.value)), read on every process" in said["pickle of a variable"]
+        assert (
+            "strategy.distribute_values_from_function(lambda ctx: x / "
+            "len(strategy.extended.worker_devices))"
+        ) in said["SUM"]
+        rows = [[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2
+        flat = [x for row in rows for x in row]
+        assert worked == [rows[2 * me : 2 * me + 2], flat, [0.5, 0.5], 1.0, 16.0]
 
 
 # -- doors ---------------------------------------------------------------------

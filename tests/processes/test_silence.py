@@ -96,7 +96,7 @@ TABLE = {
     "another function of the same name": (OF_ONE_NAME, ": adder.<locals>.add of arguments "),
     "another shape that is known": (OTHER_SHAPE, ": adder.<locals>.add, program "),
     "other numbers of the same digits": (OTHER_DIGITS, ": count of arguments "),
-    "another operation on the replicas": (OTHER_OPERATION, ": reduce_arrays, program "),
+    "another operation on the replicas": (OTHER_OPERATION, ": strategy.reduce, program "),
     "a number of its own assigned": (ASSIGNED, "assign of variable 'Variable' of arguments "),
     "a module of another seed": at_meetings.another_seed_of_a_plain_module,
     "a value of its own put into a module": (PUT, "a write of Linear.bias of arguments "),

@@ -76,6 +76,7 @@ UNRELATED_RUNTIME = """
 import jax
 jax.distributed.initialize(ADDRESS, P, I)
 import distjax as dj
+dj.MirroredStrategy()
 try:
     dj.MultiWorkerMirroredStrategy(jax.devices())
 except dj.errors.ClusterError as error:
@@ -88,3 +89,4 @@ def test_a_job_that_was_joined_without_distjax_is_refused():
         assert ended.code == 0
         text = "MultiWorkerMirroredStrategy needs a job that dj.initialize has joined."
         assert text in ended.said
+        assert ended.said.count("MirroredStrategy() takes the devices of this process only") == 1

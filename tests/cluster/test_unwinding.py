@@ -1,0 +1,168 @@
+"""What the main thread is raising, and what is only being handled while the program goes on."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from distjax.cluster import callbacks, watch
+from distjax.cluster.ledger import Launch, Ledger
+from distjax.cluster.marks import mark_of
+from distjax.cluster.phases import Phase
+from distjax.cluster.unwinding import Unwinding
+from tests.cluster.test_watch import Ended, Token, launch, look_all, make_processes
+
+TRAIN = Launch("train")
+
+
+class BadText(ValueError):
+    def __str__(self):
+        raise AttributeError("no such field")
+
+
+@contextlib.contextmanager
+def left(seen, look):
+    try:
+        yield
+    finally:
+        seen.append(look())
+
+
+def seen_while(error, num_calls=lambda: 0):
+    """What is seen in `finally`, in a `with` that is left, and after both."""
+    unwinding, seen = Unwinding(), []
+    look = lambda: unwinding.look(num_calls())
+    with contextlib.suppress(BaseException):
+        try:
+            with left(seen, look):
+                raise error
+        finally:
+            seen.append(look())
+    return [*seen, look()]
+
+
+def test_an_error_is_seen_until_it_is_raised():
+    error = ValueError("mine")
+    assert seen_while(error) == [error, error, None]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), GeneratorExit()], ids=repr)
+def test_what_is_no_error(error):
+    assert seen_while(error) == [None] * 3
+
+
+def test_a_program_that_goes_on_in_an_except_block_raises_nothing():
+    calls = iter([4, 6, 6])
+    assert seen_while(ValueError("handled"), lambda: next(calls))[1:] == [None, None]
+
+
+def test_a_wait_ends_soon_after_the_error_is_raised_and_at_its_bound():
+    unwinding, error = Unwinding(), ValueError("mine")
+    assert unwinding.wait(0, 60.0) is None
+    try:
+        raise error
+    except ValueError:
+        assert unwinding.wait(0, 0.01) is error
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [(ValueError("mine\nmore"), "raising ValueError: mine"), (BadText(), "raising B")],
+)
+def test_the_others_hear_of_it(error, said):
+    assert mark_of(Ledger(), [], None, False, error).at.startswith(said)
+
+
+# -- callbacks ------------------------------------------------------------------
+
+
+@pytest.fixture
+def failed():
+    """A callback has raised in this process, in a program that is over."""
+    callbacks.watch_callbacks()
+    callbacks.forget_failed()
+
+    def fail(x):
+        raise ValueError("mine")
+
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+        jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), 1.0).block_until_ready()
+    found = callbacks.failed_callback()
+    yield found
+    callbacks.forget_failed()
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch):
+    def leave(joined, code, text, others_code=71):
+        raise Ended(code, text, others_code)
+
+    monkeypatch.setattr(watch, "begin_to_end", lambda: None)
+    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(watch, "phases", lambda: ())
+
+
+def test_what_a_callback_raises_is_found(failed):
+    assert "mine" in str(failed.error)
+
+
+def test_a_launch_that_does_not_end_after_it(failed, capsys):
+    processes = make_processes(2)
+    for ledger, _ in processes:
+        launch(ledger, TRAIN, token=Token())
+    look_all(processes, failed.at + 0.2)
+    look_all(processes, failed.at + 2.1)
+    with pytest.raises(Ended) as end:
+        look_all(processes, failed.at + 2.3)
+    assert end.value.args == (70, "ValueError: mine", 71)
+    assert (
+        "a callback in train needs to return.\n  Got: ValueError: mine." in capsys.readouterr().err
+    )
+
+
+def test_a_launch_that_ends_tells_of_it_by_itself(failed):
+    processes, token = make_processes(2), Token()
+    for ledger, _ in processes:
+        launch(ledger, TRAIN, token=token)
+    look_all(processes, failed.at + 0.2)
+    token.ready = True
+    look_all(processes, failed.at + 1.0)
+    assert callbacks.failed_callback() is None
+
+
+def test_a_launch_that_waits_for_another_process_is_not_blamed_on_it(failed):
+    processes = make_processes(2)
+    launch(processes[0][0], TRAIN, token=Token())
+    for seconds in (0.2, 2.1, 2.4, 100.0):
+        look_all(processes, failed.at + seconds)
+
+
+def test_nor_one_beside_programs_of_this_process_alone(failed, monkeypatch):
+    lone = Phase("running evaluate alone", 1e9, True, has_bound=False)
+    monkeypatch.setattr(watch, "phases", lambda: (lone,))
+    processes = make_processes(2)
+    for ledger, _ in processes:
+        launch(ledger, TRAIN, token=Token())
+    for seconds in (0.2, 2.4):
+        look_all(processes, failed.at + seconds)
+
+
+def test_only_the_main_thread_counts():
+    """Threads that wait for work do so in `except queue.Empty`."""
+    go_on, is_in = threading.Event(), threading.Event()
+
+    def wait():
+        try:
+            raise KeyError("of a thread")
+        except KeyError:
+            is_in.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    is_in.wait()
+    assert Unwinding().look(0) is None
+    go_on.set()
+    thread.join()

@@ -101,7 +101,7 @@ class Checkpointer:
           CheckpointError: a leaf that cannot be saved, a step that exists or is not
             after the latest, a full disk; or the previous save failed.
           AgreementError: in a job, processes save different steps, keys, shapes or
-            values of `best_metric`; nothing is written.
+            values of `best_metric`, or one of them has called `close`; nothing is written.
           AggregationError: a sync-on-read variable with aggregation NONE.
           ContextError: in a replica function, or in a trace.
           ValueError: an invalid step number, or metrics without the `best_metric`.
@@ -111,6 +111,7 @@ class Checkpointer:
         metrics = self._require_metrics(metrics)
         leaves = wanted.leaves.values()
         decisive = {name: metrics[name] for name in metrics if name == self._best_metric}
+        decisive |= self._storage.options
         agree_on_step(self._storage.job, "the save of a checkpoint", step, leaves, decisive)
         self._require_after_latest(step)
         for leaf in leaves if self._storage.job is not None else ():
@@ -142,11 +143,15 @@ class Checkpointer:
           ValueError: an invalid step number.
         """
         step = _require_step(step, "delete", "checkpointer.delete(checkpointer.all_steps()[0])")
-        agree_on_step(self._storage.job, "the removal of a checkpoint", step)
+        options = self._storage.options
+        agree_on_step(self._storage.job, "the removal of a checkpoint", step, options=options)
         self._storage.delete(self._existing(step))
 
     def close(self) -> None:
-        """Waits, then stops the writer threads; raises as `wait` does."""
+        """Waits, then stops the writer threads; raises as `wait` does.
+
+        In a job, every process calls it. A later `save` starts them again.
+        """
         self._storage.close()
 
     def __enter__(self) -> Checkpointer:
@@ -194,7 +199,7 @@ class Checkpointer:
         """
         wanted = as_tree(tree, "restore")
         rename = _require_rename(rename)
-        options = {"partial": partial, "rename": sorted(rename.items())}
+        options = {"partial": partial, "rename": sorted(rename.items()), **self._storage.options}
         leaves = wanted.leaves.values()
         agree_on_step(self._storage.job, "the restoration of a checkpoint", step, leaves, options)
         saved = Saved(self._storage, self._existing(step), rename)
@@ -214,7 +219,7 @@ class Checkpointer:
           TypeError: as for `restore`.
         """
         rename = _require_rename(rename)
-        options = {"rename": sorted(rename.items())}
+        options = {"rename": sorted(rename.items()), **self._storage.options}
         agree_on_step(self._storage.job, "the delayed restoration", step, options=options)
         return DelayedRestore(Saved(self._storage, self._existing(step), rename))
 

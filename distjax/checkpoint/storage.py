@@ -150,6 +150,12 @@ class Storage:
         if joined.process_id == 0 and self._writer is None:
             remove_unfinished(self.directory)
 
+    @property
+    def options(self) -> dict[str, str]:
+        """What all processes of a job have alike, since orbax's writers wait for each other."""
+        is_open = "open" if self._writer is not None else "closed"
+        return {"the writer, which checkpointer.close() ends on every process or none,": is_open}
+
     def complete(self, change: Callable[[], T]) -> T:
         """Returns ``change()``; a signal raises before it begins or after it ends."""
         return self._calls.complete(_with_settings(change))

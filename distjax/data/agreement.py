@@ -19,6 +19,7 @@ import numpy as np
 from distjax.cluster.facts import describe_structure
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
+from distjax.data.batch import Batch
 from distjax.data.elements import HostTree
 from distjax.data.options import DROP, PAD, Partial
 from distjax.data.splitting import as_batch
@@ -47,12 +48,14 @@ class Report(NamedTuple):
       text: structure, shapes and dtypes of the element; or the error.
       checksum: of the element's values if all processes read the same data, else 0.
       num_elements: how many elements, all of one shape, it has ready.
+      num_padded: B, if processes may pad theirs to that of others; else 0.
     """
 
     kind: str
     text: str = ""
     checksum: int = 0
     num_elements: int = 0
+    num_padded: int = 0
 
 
 class Next(NamedTuple):
@@ -61,21 +64,52 @@ class Next(NamedTuple):
     Attributes:
       num_elements: how many elements they take; 0: the data has ended.
       sender: the process that sends an example to those that never had any, or None.
+      num_padded: B, to which each pads its own; 0: they are not padded.
     """
 
     num_elements: int
     sender: int | None = None
+    num_padded: int = 0
+
+
+def num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
+    """Returns B of elements that their process can pad to the size of others'; 0 for any other.
+
+    Args:
+      tree: leaves [..., R, B, ...], or None.
+      axis: which one B is.
+      is_own: whether each process reads its own data.
+    """
+    if not is_own or tree is None:
+        return 0
+    is_batch = isinstance(jax.tree.unflatten(tree.treedef, tree.leaves), Batch)
+    return tree.leaves[-1].shape[axis] if is_batch and tree.leaves[-1].ndim > axis else 0
+
+
+def padded_rows(tree: HostTree, axis: int, size: int) -> HostTree:
+    """Returns a `Batch` with copies of its last rows, which its mask leaves out, up to B = size."""
+    missing = size - tree.leaves[-1].shape[axis]
+    if missing <= 0:
+        return tree
+    *data, mask = tree.leaves
+    last = (slice(None),) * axis + (slice(-1, None),)
+    rows = [*(x[last] for x in data), np.zeros_like(mask[last])]
+    pairs = zip(tree.leaves, rows, strict=True)
+    leaves = [np.concatenate([x, np.repeat(row, missing, axis)], axis) for x, row in pairs]
+    return HostTree(tree.treedef, leaves)
 
 
 def describe_elements(tree: HostTree, *, is_own: bool) -> Report:
     """Returns the report to compare for some elements, leaves [k, R, B, ...]."""
-    first = 2 if is_own else 1  # with own data, R counts this process's replicas
+    num_padded = num_padded_rows(tree, 2, is_own=is_own)
+    # With own data, R counts this process's replicas.
+    first = 3 if num_padded else 2 if is_own else 1
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
     checksum = 0
     for leaf in () if is_own else tree.leaves:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
     text = f"{shapes} in {describe_structure(tree.treedef)}"
-    return Report(ELEMENT, text, checksum, len(tree.leaves[0]))
+    return Report(ELEMENT, text, checksum, len(tree.leaves[0]), num_padded)
 
 
 def agree_on_elements(
@@ -109,15 +143,16 @@ def agree_on_elements(
         return Next(0)
     _require_equal(job, reports, is_own=is_own)
     counts = [other.num_elements for other in reports]
+    num_padded = max(other.num_padded for other in reports)
     if len(set(counts)) == 1:
-        return Next(counts[0])
+        return Next(counts[0], None, num_padded)
     if not is_own:
         raise AgreementError(_shorter_text(job, ended))
     if partial == DROP:
         return Next(min(counts))
     if partial == PAD:
         is_empty = any(reports[i].text == EMPTY for i in ended)
-        return Next(max(counts), counts.index(max(counts)) if is_empty else None)
+        return Next(max(counts), counts.index(max(counts)) if is_empty else None, num_padded)
     raise BatchError(_uneven_text(job, [i for i, n in enumerate(counts) if n < max(counts)]))
 
 
@@ -200,7 +235,7 @@ def _pack_example(tree: HostTree) -> str:
 
 def _require_equal(job: Job, reports: Sequence[Report], *, is_own: bool) -> None:
     def compared(report: Report) -> Report:
-        return report._replace(num_elements=0) if is_own else report
+        return report._replace(num_elements=0, num_padded=0) if is_own else report
 
     (first, expected), *others = [(i, s) for i, s in enumerate(reports) if s.kind != ENDED]
     for process, report in others:

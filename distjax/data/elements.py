@@ -12,7 +12,7 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import BatchError, describe_value, message
-from distjax.placement.host_values import require_no_mask
+from distjax.placement.host_values import HELD_FIX, require_no_mask, wraps_around
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
 
@@ -79,7 +79,7 @@ def read_element(element: PyTree, name: str) -> HostTree:
       name: its name in error texts, e.g. "batch 3".
 
     Raises:
-      BatchError: no leaves, a leaf that is not a numeric array, or a Python int that JAX
+      BatchError: no leaves, a leaf that is not a numeric array, or integers that JAX
         cannot hold.
     """
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
@@ -93,6 +93,18 @@ def read_element(element: PyTree, name: str) -> HostTree:
             )
         )
     arrays = [_as_numpy(leaf, treedef, i, name) for i, leaf in enumerate(leaves)]
+    for i, array in enumerate(arrays):
+        found = wraps_around(array)
+        if found is not None:
+            narrowed = jax.dtypes.canonicalize_dtype(array.dtype)
+            raise BatchError(
+                message(
+                    f"{name} needs integers that {narrowed} holds as leaf {leaf_path(treedef, i)}",
+                    got=f"{describe_value(array)} with values from {found}",
+                    why=f"JAX makes {narrowed} of {array.dtype}, and they would wrap around",
+                    fix=f"in the dataset, {HELD_FIX}",
+                )
+            )
     return HostTree(treedef, arrays)
 
 

@@ -27,6 +27,8 @@ from distjax.data.agreement import (
     FAILED,
     Report,
     agree_on_elements,
+    num_padded_rows,
+    padded_rows,
     receive_example,
     require_position_of,
 )
@@ -273,19 +275,19 @@ class DistributedIterator:
         assert said is not None, "described, as the layout spans processes"
         is_own = self._layout.is_own
         partial = self._options.partial
-        count, sender = agree_on_elements(joined, said, steps, partial, is_own=is_own)
+        count, sender, size = agree_on_elements(joined, said, steps, partial, is_own=is_own)
         block = None if isinstance(outcome, End) else outcome.block
         if partial == PAD and is_own and block is not None:
             self._latest = block.element(len(block) - 1).tree
         if sender is not None:
             example = receive_example(joined, sender, self._latest, self._layout.num_rows)
             self._latest = self._latest or example
-        if count == said.num_elements:
+        if count == said.num_elements and size == said.num_padded:
             return outcome
         if not count:  # others ran out of data, and nothing is padded
             self.close()
             return End()
-        chunk = self._cut(block, count, steps)
+        chunk = self._cut(block, count, steps, size)
         if block is not None and count < len(block):
             self._put_back(thread, block, chunk, count)
         return chunk
@@ -304,11 +306,18 @@ class DistributedIterator:
     def _describe(self, end: End) -> Report:
         if end.error_text is not None:
             return Report(FAILED, end.error_text)
-        return Report(ENDED, "" if self._latest is not None else EMPTY)
+        size = num_padded_rows(self._latest, 1, is_own=self._layout.is_own)
+        return Report(ENDED, "" if self._latest is not None else EMPTY, num_padded=size)
 
-    def _cut(self, block: Block | None, count: int, steps: int | None) -> Chunk:
-        """Returns `count` elements: those of `block`, then masked copies of the latest."""
-        leaves = [] if block is None else [leaf[:count] for leaf in block.tree.leaves]
+    def _cut(self, block: Block | None, count: int, steps: int | None, size: int) -> Chunk:
+        """Returns `count` elements: those of `block`, then masked copies of the latest.
+
+        Each has `size` rows a replica if that is not 0, as those of other processes have.
+        """
+        tree = block and (padded_rows(block.tree, 2, size) if size else block.tree)
+        leaves = [leaf[:count] for leaf in tree.leaves] if tree else []
+        if size and self._latest is not None:
+            self._latest = padded_rows(self._latest, 1, size)
         missing = count - (0 if block is None else len(block))
         if missing > 0:
             assert self._latest is not None, "without an element, one receives an example"

@@ -67,8 +67,7 @@ def start(
     if trace_state.value is not EVAL_TRACE:
         require_outside_traces(build)
     owned, cell, jitted = build.owned, build.owned.cell, signature.jitted
-    returned: Any = None
-    launch = None
+    launch = returned = None
     with build.lock:
         if not owned.is_whole:
             owned.take([variable.stored for variable in build.writes])

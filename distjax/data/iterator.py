@@ -314,8 +314,9 @@ class DistributedIterator:
 
         Each has `size` rows a replica if that is not 0, as those of other processes have.
         """
-        tree = block and (padded_rows(block.tree, 2, size) if size else block.tree)
-        leaves = [leaf[:count] for leaf in tree.leaves] if tree else []
+        tree = None if block is None else block.tree
+        tree = padded_rows(tree, 2, size) if tree is not None and size else tree
+        leaves = [] if tree is None else [leaf[:count] for leaf in tree.leaves]
         if size and self._latest is not None:
             self._latest = padded_rows(self._latest, 1, size)
         missing = count - (0 if block is None else len(block))

@@ -128,6 +128,8 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
         except Exception as error:
             failure, cause = (leaf.key, describe_error(error)), error
             break
+    if not failure[1]:
+        failure, cause = _reach_positions(states)
     key, got = first_failure(joined, failure) if states else failure
     if not got:
         return
@@ -137,12 +139,29 @@ def _set_states(joined: Job | None, states: list[tuple[StateLeaf, Any]], where: 
         message(
             f"{key!r} needs to take the state that {where} has for it",
             got=got,
-            why="it was saved from another dataset, or from an iterator of another kind. "
-            f"{left} has been changed",
-            fix="make the iterator from the dataset that was saved, or leave it out: "
-            "restore(tree without it, partial=True)",
+            why="it was saved from another dataset, from one that is shuffled anew whenever it is "
+            f"iterated, or from an iterator of another kind. {left} has been changed",
+            fix="make the iterator from the dataset that was saved; give a dataset that shuffles a "
+            "method set_epoch(epoch), which seeds its order; or leave the iterator out, and begin "
+            "the epoch again: restore(tree without it, partial=True)",
         )
     ) from cause
+
+
+def _reach_positions(
+    states: list[tuple[StateLeaf, Any]],
+) -> tuple[tuple[str, str], Exception | None]:
+    """Reads sources that cannot be read again up to their positions; returns the first failure.
+
+    After all else, since what they give until then is gone.
+    """
+    for leaf, _ in states:
+        if isinstance(leaf.value, DistributedIterator):
+            try:
+                leaf.value.reach_position()
+            except Exception as error:
+                return (leaf.key, describe_error(error)), error
+    return ("", ""), None
 
 
 def _put_back(leaf: StateLeaf, before: PyTree) -> bool:

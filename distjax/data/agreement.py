@@ -20,6 +20,7 @@ from distjax.cluster.alone import warn_once
 from distjax.cluster.facts import describe_structure
 from distjax.cluster.job import Job
 from distjax.cluster.meeting import exchange
+from distjax.data.batch import Batch
 from distjax.data.elements import HostTree
 from distjax.data.options import DROP, PAD, Partial
 from distjax.data.splitting import as_batch
@@ -49,12 +50,14 @@ class Report(NamedTuple):
       checksum: of the element's values if all processes read the same data; if each reads its own,
         of its first element's, unless they are constants; else 0.
       num_elements: how many elements, all of one shape, it has ready.
+      num_padded: B, if processes may pad theirs to that of others; else 0.
     """
 
     kind: str
     text: str = ""
     checksum: int = 0
     num_elements: int = 0
+    num_padded: int = 0
 
 
 class Next(NamedTuple):
@@ -63,10 +66,39 @@ class Next(NamedTuple):
     Attributes:
       num_elements: how many elements they take; 0: the data has ended.
       sender: the process that sends an example to those that never had any, or None.
+      num_padded: B, to which each pads its own; 0: they are not padded.
     """
 
     num_elements: int
     sender: int | None = None
+    num_padded: int = 0
+
+
+def num_padded_rows(tree: HostTree | None, axis: int, *, is_own: bool) -> int:
+    """Returns B of elements that their process can pad to the size of others'; 0 for any other.
+
+    Args:
+      tree: leaves [..., R, B, ...], or None.
+      axis: which one B is.
+      is_own: whether each process reads its own data.
+    """
+    if not is_own or tree is None:
+        return 0
+    is_batch = isinstance(jax.tree.unflatten(tree.treedef, tree.leaves), Batch)
+    return tree.leaves[-1].shape[axis] if is_batch and tree.leaves[-1].ndim > axis else 0
+
+
+def padded_rows(tree: HostTree, axis: int, size: int) -> HostTree:
+    """Returns a `Batch` with copies of its last rows, which its mask leaves out, up to B = size."""
+    missing = size - tree.leaves[-1].shape[axis]
+    if missing <= 0:
+        return tree
+    *data, mask = tree.leaves
+    last = (slice(None),) * axis + (slice(-1, None),)
+    rows = [*(x[last] for x in data), np.zeros_like(mask[last])]
+    pairs = zip(tree.leaves, rows, strict=True)
+    leaves = [np.concatenate([x, np.repeat(row, missing, axis)], axis) for x, row in pairs]
+    return HostTree(tree.treedef, leaves)
 
 
 def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -> Report:
@@ -77,7 +109,9 @@ def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -
       is_own: whether each process reads its own data.
       is_first: whether the data begins with them.
     """
-    first = 2 if is_own else 1  # with own data, R counts this process's replicas
+    num_padded = num_padded_rows(tree, 2, is_own=is_own)
+    # With own data, R counts this process's replicas.
+    first = 3 if num_padded else 2 if is_own else 1
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape[first:])}" for leaf in tree.leaves)
     compared = () if is_own else tree.leaves
     if is_own and is_first and not all(map(_is_constant, tree.leaves)):
@@ -86,7 +120,7 @@ def describe_elements(tree: HostTree, *, is_own: bool, is_first: bool = False) -
     for leaf in compared:
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
     text = f"{shapes} in {describe_structure(tree.treedef)}"
-    return Report(ELEMENT, text, checksum, len(tree.leaves[0]))
+    return Report(ELEMENT, text, checksum, len(tree.leaves[0]), num_padded)
 
 
 def agree_on_elements(
@@ -122,15 +156,16 @@ def agree_on_elements(
     if is_own and own_report.checksum and len({report.checksum for report in reports}) == 1:
         warn_once("equal data", _equal_text(job))
     counts = [other.num_elements for other in reports]
+    num_padded = max(other.num_padded for other in reports)
     if len(set(counts)) == 1:
-        return Next(counts[0])
+        return Next(counts[0], None, num_padded)
     if not is_own:
         raise AgreementError(_shorter_text(job, ended))
     if partial == DROP:
         return Next(min(counts))
     if partial == PAD:
         is_empty = any(reports[i].text == EMPTY for i in ended)
-        return Next(max(counts), counts.index(max(counts)) if is_empty else None)
+        return Next(max(counts), counts.index(max(counts)) if is_empty else None, num_padded)
     raise BatchError(_uneven_text(job, [i for i, n in enumerate(counts) if n < max(counts)]))
 
 
@@ -219,7 +254,8 @@ def _is_constant(leaf: np.ndarray) -> bool:
 
 def _require_equal(job: Job, reports: Sequence[Report], *, is_own: bool) -> None:
     def compared(report: Report) -> Report:
-        return report._replace(num_elements=0, checksum=0) if is_own else report
+        own = report._replace(num_elements=0, num_padded=0, checksum=0)
+        return own if is_own else report
 
     (first, expected), *others = [(i, s) for i, s in enumerate(reports) if s.kind != ENDED]
     for process, report in others:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from distjax.data.input_layout import InputLayout
 from distjax.data.iterator import DistributedIterator
 from distjax.data.options import OWN, InputOptions, as_input_options
 from distjax.data.replica_elements import ReplicaElements
-from distjax.data.source import Source
+from distjax.data.source import Epochs, Source
 from distjax.data.splitting import Splitter
 from distjax.data.stream import HostStream
 from distjax.errors import describe_value, message
@@ -25,7 +26,8 @@ from distjax.typing import DatasetLike
 class DistributedDataset:
     """A dataset whose elements lie on the replicas.
 
-    Every ``iter(dataset)`` iterates the user's iterable afresh. It has a length if
+    Every ``iter(dataset)`` iterates the user's iterable afresh; before that, the iterable's
+    ``set_epoch(n)`` is called if it has one, with n = 0, 1, ... It has a length if
     that has one; with ``partial="drop"`` all batches but the last are assumed to be
     of full size, except in a list, where all are examined.
 
@@ -41,15 +43,22 @@ class DistributedDataset:
     def __init__(
         self, dataset: DatasetLike, splitter: Splitter, layout: InputLayout, options: InputOptions
     ):
+        self._epochs = Epochs(dataset)
         self._dataset: Any = dataset  # it need not have a length, nor `__getitem__`
         splitter.require_splittable(self._dataset)
         self._splitter = splitter
         self._layout = layout
         self._options = options
+        self._going_on: DistributedIterator | None = None  # one that a later loop goes on with
 
     def __iter__(self) -> DistributedIterator:
-        stream = HostStream(Source(self._dataset), self._splitter)
-        return DistributedIterator(stream, self._layout, self._options)
+        if self._going_on is not None and not self._going_on.is_closed:
+            return self._going_on
+        stream = HostStream(Source(self._epochs), self._splitter)
+        iterator = DistributedIterator(stream, self._layout, self._options)
+        # As `iter(generator)` is the generator: what was read ahead of a loop comes in the next.
+        self._going_on = iterator if inspect.isgenerator(self._dataset) else None
+        return iterator
 
     def __len__(self) -> int:
         return self._splitter.count(self._dataset)
@@ -93,6 +102,19 @@ def distribute_datasets_from_function(
     _require_iterable(dataset, f"{method} needs a function that returns an iterable")
     splitter = ReplicaElements(layout.num_rows, options.partial, options.copy)
     return DistributedDataset(dataset, splitter, layout, options)
+
+
+def loops_plainly(dataset: DatasetLike) -> bool:
+    """Returns whether a Python loop over a dataset reads what its `DistributedDataset` would.
+
+    Not if it would go on beyond the dataset's length, would not call `set_epoch`, or would find
+    nothing in a second epoch, in silence.
+    """
+    if isinstance(dataset, (Mapping, str, bytes)):
+        return True
+    is_endless = not hasattr(dataset, "__iter__") and isinstance(dataset, Sized)
+    has_epochs = callable(getattr(dataset, "set_epoch", None))
+    return not (is_endless or has_epochs or hasattr(dataset, "__next__"))
 
 
 def _input_context(topology: Topology | None) -> InputContext:

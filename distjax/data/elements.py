@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +12,11 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import BatchError, describe_value, message
-from distjax.placement.host_values import require_no_mask
+from distjax.placement.host_values import HELD_FIX, require_no_mask, wraps_around
 from distjax.placement.per_replica import PerReplica, is_per_replica
 from distjax.typing import PyTree
+
+_WHOLE_BYTES, _SAMPLE = 2**15, 2**12  # how much of an array a checksum covers
 
 
 class HostTree(NamedTuple):
@@ -75,7 +79,7 @@ def read_element(element: PyTree, name: str) -> HostTree:
       name: its name in error texts, e.g. "batch 3".
 
     Raises:
-      BatchError: no leaves, a leaf that is not a numeric array, or a Python int that JAX
+      BatchError: no leaves, a leaf that is not a numeric array, or integers that JAX
         cannot hold.
     """
     leaves, treedef = jax.tree.flatten(element, is_leaf=is_per_replica)
@@ -89,7 +93,43 @@ def read_element(element: PyTree, name: str) -> HostTree:
             )
         )
     arrays = [_as_numpy(leaf, treedef, i, name) for i, leaf in enumerate(leaves)]
+    for i, array in enumerate(arrays):
+        found = wraps_around(array)
+        if found is not None:
+            narrowed = jax.dtypes.canonicalize_dtype(array.dtype)
+            raise BatchError(
+                message(
+                    f"{name} needs integers that {narrowed} holds as leaf {leaf_path(treedef, i)}",
+                    got=f"{describe_value(array)} with values from {found}",
+                    why=f"JAX makes {narrowed} of {array.dtype}, and they would wrap around",
+                    fix=f"in the dataset, {HELD_FIX}",
+                )
+            )
     return HostTree(treedef, arrays)
+
+
+def checksum_of(tree: HostTree) -> int:
+    """Returns a checksum of an element as the source gave it, to know it again.
+
+    It covers arrays of up to 32 KiB whole; of a larger one, its shape and some 4,096 numbers from
+    all over it. An element of another place in the data, which differs in most of its numbers,
+    has another one.
+
+    Cost: 5 to 50 microseconds an array, whatever its size.
+    """
+    checksum = zlib.crc32(repr(tree.signature[1]).encode())
+    for leaf in tree.leaves:
+        checksum = zlib.crc32(_sample(leaf).tobytes(), checksum)
+    return checksum
+
+
+def _sample(array: np.ndarray) -> np.ndarray:
+    if array.nbytes <= _WHOLE_BYTES or array.size <= _SAMPLE:
+        return array
+    step = array.size // _SAMPLE
+    while any(math.gcd(step, size) > 1 for size in array.shape[1:]):
+        step += 1  # else it would meet the same columns in every row
+    return array.reshape(-1)[::step] if array.flags.c_contiguous else array.flat[::step]
 
 
 def _as_numpy(leaf: PyTree, treedef: jax.tree_util.PyTreeDef, index: int, name: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from distjax.data.elements import HostTree, read_element, require_leading_size
+from distjax.data.elements import HostTree, checksum_of, read_element, require_leading_size
 from distjax.data.options import DROP, ERROR, PAD, Partial
 from distjax.data.source import find_length, size_text
 from distjax.data.splitting import (
@@ -44,7 +44,7 @@ class GlobalBatches(Splitter):
             if former.is_resumed and (size > full or size == dropped):
                 raise BatchError(size_text(f"{name} needs", size, full))
             self._require_fits(size, full, name)
-            position = Position(position.consumed + 1, full)
+            position = Position(position.consumed + 1, full, checksum=checksum_of(batch))
             if self.partial == PAD:
                 example = batch.last_example() if size else former.example
                 return self._pad(batch, full, example), position._replace(example=example)

@@ -27,6 +27,8 @@ from distjax.data.agreement import (
     FAILED,
     Report,
     agree_on_elements,
+    num_padded_rows,
+    padded_rows,
     receive_example,
     require_position_of,
 )
@@ -56,6 +58,9 @@ class DistributedIterator:
     call and stops at the end of the data, on `close`, or when the iterator is
     dropped. Several threads may share one iterator: each element goes to one of them.
 
+    Attributes:
+      is_closed: whether it gives no more elements.
+
     Args:
       stream: the elements on the host.
       layout: how they lie on the devices.
@@ -75,7 +80,7 @@ class DistributedIterator:
         # By thread, the item claimed but not yet returned; an interrupt leaves it here.
         self._claims: dict[int, Any] = {}  # a Chunk or End, or None
         self._running: _Running | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._taking = threading.RLock()  # `close` must not wait for it: the source may call it
 
     def __iter__(self) -> DistributedIterator:
@@ -160,7 +165,8 @@ class DistributedIterator:
 
         Prefetched elements do not count. A dict of ints: "delivered" (elements
         returned), "consumed" (elements of the dataset used for them), "full_size"
-        (of the first batch); plus "source", the state of the dataset's own iterator
+        (of the first batch), "checksum" (of the last element used), "epoch" (if the
+        dataset has ``set_epoch``); plus "source", the state of the dataset's own iterator
         if it has ``get_state`` and ``set_state``, as grain's do. If each process of
         a job reads its own data, "process" is this process's number and the total.
 
@@ -170,7 +176,7 @@ class DistributedIterator:
           >>> iterator = iter(dataset)
           >>> _ = next(iterator), next(iterator)
           >>> iterator.get_state()
-          {'delivered': 2, 'consumed': 2, 'full_size': 2}
+          {'delivered': 2, 'consumed': 2, 'full_size': 2, 'checksum': 2856927764}
           >>> resumed = iter(dataset)
           >>> resumed.set_state(iterator.get_state())
           >>> next(resumed).stacked.tolist()
@@ -193,12 +199,13 @@ class DistributedIterator:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to the position just after the element that had `state`.
 
-        Iterates the dataset again and skips what came before, or restores the state
-        of the dataset's own iterator.
+        Iterates the dataset again, in the epoch of the state, and skips what came before; or
+        restores the state of the dataset's own iterator.
 
         Raises:
-          ValueError: not a state; a dataset that is too short or cannot be iterated
-            again; or the state of another process, if each reads its own data.
+          ValueError: not a state; a dataset that is too short, cannot be iterated
+            again, or gives another element now as the last one taken; or the state of
+            another process, if each reads its own data.
         """
         require_position_of(self._process, state)
         with self._taking:
@@ -206,8 +213,17 @@ class DistributedIterator:
             stream = self._stream.at(state)
             own = {k: copy.deepcopy(v) for k, v in state.items() if k != "process"}
             # In one line, so that a signal finds the former position or the new one.
-            self._stream, self._state, self._claims, self._is_closed = stream, own, {}, False
+            self._stream, self._state, self._claims, self.is_closed = stream, own, {}, False
             self._latest = None
+
+    def reach_position(self) -> None:
+        """Reads up to the position that was set, if the source gives its elements only once.
+
+        Raises:
+          ValueError: as for `set_state`.
+        """
+        with self._taking:
+            self._stream.reach_position()
 
     def stop_reading(self) -> None:
         """Stops reading ahead until the next call, which delivers what was read already."""
@@ -220,7 +236,7 @@ class DistributedIterator:
         Waits for the source to return the element in progress. From here on `next`
         raises StopIteration.
         """
-        self._is_closed = True
+        self.is_closed = True
         self._stop_reading()
         self._claims.clear()
         self._stream.release()
@@ -259,19 +275,19 @@ class DistributedIterator:
         assert said is not None, "described, as the layout spans processes"
         is_own = self._layout.is_own
         partial = self._options.partial
-        count, sender = agree_on_elements(joined, said, steps, partial, is_own=is_own)
+        count, sender, size = agree_on_elements(joined, said, steps, partial, is_own=is_own)
         block = None if isinstance(outcome, End) else outcome.block
         if partial == PAD and is_own and block is not None:
             self._latest = block.element(len(block) - 1).tree
         if sender is not None:
             example = receive_example(joined, sender, self._latest, self._layout.num_rows)
             self._latest = self._latest or example
-        if count == said.num_elements:
+        if count == said.num_elements and size == said.num_padded:
             return outcome
         if not count:  # others ran out of data, and nothing is padded
             self.close()
             return End()
-        chunk = self._cut(block, count, steps)
+        chunk = self._cut(block, count, steps, size)
         if block is not None and count < len(block):
             self._put_back(thread, block, chunk, count)
         return chunk
@@ -290,11 +306,19 @@ class DistributedIterator:
     def _describe(self, end: End) -> Report:
         if end.error_text is not None:
             return Report(FAILED, end.error_text)
-        return Report(ENDED, "" if self._latest is not None else EMPTY)
+        size = num_padded_rows(self._latest, 1, is_own=self._layout.is_own)
+        return Report(ENDED, "" if self._latest is not None else EMPTY, num_padded=size)
 
-    def _cut(self, block: Block | None, count: int, steps: int | None) -> Chunk:
-        """Returns `count` elements: those of `block`, then masked copies of the latest."""
-        leaves = [] if block is None else [leaf[:count] for leaf in block.tree.leaves]
+    def _cut(self, block: Block | None, count: int, steps: int | None, size: int) -> Chunk:
+        """Returns `count` elements: those of `block`, then masked copies of the latest.
+
+        Each has `size` rows a replica if that is not 0, as those of other processes have.
+        """
+        tree = None if block is None else block.tree
+        tree = padded_rows(tree, 2, size) if tree is not None and size else tree
+        leaves = [] if tree is None else [leaf[:count] for leaf in tree.leaves]
+        if size and self._latest is not None:
+            self._latest = padded_rows(self._latest, 1, size)
         missing = count - (0 if block is None else len(block))
         if missing > 0:
             assert self._latest is not None, "without an element, one receives an example"
@@ -314,7 +338,7 @@ class DistributedIterator:
             if running is not None:
                 running.pipeline.require_own_process()
             if running is None or running.pipeline.is_stopped or steps != running.steps:
-                if self._is_closed:  # checked last: `close` sets it before stopping the pipeline
+                if self.is_closed:  # checked last: `close` sets it before stopping the pipeline
                     claim = self._claims.get(thread)
                     return claim if isinstance(claim, End) else End()
                 running = self._restart(thread, steps)
@@ -322,7 +346,7 @@ class DistributedIterator:
                 running.pipeline.move_next(self._claims, thread)
             outcome = self._claims.get(thread) or End()  # another thread may have closed it
             if isinstance(outcome, End):
-                if not self._is_closed:
+                if not self.is_closed:
                     self.close()
             elif outcome.block.last_state["delivered"] > self._state["delivered"]:
                 self._state = outcome.block.last_state

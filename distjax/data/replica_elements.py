@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distjax.data.elements import HostTree, leaf_path, read_element
+from distjax.data.elements import HostTree, checksum_of, leaf_path, read_element
 from distjax.data.options import DROP, ERROR, PAD, Partial
 from distjax.data.source import find_length, size_text
 from distjax.data.splitting import (
@@ -46,7 +46,8 @@ class ReplicaElements(Splitter):
             sizes = [element.leading_size for element in elements]
             if former.is_resumed and full is not None:
                 self._require_as_saved(sizes, full, first, dropped)
-            position = Position(first + len(elements), full)
+            checksum = checksum_of(elements[-1])
+            position = Position(first + len(elements), full, checksum=checksum)
             if self.partial == ERROR:
                 self._require_complete(
                     len(elements), f"elements {first} to {position.consumed - 1}"

@@ -26,12 +26,14 @@ class Position(NamedTuple):
       example: the last example read, leaves [1, ...], for padding; None: none yet.
       is_resumed: whether the source was set to a saved state of its own, and nothing has
         been delivered since.
+      checksum: of the last element used; None: none was used, or it is not known.
     """
 
     consumed: int = 0
     full_size: int | None = None
     example: HostTree | None = None
     is_resumed: bool = False
+    checksum: int | None = None
 
 
 class Splitter(abc.ABC):

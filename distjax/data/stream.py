@@ -87,8 +87,9 @@ class HostStream:
         """The position of the source.
 
         delivered: elements made; consumed: elements of the source used for them;
-        full_size: the leading dimension of the first, if known; source: the state
-        of a source iterator with ``get_state`` and ``set_state``.
+        full_size: the leading dimension of the first, if known; checksum: of the last one used;
+        epoch: which one, of a dataset with ``set_epoch``; source: the state of a source iterator
+        with ``get_state`` and ``set_state``.
         """
         return self._progress.state
 
@@ -96,6 +97,10 @@ class HostStream:
         state: dict[str, Any] = {"delivered": num_pulled, "consumed": position.consumed}
         if position.full_size is not None:
             state["full_size"] = position.full_size
+        if position.checksum is not None:
+            state["checksum"] = position.checksum
+        if self._source.epoch is not None:
+            state["epoch"] = self._source.epoch
         own = self._source.state
         if own is not None:
             state["source"] = own
@@ -145,8 +150,14 @@ class HostStream:
         state = _require_state(state)
         source = self._source.at(state)
         full_size, is_resumed = state.get("full_size"), source.was_set
-        position = Position(state["consumed"], full_size, is_resumed=is_resumed)
+        position = Position(
+            state["consumed"], full_size, is_resumed=is_resumed, checksum=state.get("checksum")
+        )
         return HostStream(source, self._splitter, position, state["delivered"])
+
+    def reach_position(self) -> None:
+        """Drops the elements before the position that was set, if that has been left for later."""
+        self._source.reach_position()
 
     def _outcome(self, index: int) -> HostElement | End:
         """Returns one of the next outcomes; an `End` is the last."""
@@ -164,7 +175,7 @@ class HostStream:
             after = self._make_progress(position, before.num_pulled + 1)
             outcome = HostElement(tree, after.state, before.state)
         except StopIteration:
-            outcome = End()
+            outcome = End(self._source.end(is_empty=not before.position.consumed))
         except Exception as error:  # re-raised in the loop
             outcome = End(error)
         end = slice(len(self.ahead), None)

@@ -31,7 +31,7 @@ from distjax.context.thread_settings import modes_of_this_thread, probe_modes
 from distjax.errors import ContextError, TraceLeakError, message
 from distjax.jax_compat import EVAL_TRACE, trace_state
 from distjax.program.build import Build, NotCompiled
-from distjax.program.host_arguments import checksum
+from distjax.program.host_arguments import checksum, require_arguments_held
 from distjax.program.output_spec import OutputSpec, completion_of, spec_of
 from distjax.program.signatures import Signature
 from distjax.program.step import Step
@@ -60,6 +60,8 @@ def start(
       NotCompiled: the signature is new; nothing has happened.
     """
     signature = build.signatures.expected or build.require_signature(args, kwargs)
+    if signature.narrowed:
+        require_arguments_held(signature.narrowed, args, kwargs, build.name)
     if not build.writes:
         return _start_reader(build, signature, args, kwargs, finish)
     if build.is_remote:
@@ -67,8 +69,7 @@ def start(
     if trace_state.value is not EVAL_TRACE:
         require_outside_traces(build)
     owned, cell, jitted = build.owned, build.owned.cell, signature.jitted
-    returned: Any = None
-    launch = None
+    launch = returned = None
     with build.lock:
         if not owned.is_whole:
             owned.take([variable.stored for variable in build.writes])

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import numpy as np
 
-from distjax.program.host_arguments import LeafPath, find_host_leaves
+from distjax.program.host_arguments import LeafPath, find_host_leaves, find_narrowed
 from distjax.typing import PyTree
 
 
@@ -40,12 +40,14 @@ class Signature:
       jitted: the compiled function for arguments that lie where the latest did.
       variants: the compiled functions by JAX's types of all operands, which name their meshes.
       host_leaves: the paths to host numbers and arrays among the arguments.
+      narrowed: those of integers that JAX narrows, which each call checks.
       agreed: checksum of what the processes of a job agreed on before its first call; 0: nothing.
     """
 
     jitted: Jitted
     host_leaves: tuple[LeafPath, ...]
     variants: dict[Hashable, Jitted]
+    narrowed: tuple[LeafPath, ...] = ()
     agreed: int = 0
 
     def switch(self, operands: PyTree) -> bool:
@@ -110,7 +112,8 @@ class Signatures:
         if signature is None:
             jitted = self._jit_anew()
             host_leaves = find_host_leaves(args, kwargs)
-            self._by_key[key] = Signature(jitted, host_leaves, {types: jitted})
+            narrowed = find_narrowed(host_leaves, args, kwargs)
+            self._by_key[key] = Signature(jitted, host_leaves, {types: jitted}, narrowed)
             self._guesses[key[0]] = self._tell_apart(key[0])
         else:
             if types not in signature.variants:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from distjax import jax_compat
 from distjax.context.expectation import current_reason
 from distjax.context.finding import Finding
-from distjax.context.reporting import STATE, STATE_FIX, STATE_WHY, report
+from distjax.context.reporting import EQUAL_BATCH, STATE, STATE_FIX, STATE_WHY, report
 from distjax.errors import message
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal
 from distjax.placement.topology import Topology
@@ -84,6 +86,8 @@ def examine(
     updates_state = any(x.differs and x.find("base") for x in of_user)
     if any(x.differs for x in of_objects) or updates_state or walk.combines or written:
         _find_unread_masks(walk, jaxpr, given.partitioned, given.names)
+    if not any(fact.differs for fact in env.values()):
+        _warn_of_whole_batches(walk, jaxpr.outvars[:results], of_user, given)
     walk.report()
     return env
 
@@ -127,6 +131,29 @@ def _find_local_training(
                 fix="synchronization=dj.VariableSynchronization.ON_WRITE; for training apart that "
                 "is averaged later: with dj.expect(reason)",
             )
+
+
+def _warn_of_whole_batches(
+    walk: FactWalk, results: Sequence[Any], facts: Sequence[Fact], given: Given
+) -> None:
+    """Makes warnings of the notes on equal gradients of a step that is given a batch.
+
+    Nothing in it differs, so each replica computes with the whole batch. An argument is a batch if
+    it is not state, which comes back, nor a key.
+    """
+    updated = {updated_argument(fact) for fact in facts}
+    returned = {(v.aval.shape, v.aval.dtype) for v in results}
+
+    def is_batch(i: int, path: str, array: Any) -> bool:
+        is_state = i in updated or (array.shape, array.dtype) in returned or is_object_state(path)
+        is_key = jax_compat.is_key_dtype(array.dtype) or array.dtype == jnp.uint32
+        return array.ndim > 0 and array.size > 1 and not (is_state or is_key)
+
+    leaves = enumerate(zip(given.partitioned.paths, given.values, strict=True))
+    if walk.num_replicas > 1 and any(is_batch(i, p, x.array) for i, (p, x) in leaves):
+        for key, finding in walk.found.items():
+            if finding.rule == EQUAL_BATCH:
+                walk.found[key] = dataclasses.replace(finding, level="warning")
 
 
 # -- padded examples ----------------------------------------------------------

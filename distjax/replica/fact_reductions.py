@@ -99,7 +99,10 @@ def _summed_by_variable(walk: FactWalk, variable: Variable, site: Where, x: Fact
         return _as_written(x._replace(differs=False)) if number is None else Fact(number=number)
     if x.differs:
         findings.find_unreducible(walk, site, x)
-    made = findings.reduction_of(x)
+    made, grad = findings.reduction_of(x), x.find("grad")
+    walk.gradients_differ |= x.differs and grad is not None
+    if made is None and not x.differs and grad is not None:
+        findings.find_equal_batch(walk, [site, grad])
     if rule == "MEAN":
         if x.number is not None:
             return Fact(number=x.number * walk.num_replicas)  # until it is divided by R

@@ -172,9 +172,10 @@ class DefaultExtended:
         return values.values_from_function(self, fn)
 
     def distribute_dataset(self, dataset: DatasetLike, options: InputOptions | None = None) -> Any:
-        """Returns `dataset` itself, unless smaller batches are to be dropped or padded."""
+        """Returns `dataset` itself, unless a plain loop over it would do something else."""
         frames.require_cross_replica(self.strategy, "distribute_dataset")
-        if as_input_options(options, "distribute_dataset").partial == ERROR:
+        is_plain = datasets.loops_plainly(dataset)
+        if is_plain and as_input_options(options, "distribute_dataset").partial == ERROR:
             return dataset
         return datasets.distribute_dataset(None, dataset, options)
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from distjax import jax_compat
 from distjax.context.contracts import Destinations
 from distjax.errors import LocalityError, describe_value, message
+from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer
@@ -125,6 +126,7 @@ def place_on(value: PyTree, target: Sharding | None) -> Any:
     if target is None or isinstance(value, jax_compat.Tracer):
         return value
     if not isinstance(value, jax.Array):
+        require_held(value, "a value for destinations")
         return transfer(value, target) if hasattr(value, "dtype") else value
     is_there = value.committed and value.sharding == target
     return value if is_there else transfer(value, target)

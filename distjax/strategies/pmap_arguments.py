@@ -14,6 +14,7 @@ from distjax.integers import is_int
 from distjax.jax_compat import Tracer
 from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge, is_placeholder
+from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
@@ -147,6 +148,7 @@ class MappedArguments:
         return tuple(None if i in self.static else axes[i] for i in range(count))
 
     def _as_value(self, path: str, leaf: PyTree, axis: int | None, topology: Topology) -> Any:
+        require_held(leaf, f"{path} of {self.function}")
         if axis is None:
             if isinstance(leaf, PerReplica):
                 raise LocalityError(_per_replica_text(path, self.function, leaf))

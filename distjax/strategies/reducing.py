@@ -29,7 +29,7 @@ from distjax.integers import is_int
 from distjax.masks import require_mask
 from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
-from distjax.placement.host_values import require_no_mask, without_alias
+from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
@@ -348,6 +348,7 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
             )
         x = x.value if isinstance(x, Variable) else x
         require_no_mask(x, "broadcast_to")
+        require_held(x, "broadcast_to")
         x = x if isinstance(x, jax_compat.Tracer) else _copied(x)
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):

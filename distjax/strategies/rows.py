@@ -12,7 +12,7 @@ from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement.bare_rows import is_split_over_replicas
-from distjax.placement.host_values import without_alias
+from distjax.placement.host_values import require_held, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer
@@ -82,6 +82,7 @@ _AS_IT_IS = "pass trees without that dimension to run as they are"
 
 def require_rows(leaf: PyTree, where: str, topology: Topology, fix: str = _AS_IT_IS) -> None:
     """Raises a LocalityError unless `leaf` has a leading dimension of R."""
+    require_held(leaf, where)
     if leaf.ndim and leaf.shape[0] == topology.num_replicas:
         return
     raise LocalityError(

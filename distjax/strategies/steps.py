@@ -27,6 +27,7 @@ from distjax.errors import TraceLeakError, describe_value, message
 from distjax.integers import require_int
 from distjax.modes import ReduceOp
 from distjax.objects.claims import HeldClaims
+from distjax.placement.host_values import require_held
 from distjax.placement.per_replica import is_per_replica
 from distjax.program.program import Program
 from distjax.replica import lax
@@ -227,6 +228,8 @@ def _stack_steps(iterator: Iterator[PyTree], num_steps: int) -> Iterator[Steps]:
     alike: list[Any] = []
     try:
         for element in itertools.islice(iterator, num_steps):
+            for leaf in jax.tree.leaves(element):
+                require_held(leaf, "run_steps_on_iterator: an element")
             arrays = jax.tree.map(jnp.asarray, element)
             if alike and _form(arrays) != _form(alike[0]):
                 yield _as_steps(alike)

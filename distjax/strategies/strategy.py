@@ -261,14 +261,14 @@ class Strategy:
         Args:
           dataset: an iterable of trees of arrays (numpy, JAX, or anything that numpy
             converts, such as torch and TensorFlow tensors) that share a leading dimension
-            G, the global batch. Every ``iter`` iterates it afresh.
+            G, the global batch. Every ``iter`` calls its ``set_epoch(n)``, n = 0, 1, ..., if it has
+            one, and iterates it afresh.
           options: a `dj.InputOptions`, which decides what happens to smaller batches.
 
         Returns:
           A `dj.DistributedDataset`. Its elements are trees of PerReplica [G / R, ...],
           moved to the devices by a background thread; bare arrays where R is 1. The
-          default strategy returns `dataset` itself unless smaller batches are to be
-          dropped or padded.
+          default strategy returns `dataset` itself where a plain loop does the same.
 
         Locality: T out. Context: cross-replica or default.
 

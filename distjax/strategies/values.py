@@ -14,7 +14,7 @@ from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import locality as kinds
-from distjax.placement.host_values import require_no_mask, without_alias
+from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
@@ -206,6 +206,7 @@ def _stack(topology: Topology, column: Sequence[Any]) -> PerReplica:
         if not is_known or getattr(value, "dtype", None) == np.dtype(object):
             raise LocalityError(_values_text(describe_value(value)))
         require_no_mask(value, "distribute_values_from_function")
+        require_held(value, "distribute_values_from_function")
     shapes = {np.shape(value) for value in column}
     if len(shapes) > 1:
         raise LocalityError(_values_text(f"shapes {sorted(shapes)}"))

@@ -211,7 +211,8 @@ def own_counts(lengths, partial):
     return totals(batches, dj.InputOptions(shard="own", partial=partial))
 
 
-LENGTHS = [(15, 23), (23, 15), (4, 4), (8, 4), (0, 7), (9, 0), (0, 0)]
+SHORT = [(1, 8), (12, 1), (2, 9), (0, 1)]  # the first batch of a process is its last
+LENGTHS = [(15, 23), (23, 15), (4, 4), (8, 4), (0, 7), (9, 0), (0, 0), *SHORT]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

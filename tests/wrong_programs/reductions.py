@@ -59,7 +59,7 @@ def mean_after_mean(s, right):
     return _update(s, lambda w, x: mean(gradient(w, x)) if right else mean(mean(gradient(w, x))))
 
 
-@program(NOTE, "the same batch on every replica", "training on one batch is a common test")
+@program(WARNING, "the same batch on every replica", "training on one batch is a common test")
 def one_batch_for_all(s, right):
     x = inputs(s)
     batch = x if right else np.asarray(s.local_results(x)[0])

@@ -159,7 +159,7 @@ def apply_gradients(
     if frame.replica_context is None:
         _call_update(optimizer, model, frame.strategy.reduce(op, grads))
         return
-    if frame.strategy.num_replicas_in_sync == 1:
+    if frame.strategy.extended.is_default:
         _call_update(optimizer, model, grads)
         return
     update = _Update(optimizer, model, grads, frame.state, op)

@@ -144,6 +144,13 @@ def _can_hold(wanted: DTypeLike, given: DTypeLike) -> bool:
     return rank is not None and limit is not None and rank <= limit
 
 
+def rounded(value: PyTree, dtype: DTypeLike) -> PyTree:
+    """Returns an array in a dtype of its kind, rounded on purpose; anything else as it is."""
+    given = getattr(value, "dtype", None)
+    is_same_kind = given is not None and dtype_rank(given) == dtype_rank(dtype) is not None
+    return value.astype(dtype) if is_same_kind else value
+
+
 def _loses(dtype: DTypeLike, array: jax.Array) -> bool:
     """Returns whether a JAX array would be rounded, or wrap around, in another dtype."""
     if jax.typeof(array).weak_type:

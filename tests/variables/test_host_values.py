@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import distjax as dj
@@ -153,3 +154,14 @@ def test_integers_of_more_bits_do_not_wrap_around_in_silence():
         v.assign(np.int32(300))
     v.assign(np.int32(30))
     assert int(v.value) == 30
+
+
+def test_optimizers_and_metrics_round_on_purpose():
+    strategy = dj.VirtualStrategy(2)
+    with strategy.scope():
+        w = dj.Variable(jnp.ones(2, jnp.bfloat16))
+        optimizer = dj.optim.Optimizer(optax.adam(0.1))
+        optimizer.init([w])
+    strategy.run(lambda: optimizer.apply_gradients([(jnp.ones(2, jnp.float32), w)]))
+    np.testing.assert_allclose(np.asarray(w.value, np.float32), 0.9, rtol=0.01)
+    assert {v.dtype for v in (w, *optimizer.state[0].mu)} == {jnp.dtype(jnp.bfloat16)}

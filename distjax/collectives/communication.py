@@ -27,6 +27,11 @@ class CommunicationImplementation(enum.Enum):
 class CommunicationOptions:
     """How `reduce_to`, `batch_reduce_to` and optimizers reduce over the replicas.
 
+    Everything else is exact, and travels as it is: `reduce`, `gather`, `broadcast_to`, the
+    replica context's `all_reduce`, what variables combine when they are written or read, and the
+    results of metrics. Their totals are counts and losses, which bfloat16 would round to two or
+    three digits.
+
     Attributes:
       bytes_per_pack: arrays of one dtype are concatenated into packs of up to this many
         bytes, with one collective per pack; 0 leaves it to XLA.

@@ -22,6 +22,8 @@ from distjax.errors import ReductionWarning
 #: The rule name for state that goes in equal and comes out different.
 STATE = "state that comes back different"
 STATE_WHY = "a missing all_reduce makes every replica train a model of its own"
+#: Before the reason of a finding where R = 1.
+ALONE = "one replica hides it; with more, "
 STATE_FIX = (
     "grads = dj.get_replica_context().all_reduce('mean', grads) before the update, and before "
     "computing any flag that gates it"

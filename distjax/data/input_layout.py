@@ -14,6 +14,7 @@ from distjax.data.elements import HostTree
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import transfer_each, transfer_local_rows
+from distjax.replica.cross_facts import remember_own
 from distjax.typing import PyTree
 
 _ALIGNMENT = 64  # bytes; XLA copies host memory that is not aligned to this
@@ -101,7 +102,10 @@ class InputLayout:
     def as_element(self, arrays: PyTree) -> Any:
         """Returns arrays [R, B, ...] as PerReplica; one replica's [B, ...] unchanged."""
         topology = self.topology
-        if topology is None or topology.num_replicas == 1:
+        if topology is None:
+            return arrays
+        if topology.num_replicas == 1:
+            remember_own(arrays)
             return arrays
         return jax.tree.map(lambda array: PerReplica(array, topology), arrays)
 

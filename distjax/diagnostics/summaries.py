@@ -82,7 +82,7 @@ class SummaryWriter:
 
         Raises:
           LocalityError: a PerReplica.
-          TypeError: a step or a value that is not a real scalar.
+          TypeError: a step or a value that is not a real scalar, or values without names.
           ValueError: a value named "step" or "time"; a closed writer.
         """
         self._raise_failure()
@@ -91,6 +91,8 @@ class SummaryWriter:
         number = _value_of(step)
         if not _is_real(number):
             raise TypeError(_step_text(number))
+        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(_values_text(values))
         values = {name: _scalar(name, value) for name, value in values.items()}
         frame = frames.current()
         context = frame.replica_context
@@ -195,6 +197,15 @@ def _step_text(step: object) -> str:
         "write needs a number as its step",
         got=describe_value(step),
         why="a summary belongs to one step",
+        fix="writer.write(1, {'loss': loss})",
+    )
+
+
+def _values_text(values: object) -> str:
+    return message(
+        "write needs a mapping of names to numbers",
+        got=describe_value(values),
+        why="each number of a summary has a name",
         fix="writer.write(1, {'loss': loss})",
     )
 

@@ -167,7 +167,7 @@ def apply_gradients(
         _require_equal(kwargs)
         _call_update(optimizer, model, frame.strategy.reduce(op, grads), kwargs)
         return
-    if frame.strategy.num_replicas_in_sync == 1:
+    if frame.strategy.extended.is_default:
         _call_update(optimizer, model, grads, kwargs)
         return
     update = _Update(optimizer, model, grads, frame.state, op)

@@ -14,15 +14,19 @@ from distjax.collectives.communication import CommunicationOptions
 from distjax.collectives.mapping import map_replicas
 from distjax.collectives.packing import sum_over_replicas
 from distjax.context.contracts import StrategyLike
-from distjax.errors import LocalityError, message
+from distjax.context.finding import Finding
+from distjax.context.reporting import ALONE, STATE, STATE_WHY, report
+from distjax.errors import LocalityError, LocalityWarning, message
 from distjax.flax import metric_rules, rules
 from distjax.flax.layouts import as_stored_output
 from distjax.flax.plans import BARE, Entry, Plan
 from distjax.flax.traced_objects import Outcome
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
+from distjax.replica.cross_facts import is_own
 from distjax.replica.global_value import from_user_value, stack_replicas
 from distjax.typing import PyTree
+from distjax.user_lines import calling_line
 from distjax.variables.layouts.layout import Layout
 
 
@@ -63,6 +67,9 @@ def combine_writes(
             _require_origin(outcome, entry)
         else:
             combined[number] = _by_rule(plan, outcome, entry, value, topology)
+    if topology.num_replicas == 1:
+        own = [places[i][1] for i, value in combined.items() if is_own(value)]
+        _warn_of_divergence(own, outcome)
     combined.update(_reduce_sums(sums, places, topology))
     combined.update(_combine_metrics(plan, places, finals, topology))
     return {i: as_stored_output(value, places[i][0]) for i, value in combined.items()}
@@ -137,6 +144,19 @@ def _combine_metrics(
             (i, jnp.asarray(whole[name], finals[i].dtype)) for name, i in numbers.items()
         )
     return combined
+
+
+def _warn_of_divergence(entries: Sequence[Entry], outcome: Outcome) -> None:
+    """Warns of variables that a single replica wrote as several would not: differently."""
+    trained = [e for e in entries if e.rule == rules.MIRRORED and not _is_new(outcome, e)]
+    if trained:
+        text = message(
+            f"{trained[0].path} needs a value that would be equal on every replica",
+            got=f"a {trained[0].kind} computed from one replica's own examples",
+            why=f"{ALONE}{STATE_WHY}",
+            fix=_REDUCED_FIX,
+        )
+        report(Finding("warning", STATE, text, calling_line()), LocalityWarning)
 
 
 def _gather_parts(parts: Mapping[str, jax.Array], topology: Topology) -> dict[str, jax.Array]:
@@ -228,7 +248,12 @@ def _refuse_unequal(entry: Entry, is_new: bool) -> NoReturn:
             expected,
             got=f"a {entry.kind} that each replica wrote differently",
             why="a missing all_reduce makes every replica train a model of its own",
-            fix="grads = dj.get_replica_context().all_reduce('mean', grads) before "
-            "optimizer.update(model, grads); likewise a loss that it takes as value=loss",
+            fix=_REDUCED_FIX,
         )
     )
+
+
+_REDUCED_FIX = (
+    "grads = dj.get_replica_context().all_reduce('mean', grads) before optimizer.update(model, "
+    "grads); likewise a loss that it takes as value=loss"
+)

@@ -16,6 +16,7 @@ from distjax.layers.statistics import Statistics, batch_statistics
 from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.typing import ArrayLike, PyTree
+from distjax.variables.conversion import rounded
 from distjax.variables.variable import Variable
 
 #: Numbers of the host.
@@ -178,7 +179,7 @@ class BatchNormalization:
             with jax.numpy_dtype_promotion("standard"):  # the user's "strict" would raise
                 moved = self.momentum * old + (1 - self.momentum) * new
                 moved = jnp.where(has_any, moved, old)
-            moving.assign(moved)
+            moving.assign(rounded(moved, moving.dtype))
 
     def _transform(
         self, x: jax.Array, statistics: Statistics, parameters: Mapping[str, Any]

@@ -20,6 +20,7 @@ from distjax.modes import VariableAggregation, VariableSynchronization
 from distjax.placement.per_replica import is_per_replica
 from distjax.strategies.values import is_mirrored
 from distjax.typing import PyTree
+from distjax.variables.conversion import rounded
 from distjax.variables.variable import Variable
 
 
@@ -142,13 +143,14 @@ class Metric(abc.ABC):
 
     def _add_here(self, *args: PyTree, **kwargs: PyTree) -> None:
         for key, amount in self._require_totals(self.measure(*args, **kwargs)).items():
-            self.variables[key].assign_add(amount)
+            self.variables[key].assign_add(rounded(amount, self.variables[key].dtype))
 
     def _add_on_first_replica(self, *args: PyTree, **kwargs: PyTree) -> None:
         replica = frames.current().replica_context.replica_id_in_sync_group
         for key, amount in self._require_totals(self.measure(*args, **kwargs)).items():
             amount = jnp.asarray(amount)
-            self.variables[key].assign_add(jnp.where(replica == 0, amount, jnp.zeros_like(amount)))
+            own = jnp.where(replica == 0, amount, jnp.zeros_like(amount))
+            self.variables[key].assign_add(rounded(own, self.variables[key].dtype))
 
     def _require_totals(self, measured: object) -> Mapping[str, Any]:
         if isinstance(measured, Mapping) and set(measured) == set(self.variables):

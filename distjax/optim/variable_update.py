@@ -11,6 +11,7 @@ import optax
 from distjax.optim.slots import OptimizerState
 from distjax.replica.output_layout import place_output
 from distjax.typing import PyTree
+from distjax.variables.conversion import rounded
 from distjax.variables.variable import Variable
 
 
@@ -74,4 +75,4 @@ def _assign_with_slots(
 
 def _assign_each(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        variable.assign(rounded(value, variable.dtype))

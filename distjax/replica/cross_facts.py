@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from distjax.context import frames
 from distjax.jax_compat import JaxprEqn
+from distjax.placement.per_replica import PerReplica
 from distjax.placement.topology import Topology
 from distjax.replica import fact_reductions as reductions
 from distjax.replica import reduction_findings as findings
-from distjax.replica.facts import EQUAL, Fact, FactWalk, Site, SiteRecord, Where
+from distjax.replica.facts import DIFFERS, EQUAL, Fact, FactWalk, Site, SiteRecord, Where
 from distjax.typing import PyTree
 from distjax.user_lines import calling_line
 from distjax.variables.state import MergeState, ShapeState
@@ -96,12 +98,33 @@ def remember(values: Sequence[PyTree], facts: Sequence[Fact | None]) -> None:
                 _remember(getattr(value, "stacked", value), fact)
 
 
+def remember_own(tree: PyTree) -> None:
+    """Remembers that bare arrays are a single replica's own: a PerReplica if there were more.
+
+    So a step on one replica is judged as on several. What else it takes counts as equal.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            _store(leaf, DIFFERS)
+
+
+def is_own(value: PyTree) -> bool:
+    """Returns whether a value is a replica's own: a PerReplica, or a single replica's array."""
+    if isinstance(value, PerReplica):
+        return True
+    fact = recall(value)
+    return fact is not None and fact.differs
+
+
 def _remember(array: PyTree, fact: Fact) -> None:
     tags = frozenset((name, _without_trace(held)) for name, held in fact.tags if name in _CARRIED)
-    if tags and isinstance(array, jax.Array):
-        key = id(array)
-        reference = weakref.ref(array, lambda _: _known.pop(key, None))
-        _known[key] = reference, Fact(fact.differs, None, tags)
+    if (tags or fact.differs) and isinstance(array, jax.Array):
+        _store(array, Fact(fact.differs, None, tags))
+
+
+def _store(array: PyTree, fact: Fact) -> None:
+    key = id(array)
+    _known[key] = weakref.ref(array, lambda _: _known.pop(key, None)), fact
 
 
 def recall(value: PyTree) -> Fact | None:
@@ -123,7 +146,7 @@ def follow_between_runs(
     """Reports mistakes in a cross-replica reduction; remembers facts of its results."""
     facts = [recall(array) for array in arrays] if _is_between_runs() else []
     for out, fact in zip(outs, facts, strict=False):
-        if fact is not None:
+        if fact is not None and fact.tags:
             walk = _EagerWalk(topology)
             remember([out], [follow(walk, op, _ANY, fact)])
             walk.report()

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from distjax import jax_compat
@@ -72,12 +73,13 @@ def examine(
     Returns:
       A fact for each value in the jaxpr.
     """
-    args = given.values
+    ins = [_of_argument(i, argument) for i, argument in enumerate(given.values)]
+    args = as_if_several(given.values, ins)
     leading = frozenset(a.array.shape[1] for a in args if a.varying and a.array.ndim > 1)
     walk = FactWalk(RULES, topology.axis_name, topology.num_replicas, leading)
     walk.written = {v.serial_number: v for v in written}
     walk.on_merge = lambda eqn, ins: _examine_merge(walk, eqn, ins)
-    env = walk.run(jaxpr, [_of_argument(i, argument) for i, argument in enumerate(args)])
+    env = walk.run(jaxpr, ins)
     outs = [walk.read(env, v) for v in jaxpr.outvars]
     of_user, of_objects, finals = outs[:own], outs[own:results], outs[results:]
     findings.find_sums(walk)
@@ -93,9 +95,20 @@ def examine(
 
 
 def _of_argument(index: int, value: GlobalValue) -> Fact:
-    known = (recall(value.array) or EQUAL)._replace(differs=value.varying)
-    is_plain = not (value.varying or known.tags)
+    known = recall(value.array) or EQUAL
+    known = known._replace(differs=value.varying or known.differs)
+    is_plain = not (known.differs or known.tags)
     return known.having(base=f"argument {index}") if is_plain else known
+
+
+def as_if_several(values: Sequence[GlobalValue], facts: Sequence[Fact]) -> list[GlobalValue]:
+    """Returns values as if there were several replicas: a single replica's own are [R, ...]."""
+    return [
+        GlobalValue(jax.ShapeDtypeStruct((1, *x.array.shape), x.array.dtype), True)
+        if fact.differs and not x.varying
+        else x
+        for x, fact in zip(values, facts, strict=True)
+    ]
 
 
 def _examine_merge(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:

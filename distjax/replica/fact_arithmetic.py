@@ -56,8 +56,11 @@ def mul(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     a, b = ins
     if a.number is not None and b.number is not None:
         product = Fact(False, a.number * b.number, a.tags | b.tags)
+        site = walk.site(eqn)
         is_over_r = any(is_close(x.number, 1 / walk.num_replicas) and not x.tags for x in ins)
-        is_over_r = is_over_r or findings.names_replicas(walk.site(eqn))
+        if walk.is_alone:  # times 1 is no sign, except where average_loss multiplies by R
+            is_over_r = site.is_share and not shape_of(eqn.outvars[0])
+        is_over_r = is_over_r or findings.names_replicas(site)
         return [_over_replicas(product) if is_over_r else product]
     if b.number is not None and not b.find("grad"):
         return [_scaled(walk, eqn, a, b.number)]
@@ -81,7 +84,11 @@ def may_average(walk: FactWalk, factor: float, *, is_product: bool = False) -> b
     parts = 1 / (factor * walk.num_replicas)
     count = round(parts)
     is_power_of_two = count & (count - 1) == 0
-    return count >= 1 and is_close(parts, count) and (is_power_of_two or not is_product)
+    return (
+        count >= 1 + walk.is_alone
+        and is_close(parts, count)
+        and (is_power_of_two or not is_product)
+    )
 
 
 def _scaled(
@@ -90,6 +97,12 @@ def _scaled(
     """Returns the fact of `x` times a number."""
     count = walk.num_replicas
     x = x.without("count", "old")
+    if walk.is_alone and is_close(factor, 1.0):
+        site = walk.site(eqn)
+        if site.is_share:  # for a mean it returns R times the share; weights are an array of ones
+            return x if shape_of(eqn.outvars[0]) else x.without("share")
+        if not findings.tells_replicas(walk, site):  # R, or any other 1
+            return x if is_product else x.without(*reductions.UNTIL_DIVIDED)
     if is_close(factor, 1 / count):
         is_rate = is_product and x.find("whole") and not findings.names_replicas(walk.site(eqn))
         return x if is_rate else reductions.divided(walk, eqn, x)
@@ -141,14 +154,14 @@ def div(walk: FactWalk, eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact]:
     a, b = ins
     if b.number is not None and b.number != 0:
         if a.number is not None:
-            is_mean = walk.site(eqn).is_mean
+            site = walk.site(eqn)
             quotient = Fact(False, a.number / b.number, a.tags)
-            if is_close(b.number, walk.num_replicas) and not is_mean:
+            if is_close(b.number, walk.num_replicas) and not site.is_mean:
                 quotient = _over_replicas(quotient)
-            return [quotient.having(divisor=(b.number, is_mean))]
+            return [quotient.having(divisor=(b.number, site.is_mean, site.is_share))]
         return [_over_number(walk, eqn, a, b.number)]
     if a.number is not None and a.find("grad") is None:
-        return [_number_over(walk, eqn, a.number, b)]
+        return [_number_over(walk, eqn, a, b)]
     if a.find("total_site") and not walk.is_transposed(eqn):
         if b.find("total_site") and not shape_of(eqn.outvars[0]):
             walk.ratio_counts.add(eqn.invars[1])
@@ -165,15 +178,18 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     (count, num_axes), site = x.find("total") or (0, 0), walk.site(eqn)
     if x.find("squares") and count:
         return DIFFERS.having(variance=site)
-    if count > 1 and is_close(number, count) and (num_axes == 1 or site.is_mean):
+    is_plain_mean = num_axes == 1 and not walk.is_alone  # else the global batch is as large
+    if count > 1 and is_close(number, count) and (is_plain_mean or site.is_mean):
         return x.only("grad").having(mean=site)
     is_local = is_close(x.find("added"), number) and number != walk.num_replicas
+    is_local = is_local and not walk.is_alone
     if is_local and not (walk.is_transposed(eqn) or findings.names_replicas(site)):
         if x.differs:
             return x.only("grad").having(mean=site)
         if x.find("summed"):  # the same, divided later
             return EQUAL.having(times_R=("mean", site, x.find("summed")))
     is_share = count > 1 and is_close(number, count * walk.num_replicas)
+    is_share = is_share and (site.is_share or not walk.is_alone)
     if is_share and not findings.writes_replicas(walk, site):
         return DIFFERS.having(share=site)
     if site.is_mean and walk.is_transposed(eqn):  # a mean within an example, as in a layer norm
@@ -181,13 +197,13 @@ def _over_number(walk: FactWalk, eqn: JaxprEqn, x: Fact, number: float) -> Fact:
     return _scaled(walk, eqn, x, 1 / number, is_product=False)
 
 
-def _number_over(walk: FactWalk, eqn: JaxprEqn, number: float, x: Fact) -> Fact:
+def _number_over(walk: FactWalk, eqn: JaxprEqn, number: Fact, x: Fact) -> Fact:
     """Returns the fact of a number divided by `x`."""
     site = walk.site(eqn)
     if walk.is_transposed(eqn):
         if x.differs and eqn.invars[1] in walk.ratio_counts:
             return DIFFERS.having(ratio=site, grad=site)
-        if x.find("count") and is_close(number, 1.0):
+        if x.find("count") and is_close(number.number, 1.0) and not number.find("over_R"):
             return EQUAL.having(share=site, grad=site)
         return x.only("norm")
     if x.differs and x.find("mean") and not x.find("grad") and not shape_of(eqn.outvars[0]):

@@ -48,7 +48,7 @@ def _summed_over_replicas(walk: FactWalk, site: Where, x: Fact) -> Fact:
 
 
 #: Tags that a division by the number of replicas removes.
-_UNTIL_DIVIDED = (
+UNTIL_DIVIDED = (
     *("mean", "share", "total", "added", "summed", "count", "times_R", "whole", "repeated"),
 )
 
@@ -66,7 +66,7 @@ def _summed_in_derivative(walk: FactWalk, site: Where, x: Fact) -> Fact:
 
 def divided(walk: FactWalk, eqn: JaxprEqn, x: Fact) -> Fact:
     """Returns the fact of `x` divided by the number of replicas."""
-    site, rest = walk.site(eqn), x.without(*_UNTIL_DIVIDED)
+    site, rest = walk.site(eqn), x.without(*UNTIL_DIVIDED)
     if x.differs:
         return rest
     times, whole = x.find("times_R"), x.find("whole")

@@ -68,7 +68,7 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     """Returns the fact of the first cotangent of a sum over `count` elements: their weight."""
     weight, seed = x.number * count, walk.site(eqn)  # type: ignore[operator]
     repeated, x = x.find("repeated"), x._replace(tags=x.without("repeated").tags)
-    divisor, is_mean = x.find("divisor") or (None, False)
+    divisor, is_mean, is_average_loss = x.find("divisor") or (None, False, False)
     shape, dims = shape_of(eqn.outvars[0]), eqn.params["broadcast_dimensions"]
     summed = [length for axis, length in enumerate(shape) if axis not in dims]
     # The elements of one example may by chance be as many as a batch: there, trust only jnp.mean.
@@ -76,15 +76,18 @@ def _seed(walk: FactWalk, eqn: JaxprEqn, x: Fact, count: int) -> Fact:
     is_whole = shape in walk.completed and shape[0] not in walk.leading
     is_local = walk.may_be_batch(summed) and not is_whole
     is_divided = x.find("over_R") or arithmetic.may_average(walk, weight)
-    is_mean_of_rows = is_close(weight, 1.0) and len(summed) == 1 or is_weighted
+    is_plain_mean = is_close(weight, 1.0) and len(summed) == 1 and not walk.is_alone
+    is_mean_of_rows = is_plain_mean or is_weighted
     if is_local and is_mean_of_rows and not is_divided:
         x = x.having(mean=seed, grad=seed)
         is_repeated = repeated and is_weighted and is_close(weight, walk.num_replicas)
         return x.having(repeated=repeated) if is_repeated else x
-    if is_local and is_close(x.number, 1.0) and len(summed) == 1 and count in walk.leading:
+    is_sum = is_close(x.number, 1.0) and len(summed) == 1 and not walk.is_alone
+    if is_local and is_sum and count in walk.leading:
         return x.having(added=count, grad=seed)
     is_share = is_close(weight * walk.num_replicas, 1.0)
     is_share = is_share and is_close(divisor, count * walk.num_replicas)
+    is_share = is_share and (is_average_loss and not x.find("over_R") or not walk.is_alone)
     if is_share and not findings.writes_replicas(walk, seed):
         return x.having(share=seed, grad=seed)
     return x.having(grad=seed)

@@ -45,9 +45,22 @@ class Site:
     @property
     def is_mean(self) -> bool:
         """Whether jnp.mean, or a method of that name, made the equation."""
+        return self._is_made_by(_MEANS)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether dj.losses.average_loss made the equation, which divides by the global batch."""
+        return self._is_made_by(_SHARES)
+
+    @property
+    def is_over_replicas(self) -> bool:
+        """Whether a mean over the replicas made the equation: it divides by their number."""
+        return self._is_made_by(_OVER_REPLICAS)
+
+    def _is_made_by(self, functions: Sequence[str]) -> bool:
         frames = user_lines.frames_of(self._eqns[-1])
         inside = itertools.takewhile(lambda frame: frame.is_library, frames)
-        return any(frame.function in _MEANS for frame in inside)
+        return any(frame.function in functions for frame in inside)
 
     @property
     def names(self) -> str:
@@ -61,9 +74,12 @@ class SiteRecord(NamedTuple):
     source: str
     is_mean: bool
     names: str
+    is_share = is_over_replicas = False
 
 
 _MEANS = ("mean", "_mean")
+_SHARES = ("average_loss",)
+_OVER_REPLICAS = ("pmean", "from_total")
 
 
 Where: TypeAlias = Site | SiteRecord
@@ -140,6 +156,8 @@ class FactWalk:
       leading: the leading dimension sizes of arguments that differ: of local batches.
 
     Attributes:
+      is_alone: whether R = 1: the code is judged as for more replicas, but a division by R is one
+        by 1, and the global batch is as large as the local one. What may be either is silent.
       across: whether a reduction of cross-replica code is being tracked.
       tells_means_apart: whether a reduction shows by how much the replicas' local means differ.
       completed: shapes of what is summed over the rows of a completed batch.
@@ -159,6 +177,7 @@ class FactWalk:
         self, rules: Mapping[str, Any], axis_name: str, num_replicas: int, leading: frozenset[int]
     ):
         self._rules, self.axis_name, self.num_replicas = rules, axis_name, num_replicas
+        self.is_alone = num_replicas == 1
         self.leading = leading
         self.in_transpose = False
         self.across = self.tells_means_apart = False
@@ -213,7 +232,9 @@ class FactWalk:
 
     def report(self) -> None:
         """Reports what was found, without what another part of the function refutes."""
-        refuted = {EQUAL_BATCH: self.gradients_differ, LOCAL_VARIANCES: self.tells_means_apart}
+        # A batch that one replica takes from the host, or transforms, is that replica's own.
+        is_own_batch = self.gradients_differ or self.is_alone
+        refuted = {EQUAL_BATCH: is_own_batch, LOCAL_VARIANCES: self.tells_means_apart}
         for (rule, _), finding in self.found.items():
             if not refuted.get(rule, False):
                 report(finding)

@@ -16,6 +16,7 @@ import numpy as np
 from distjax.context.expectation import without_expectations
 from distjax.context.finding import Finding
 from distjax.context.reporting import (
+    ALONE,
     STATE,
     expected_state_fix,
     num_reported,
@@ -49,7 +50,7 @@ class Feedback:
         self._equal = {
             path: np.shape(leaf)
             for path, leaf in _leaves((args, kwargs))
-            if not isinstance(leaf, PerReplica)
+            if not cross_facts.is_own(leaf)
         }
         self._returned: dict[int, tuple[str, Any]] = {}
         self._num_reported = num_reported()
@@ -66,9 +67,9 @@ class Feedback:
         if num_reported() > self._num_reported:  # already reported while tracing
             return
         self._returned = {
-            id(leaf.stacked): (path, weakref.ref(leaf.stacked))
+            id(_array_of(leaf)): (path, weakref.ref(_array_of(leaf)))
             for path, leaf in _leaves(result)
-            if isinstance(leaf, PerReplica)
+            if cross_facts.is_own(leaf)
         }
 
     def compare(self, args: PyTree, kwargs: PyTree) -> None:
@@ -78,36 +79,43 @@ class Feedback:
         meant: dict[int, tuple[Any, str]] = {}
         args, kwargs = without_expectations(tuple(args), kwargs, meant)
         found: dict[str | None, list[tuple[str, str]]] = {}
-        others = list[str]()
+        others, why = list[str](), ALONE
         for path, leaf in _leaves((args, kwargs)):
             came_back, name = self._result_path(path, leaf), user_path(path, self._names)
             if came_back is None:
                 others.append(name)
                 continue
-            _, reason = meant.get(id(leaf.stacked), (None, None))
+            _, reason = meant.get(id(_array_of(leaf)), (None, None))
             found.setdefault(reason, []).append((name, came_back))
+            why = "" if isinstance(leaf, PerReplica) else why
         for reason, pairs in found.items():
-            text = self._text(pairs, others)
+            text = self._text(pairs, others, why)
             report(Finding("warning", STATE, text, calling_line(), reason), LocalityWarning)
 
     def _result_path(self, path: str, leaf: PyTree) -> str | None:
         """Returns which first-call result an argument is, if it was equal in that call."""
-        if not isinstance(leaf, PerReplica) or self._equal.get(path) != leaf.shape:
+        if not cross_facts.is_own(leaf) or self._equal.get(path) != leaf.shape:
             return None
-        result, reference = self._returned.get(id(leaf.stacked), ("", lambda: None))
-        is_same = reference() is leaf.stacked and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        array = _array_of(leaf)
+        result, reference = self._returned.get(id(array), ("", lambda: None))
+        is_same = reference() is array and jnp.issubdtype(leaf.dtype, jnp.inexact)
         return (f"its result{result}" if result else "its result") if is_same else None
 
-    def _text(self, pairs: Sequence[tuple[str, str]], others: Sequence[str]) -> str:
+    def _text(self, pairs: Sequence[tuple[str, str]], others: Sequence[str], why: str) -> str:
         shown = ", ".join(f"{argument} (which is {result})" for argument, result in pairs[:8])
         more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
         differing = [argument for argument, _ in pairs]
         return message(
             f"{self._name} takes state that is equal on every replica and needs to return it equal",
             got=f"in its second call values that differ per replica at {shown}{more}",
-            why=state_why(differing),
+            why=why + state_why(differing),
             fix=expected_state_fix(differing, others),
         )
+
+
+def _array_of(value: Any) -> Any:
+    """Returns the array of a PerReplica; any other array as it is."""
+    return value.stacked if isinstance(value, PerReplica) else value
 
 
 def _leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:

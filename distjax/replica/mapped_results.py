@@ -90,7 +90,7 @@ def stack_results(
         )
         if axis is None and value.varying
     ]
-    if lost and topology.num_replicas > 1:
+    if lost:
         _report_lost(name, [result.paths[i] for i in lost], flow.origins(lost), options)
     stacked = [
         _with_axis(leaf, axis, topology, options) for leaf, axis in zip(leaves, axes, strict=True)

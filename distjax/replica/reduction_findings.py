@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distjax.context.expectation import reason_in
 from distjax.context.finding import Finding
-from distjax.context.reporting import EQUAL_BATCH
+from distjax.context.reporting import ALONE, EQUAL_BATCH
 from distjax.errors import message
 from distjax.jax_compat import JaxprEqn
 from distjax.replica.facts import Fact, FactWalk, Times, Where, shape_of
@@ -43,6 +43,7 @@ def find(
     source = calling_line() if sites[0].source == UNKNOWN else sites[0].source
     if (rule, source) in walk.found:
         return
+    why = f"{ALONE}{why}" if walk.is_alone else why
     made = [f", from a value made at {site.source}" for site in sites[1:]]
     text = message(expected, got=f"{got}, at {source}{''.join(made)}", why=why, fix=fix)
     reason = next((r for r in map(reason_in, (site.names for site in sites)) if r), None)
@@ -52,6 +53,12 @@ def find(
 def names_replicas(site: Where) -> bool:
     """Returns whether the user's line mentions the number of replicas, not merely R's value."""
     return bool(_COUNT.search(_line(site)))
+
+
+def tells_replicas(walk: FactWalk, site: Where) -> bool:
+    """Returns whether a factor of 1 is the number of replicas: by the line, or by what made it."""
+    is_made = site.is_over_replicas or site.is_share or written_variable(walk, site) is not None
+    return is_made or names_replicas(site)
 
 
 def writes_replicas(walk: FactWalk, site: Where) -> bool:

@@ -24,9 +24,15 @@ from distjax.replica.body_errors import (
     require_no_other_mesh,
     require_own_axis,
 )
-from distjax.replica.cross_facts import remember
+from distjax.replica.cross_facts import remember, remember_own
 from distjax.replica.emit import JaxprEmitter
-from distjax.replica.examine import Given, examine, find_unequal_start, report_lone_updates
+from distjax.replica.examine import (
+    Given,
+    as_if_several,
+    examine,
+    find_unequal_start,
+    report_lone_updates,
+)
 from distjax.replica.facts import EQUAL, Fact
 from distjax.replica.feedback import Feedback
 from distjax.replica.global_value import (
@@ -120,7 +126,7 @@ def run_in_trace(
         flow = DataFlow(traced.jaxpr, global_values, named.axis_name)
         return stack_results(given.name, traced.result, pinned, flow, topology, options)
     values = [as_user_value(r, topology) for r in pinned]
-    remember(values, facts)
+    _remember_results(values, facts, topology)
     result = traced.result.combine(values)
     feedback.remember(result)
     return result
@@ -161,24 +167,35 @@ def _tell_findings(
 ) -> list[Fact]:
     """Reports mistakes, tells the observer what is proved; returns a fact per result, or none."""
     given, traced, results, _ = emitted
-    if topology.num_replicas == 1:
-        _tell_observer(emitted, {}, topology)
-        return []
+    is_alone = topology.num_replicas == 1
     own = results
     if options.returns_object_state:
         own = results[: sum(path.startswith("[0]") for path in traced.result.paths)]
     env = examine(traced.jaxpr, traced.written, given, topology, own=len(own), results=len(results))
-    _tell_observer(emitted, env, topology)
+    _tell_observer(emitted, {} if is_alone else env, topology)
     outvars = traced.jaxpr.outvars[: len(results)]
     facts = [EQUAL if isinstance(v, jax_compat.Literal) else env[v] for v in outvars]
+    inputs = [env[v] for v in traced.jaxpr.invars]
+    if is_alone:
+        given = given._replace(values=as_if_several(given.values, inputs))
+        results = as_if_several(results, facts)
+        own = results[: len(own)]
     if options.out_axes is AS_VALUES:
-        inputs = [env[v] for v in traced.jaxpr.invars]
-        if not check_state(fn, given, traced.result, results, (inputs, facts), outer.expectations):
+        known, meant = (inputs, facts), outer.expectations
+        if not check_state(fn, given, traced.result, results, known, meant, is_alone=is_alone):
             paths = traced.result.paths[: len(own)]
             if own is not results:
                 paths = [path.removeprefix("[0]") for path in paths]
-            report_lone_updates(facts[: len(own)], paths, own, given, outer.expectations)
+            report_lone_updates(facts[: len(own)], paths, own, given, meant)
     return facts
+
+
+def _remember_results(values: Sequence[Any], facts: Sequence[Fact], topology: Topology) -> None:
+    """Remembers facts about results; of a single replica, which would differ if there were more."""
+    remember(values, facts)
+    if topology.num_replicas == 1:
+        pairs = zip(values, facts, strict=True)
+        remember_own([v for v, fact in pairs if fact.differs and fact.find("base")])
 
 
 def _tell_observer(emitted: _Emitted, env: dict[Any, Any], topology: Topology) -> None:
@@ -238,7 +255,7 @@ def _bind_created(
 ) -> None:
     """Registers created variables with the outer trace, with replica 0's values."""
     for variable, value in zip(created, values, strict=True):
-        if value.varying and topology.num_replicas > 1:
+        if value.varying:
             find_unequal_start(variable)
         first = value.array[0] if value.varying else value.array
         outer.creations.collect(variable, first)  # pyright: ignore[reportOptionalMemberAccess]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from distjax.context.finding import Finding
 from distjax.context.reporting import (
+    ALONE,
     STATE,
     STATE_FIX,
     STATE_WHY,
@@ -73,6 +74,8 @@ def check_state(
     results: Sequence[GlobalValue],
     facts: tuple[Sequence[Fact], Sequence[Fact]],
     expectations: Mapping[int, tuple[Any, str]],
+    *,
+    is_alone: bool = False,
 ) -> bool:
     """Warns if state went in M and came out T; raises for Flax TrainState params.
 
@@ -83,6 +86,7 @@ def check_state(
       results: the values of the result's leaves.
       facts: what is known about the arguments, and about the results.
       expectations: the leaves that `dj.expect` allows to differ, by `id`, with the reason.
+      is_alone: whether R = 1, where nothing has diverged yet: nothing is raised.
 
     Returns:
       Whether there is such state, expected or not.
@@ -103,7 +107,7 @@ def check_state(
         others = [user_path(leaf.path, given.names) for leaf in arg.others(changed)]
         for reason in dict.fromkeys(reasons):
             own = [p for p, r in zip(paths, reasons, strict=True) if r == reason]
-            _report(fn, arg, own, others, reason)
+            _report(fn, arg, own, others, reason, is_alone)
     return is_found
 
 
@@ -163,7 +167,12 @@ def _changed_leaves(arg: _Tree, out: _Tree) -> list[_Leaf]:
 
 
 def _report(
-    fn: Callable[..., Any], arg: _Tree, paths: list[str], others: list[str], reason: str | None
+    fn: Callable[..., Any],
+    arg: _Tree,
+    paths: list[str],
+    others: list[str],
+    reason: str | None,
+    is_alone: bool,
 ) -> None:
     train_state = sys.modules.get("flax.training.train_state")
     is_train_state = train_state is not None and issubclass(arg.kind(), train_state.TrainState)
@@ -173,9 +182,10 @@ def _report(
         "equal",
         got=f"values that differ per replica at {', '.join((strict or paths)[:8])}"
         + (f" and {len(strict or paths) - 8} more" if len(strict or paths) > 8 else ""),
-        why=STATE_WHY if strict else state_why(paths),
+        why=(ALONE if is_alone else "") + (STATE_WHY if strict else state_why(paths)),
         fix=STATE_FIX if strict else expected_state_fix(paths, others),
     )
-    level, kind = ("error", LocalityError) if strict else ("warning", LocalityWarning)
+    is_error = strict and not is_alone
+    level, kind = ("error", LocalityError) if is_error else ("warning", LocalityWarning)
     source = calling_line()
     report(Finding(level, STATE, text, source, reason), kind)

@@ -20,22 +20,26 @@ from distjax.typing import PyTree
 class PerWorkerValues:
     """One value per worker; in a step, the value of the worker that runs it.
 
+    `schedule` gives the values to the workers there are then, in the order of their ids. One that
+    is removed afterwards takes its value with it, and one that is added has none: it takes no
+    closure that needs one.
+
     Args:
-      values: by worker.
+      values: by worker; as many as there are workers, else `schedule` raises a ValueError.
 
     Source: tf.distribute.experimental.coordinator.PerWorkerValues.
     """
 
     def __init__(self, values: Sequence[Any]):
         self.values = tuple(values)
-        self._by_worker = dict(enumerate(self.values))
+        self._by_worker: Mapping[int, Any] | None = None  # until `schedule` gives them out
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({list(self.values)!r})"
 
     def draw(self, worker: int) -> Any:
         """Returns the value of a worker."""
-        if worker not in self._by_worker:
+        if self._by_worker is None or worker not in self._by_worker:
             raise DataEnded
         return self._by_worker[worker]
 
@@ -51,11 +55,20 @@ class PerWorkerValues:
         values._by_worker = dict(by_worker)
         return values
 
-    def copy(self) -> PerWorkerValues:
-        """Returns the same values, in containers and numpy arrays of their own."""
-        return self.of_workers(
-            {k: jax.tree.map(without_alias, value) for k, value in self._by_worker.items()}
-        )
+    def copy_for(self, workers: Sequence[int]) -> PerWorkerValues:
+        """Returns the values for these workers, in containers and numpy arrays of their own.
+
+        Elements that an iterator drew belong to their workers already.
+
+        Raises:
+          ValueError: as many values as there are workers are needed.
+        """
+        given = self._by_worker
+        if given is None:
+            if len(self.values) != len(workers):
+                raise ValueError(_values_text(len(self.values), workers))
+            given = dict(zip(workers, self.values, strict=True))
+        return self.of_workers({k: jax.tree.map(without_alias, v) for k, v in given.items()})
 
 
 class PerWorkerIterator:
@@ -183,6 +196,15 @@ class PerWorkerDataset:
         iterator = PerWorkerIterator(streams)
         self._iterators.add(iterator)
         return iterator
+
+
+def _values_text(count: int, workers: Sequence[int]) -> str:
+    return message(
+        f"PerWorkerValues needs a value for each of the {len(workers)} workers",
+        got=f"{count} values for workers {list(workers)}",
+        why="a value without a worker would be dropped, and a worker without a value stay idle",
+        fix=f"dj.PerWorkerValues([value_of(worker) for worker in {list(workers)}])",
+    )
 
 
 def require_source(fn_or_dataset: object, at: str) -> None:

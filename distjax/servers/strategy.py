@@ -58,7 +58,8 @@ class ParameterServerStrategy(Strategy):
       engine: runs workers and servers: "threads", or an engine such as `dj.servers.ThreadEngine()`.
       cut: "least_bytes": the worker runs the part of a merge that minimizes the bytes sent, so it
         reduces gradients over its own replicas; "arguments": servers run all of a merge, so that
-        one closure at a time gives the results of `OneDeviceStrategy` bit for bit. What differs per
+        one closure at a time gives the results of `OneDeviceStrategy`, to rounding: XLA may fuse a
+        product that ends the worker's part with a sum that begins the server's. What differs per
         replica is then sent as k rows, since a reduction is part of the merge; the server adds them
         in order, as CPU devices do, so on CPU the bits are those of `MirroredStrategy`.
       axis_name: the name of the replica axis in a step (of size k, or 1).
@@ -266,6 +267,6 @@ def _require_cut(value: object) -> None:
             f"ParameterServerStrategy: cut needs one of {', '.join(map(repr, CUTS))}",
             got=describe_value(value),
             why="it says which part of a merge the worker does",
-            fix="dj.ParameterServerStrategy(cut='arguments') for the bits of OneDeviceStrategy",
+            fix="dj.ParameterServerStrategy(cut='arguments') for the results of OneDeviceStrategy",
         )
     )

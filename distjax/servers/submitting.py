@@ -88,7 +88,7 @@ def cut_call(
     """
     given = dict(kwargs) if isinstance(kwargs, Mapping) else kwargs
     args, kwargs = require_call(fn, args, given, "schedule")
-    args, kwargs, sources = _take_over(args, kwargs)
+    args, kwargs, sources = _take_over(board, args, kwargs)
     cut = functools.partial(_cut, strategy, fn, args, kwargs)
     if sources:
         _cut_first(board, fn, cut, sources)
@@ -98,13 +98,16 @@ def cut_call(
 
 
 def _take_over(
-    args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    board: Board, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[PerWorkerSource, ...]]:
     """Returns arguments that the caller cannot change before a worker reads them; their sources."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     _require_no_remote_value(leaves)
     found = dict.fromkeys(filter(_is_source, leaves))
-    own = {x: x.copy() if isinstance(x, PerWorkerValues) else x for x in found}
+    if found and board.is_closed:
+        raise RuntimeError(_no_workers(next(iter(found))))
+    workers = [worker.number for worker in board.active_workers()]
+    own = {x: x.copy_for(workers) if isinstance(x, PerWorkerValues) else x for x in found}
     taken = [own[x] if _is_source(x) else without_alias(x) for x in leaves]
     args, kwargs = jax.tree.unflatten(treedef, taken)
     return args, kwargs, tuple(own.values())
@@ -153,8 +156,6 @@ def run_step(
     board = board_of(strategy)
     board.pauses.require_going("run")
     closure = cut_call(board, strategy, fn, args, kwargs, is_reported=False)
-    if board.is_closed and closure.sources:
-        raise RuntimeError(_no_workers(closure.sources[0]))
     if board.is_closed and threading.current_thread() is threading.main_thread():
         settings = settings_of_this_thread()
         _calls.complete(lambda: _put_and_run(board, strategy, closure, settings))

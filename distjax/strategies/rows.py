@@ -16,6 +16,7 @@ from distjax.placement.host_values import require_held, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer
+from distjax.replica.cross_facts import remember_own
 from distjax.replica.output_layout import place_output
 from distjax.replica.partitioned_tree import is_array
 from distjax.typing import PyTree
@@ -61,7 +62,9 @@ def place_rows(extended: ExtendedLike, rows: PyTree) -> Any:
     """Returns [R, ...] as a PerReplica; the single row where the strategy never wraps."""
     topology = extended.topology
     if not extended.wraps:
-        return _place(without_alias(rows[0]), topology)
+        row = _place(without_alias(rows[0]), topology)
+        remember_own(row)
+        return row
     if isinstance(rows, jax_compat.Tracer):
         return place_output(PerReplica(rows, topology), topology)
     return PerReplica(_copied_to(rows, topology), topology)

@@ -20,6 +20,7 @@ from distjax.placement.per_replica import PerReplica, is_per_replica, require_sa
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import local_rows, transfer_local_rows
 from distjax.replica.call_checks import require_callable
+from distjax.replica.cross_facts import remember_own
 from distjax.strategies.contracts import ExtendedContract
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
@@ -181,7 +182,9 @@ def values_from_function(extended: ExtendedContract, fn: Callable[[Any], Any]) -
     """Returns a PerReplica of the values of ``fn`` for each replica."""
     require_callable(fn, "distribute_values_from_function")
     if not extended.wraps:
-        return fn(ValueContext())
+        value = fn(ValueContext())
+        remember_own(value)
+        return value
     topology = extended.topology
     flat: list[tuple[list[Any], Any]] = []
     for replica in topology.local_replicas:

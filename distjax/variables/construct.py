@@ -220,7 +220,8 @@ def initializer_of(
         except (TypeError, ValueError) as error:
             raise ValueError(_initial_text(value, dtype, name)) from error
         what = f"the initial value of variable {name!r}"
-        return to_dtype(array, wanted, what, f"dj.Variable(jnp.asarray(x).astype(jnp.{wanted}))")
+        fix = f"dj.Variable(jnp.asarray(x).astype(jnp.{wanted}))"
+        return to_dtype(array, wanted, what, fix, rounds=True)
 
     return make
 

@@ -70,7 +70,7 @@ def convert(variable: StoredVariable, value: PyTree, method: str) -> Array:
     return without_alias(array)
 
 
-def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
+def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str, *, rounds: bool = False) -> Array:
     """Returns a numpy or JAX array cast to a dtype of its kind, or of a higher one.
 
     Args:
@@ -78,9 +78,11 @@ def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
       dtype: the dtype of the variable.
       what: what needs it, for errors, such as "assign of variable 'v'".
       fix: how to cast it explicitly, for errors.
+      rounds: whether the user named the dtype, so that arrays of more bits are rounded.
 
     Raises:
-      TypeError: `dtype` is of a lower kind.
+      TypeError: `dtype` is of a lower kind; or of fewer bits, for a JAX array whose dtype is not
+        weak: it is the result of a computation, which a numpy array or a number need not be.
       OverflowError: a numpy array with values out of the range of `dtype`.
     """
     if array.dtype == dtype:
@@ -88,6 +90,8 @@ def to_dtype(array: Array, dtype: DTypeLike, what: str, fix: str) -> Array:
     if jax_compat.is_key_dtype(dtype) or not _can_hold(dtype, array.dtype):
         raise TypeError(_dtype_text(dtype, what, f"dtype {array.dtype}", fix))
     if isinstance(array, jax.Array):
+        if not rounds and _loses(dtype, array):
+            raise TypeError(_dtype_text(dtype, what, f"dtype {array.dtype}", fix))
         return array.astype(dtype)
     try:
         return cast(array, dtype)
@@ -138,6 +142,23 @@ def is_traced(value: PyTree) -> bool:
 def _can_hold(wanted: DTypeLike, given: DTypeLike) -> bool:
     rank, limit = dtype_rank(given), dtype_rank(wanted)
     return rank is not None and limit is not None and rank <= limit
+
+
+def rounded(value: PyTree, dtype: DTypeLike) -> PyTree:
+    """Returns an array in a dtype of its kind, rounded on purpose; anything else as it is."""
+    given = getattr(value, "dtype", None)
+    is_same_kind = given is not None and dtype_rank(given) == dtype_rank(dtype) is not None
+    return value.astype(dtype) if is_same_kind else value
+
+
+def _loses(dtype: DTypeLike, array: jax.Array) -> bool:
+    """Returns whether a JAX array would be rounded, or wrap around, in another dtype."""
+    if jax.typeof(array).weak_type:
+        return False
+    try:
+        return jnp.promote_types(array.dtype, dtype) != dtype
+    except ValueError:  # JAX promotes no floats of 8 bits
+        return True
 
 
 def _dtype_text(dtype: DTypeLike, what: str, got: str, fix: str) -> str:

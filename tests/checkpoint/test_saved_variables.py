@@ -133,3 +133,30 @@ def test_lower_precision_is_converted_as_assign_does(checkpointer, pair):
         v = dj.Variable(jnp.zeros(2, jnp.bfloat16))
     checkpointer.restore({"v": v})
     assert (v.dtype, v.value.tolist()) == (jnp.bfloat16, [1.0, 2.5])
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_components_come_back_equal_unless_they_are_saved_too(tmp_path, aggregation):
+    strategy = dj.VirtualStrategy(2)
+    with strategy.scope():
+        v = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation[aggregation],
+        )
+
+    def take(x):
+        v.assign(x)
+
+    strategy.run(take, args=(strategy.per_replica(np.array([1.0, 3.0], np.float32)),))
+    with dj.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        tree = {"v": v, "components": strategy.run(lambda: v.value)}
+        checkpointer.save(1, tree)
+        before = float(v.value)
+        v.assign(0.0)
+        tree = checkpointer.restore(tree)
+    assert float(v.value) == before
+    first, second = map(float, strategy.local_results(v))
+    assert first == second
+    strategy.run(take, args=(tree["components"],))
+    assert [float(x) for x in strategy.local_results(v)] == [1.0, 3.0]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import distjax as dj
@@ -125,6 +126,44 @@ def test_compressed_values_are_summed_in_float32():
     counts = np.ones(3, np.int32)
     whole = strategy.distribute_values_from_function(lambda ctx: counts)
     np.testing.assert_array_equal(strategy.extended.reduce_to("sum", whole, whole), [8] * 3)
+
+
+def test_only_reductions_to_destinations_are_compressed():
+    """What the options' docstring promises, and what it leaves exact, by dtype in the program."""
+    options = dj.CommunicationOptions(compress="bfloat16", bytes_per_pack=64)
+    strategy = dj.MirroredStrategy(jax.devices()[:2], communication=options)
+    aggregations = (dj.VariableAggregation.SUM, dj.VariableAggregation.MEAN)
+    with strategy.scope():
+        w, metric = dj.Variable(jnp.ones(3)), dj.metrics.Mean()
+        on_read, on_write = (
+            [dj.Variable(jnp.ones(3), synchronization=s, aggregation=a) for a in aggregations]
+            for s in (dj.VariableSynchronization.ON_READ, dj.VariableSynchronization.ON_WRITE)
+        )
+        optimizer = dj.optim.Optimizer(optax.sgd(0.1))
+        optimizer.init([w])
+    (x,) = gradients(strategy, [(3,)])
+    extended = strategy.extended
+    replicas = lambda fn: lambda x: strategy.run(fn, args=(x,))
+    write = lambda v: replicas(lambda x: v.assign(x))
+    compressed = {
+        "reduce_to": lambda x: extended.reduce_to("mean", x, x),
+        "batch_reduce_to": lambda x: extended.batch_reduce_to("sum", [(x, x)]),
+        "reduce_to of components": lambda x: extended.reduce_to("mean", on_read[1], w),
+        "optimizer": replicas(lambda x: optimizer.apply_gradients([(x, w)])),
+    }
+    exact = {
+        "reduce": lambda x: strategy.reduce("mean", x),
+        "gather": lambda x: strategy.gather(x, axis=0),
+        "broadcast_to": lambda x: extended.broadcast_to(w.value),
+        "all_reduce": replicas(lambda x: dj.get_replica_context().all_reduce("mean", x)),
+        "a metric": lambda x: metric.result(),
+        **{f"read {v.aggregation}": lambda x, v=v: v.value for v in on_read},
+        **{f"read in a replica {v.aggregation}": replicas(lambda x, v=v: v.value) for v in on_read},
+        **{f"write {v.aggregation}": write(v) for v in on_write},
+    }
+    for name, fn in (compressed | exact).items():
+        has_bfloat16 = "bf16" in dj.jit(fn).lower(x).as_text()
+        assert has_bfloat16 == (name in compressed), name
 
 
 def test_two_levels_are_compressed_across_hosts_only():

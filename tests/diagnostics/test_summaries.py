@@ -98,6 +98,16 @@ def test_replica_0_writes_in_the_reference_interpreter(tmp_path):
     assert records(tmp_path) == [{"step": 7, "replica": 0.0}]
 
 
+@pytest.mark.parametrize("values", [0.5, [("loss", 0.5)], "loss", None, np.float32(1)])
+def test_values_need_names(values, tmp_path):
+    with dj.diagnostics.SummaryWriter(tmp_path) as writer:
+        with pytest.raises(TypeError) as raised:
+            writer.write(1, values)
+        assert str(raised.value).startswith("write needs a mapping of names to numbers.\n  Got: ")
+        eval(str(raised.value).split("Fix: ")[1], {"writer": writer, "loss": 0.5})
+    assert records(tmp_path) == [{"step": 1, "loss": 0.5}]
+
+
 # -- in traces -----------------------------------------------------------------
 
 

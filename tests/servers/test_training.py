@@ -240,3 +240,61 @@ def test_a_worker_is_killed_in_the_middle():
     assert killed.is_set() and stats["closures"]["retried"] == 1
     assert len({value.version for value in values}) == 40
     assert sum(stats["staleness"].values()) == 40
+
+
+def test_accumulation_with_a_global_norm_needs_one_server_as_the_error_says():
+    """The fix is the user's to copy: it is evaluated."""
+
+    def train(strategy, transform):
+        with strategy.scope():
+            a, b = dj.Variable(jnp.ones(2), name="a"), dj.Variable(jnp.ones(3), name="b")
+            optimizer = dj.optim.Optimizer(transform, accumulate_steps=2)
+            optimizer.init([a, b])
+
+        def step(x):
+            grads = jax.grad(lambda values: x * sum(jnp.sum(v**2) for v in values))
+            optimizer.apply_gradients(zip(grads([a.value, b.value]), [a, b], strict=True))
+
+        for x in (1.0, 3.0):
+            strategy.run(step, args=(np.float32(x),))
+        return [np.asarray(v.value) for v in (a, b)]
+
+    for transform in (
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+        optax.apply_if_finite(optax.sgd(0.1), 2),
+    ):
+        with pytest.raises(dj.errors.MergeError, match="live at one server") as raised:
+            train(dj.ParameterServerStrategy(workers=1, servers=2), transform)
+        fix = str(raised.value).split("Fix: ")[1].split(", where")[0]
+        found = train(eval(fix), transform)
+        expected = train(dj.OneDeviceStrategy(), transform)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_every_worker_has_one_of_the_per_worker_values():
+    strategy = dj.ParameterServerStrategy(workers=2)
+    text = "PerWorkerValues needs a value for each of the {} workers.\n  Got: {} values"
+    with strategy.scope():
+        total = dj.Variable(0.0)
+    add = lambda x: total.assign_add(x)
+    with dj.Coordinator(strategy) as coordinator:
+
+        def refuse(*values):
+            with pytest.raises(ValueError, match=text.format(num_workers, len(values))) as raised:
+                coordinator.schedule(add, args=(dj.PerWorkerValues(values),))
+            assert "Fix: dj.PerWorkerValues([value_of(worker)" in str(raised.value)
+
+        num_workers = 2
+        refuse(1.0)
+        refuse(1.0, 2.0, 3.0)
+        coordinator.add_workers(1)
+        num_workers = 3
+        refuse(1.0, 2.0)
+        coordinator.schedule(add, args=(dj.PerWorkerValues([1.0, 1.0, 1.0]),)).get()
+        coordinator.remove_workers([0, 1])
+        num_workers = 1
+        refuse(1.0, 2.0)
+        coordinator.schedule(add, args=(dj.PerWorkerValues([4.0]),)).get()  # for worker 2
+        assert coordinator.stats()["closures"]["scheduled"] == 2
+    assert float(total.value) == 5

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import distjax as dj
@@ -103,3 +104,64 @@ def test_the_memory_of_an_assigned_array_stays_the_users(strategy):
     for copy in v.local_results():
         np.testing.assert_array_equal(copy, np.full(2**16, 2))
     np.testing.assert_array_equal(buffer, np.full(2**16, 5))
+
+
+# -- arrays of more bits --------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("where", ["across", "in a replica", "in update"])
+def test_an_array_of_more_bits_is_not_rounded_in_silence(method, where):
+    strategy = dj.VirtualStrategy(2)
+    with strategy.scope():
+        narrow, wide, count = (
+            dj.Variable(jnp.ones(2, dtype), name="v", aggregation=dj.VariableAggregation.MEAN)
+            for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)
+        )
+
+    def write(v, x):
+        if where == "across":
+            getattr(v, method)(x)
+        elif where == "in update":
+            strategy.extended.update(v, lambda v, x: getattr(v, method)(x), args=(x,))
+        else:
+            strategy.run(lambda x: (getattr(v, method)(x), None)[1], args=(x,))
+
+    for v, x in ((narrow, jnp.ones(2)), (count, jnp.ones(2)), (count, jnp.ones(2, jnp.bfloat16))):
+        with pytest.raises(TypeError) as raised:
+            write(v, x)
+        text = str(raised.value)
+        assert text.startswith(
+            f"{method} of variable 'v' needs a value of dtype {v.dtype}.\n  Got:"
+        )
+        cured = text.split("Fix: ")[1].splitlines()[0]
+        assert cured == f"v.{method}(jnp.asarray(x).astype(v.dtype))"
+        write(v, x.astype(v.dtype))
+    exact = [jnp.ones(2, jnp.int8), jnp.ones(2, jnp.bfloat16)]
+    if where != "in a replica":  # there an argument is a JAX array, whatever it was
+        exact += [np.ones(2), np.ones(2, np.float32)]
+    for x in exact:
+        write(narrow, x)
+    write(wide, jnp.ones(2, jnp.bfloat16))
+    assert dj.Variable(jnp.ones(2), dtype=jnp.bfloat16).dtype == jnp.bfloat16  # as asked for
+
+
+def test_integers_of_more_bits_do_not_wrap_around_in_silence():
+    v = dj.Variable(jnp.zeros((), jnp.int8), name="v")
+    with pytest.raises(TypeError, match="assign of variable 'v' needs a value of dtype int8"):
+        v.assign(jnp.int32(300))
+    with pytest.raises(OverflowError):
+        v.assign(np.int32(300))
+    v.assign(np.int32(30))
+    assert int(v.value) == 30
+
+
+def test_optimizers_and_metrics_round_on_purpose():
+    strategy = dj.VirtualStrategy(2)
+    with strategy.scope():
+        w = dj.Variable(jnp.ones(2, jnp.bfloat16))
+        optimizer = dj.optim.Optimizer(optax.adam(0.1))
+        optimizer.init([w])
+    strategy.run(lambda: optimizer.apply_gradients([(jnp.ones(2, jnp.float32), w)]))
+    np.testing.assert_allclose(np.asarray(w.value, np.float32), 0.9, rtol=0.01)
+    assert {v.dtype for v in (w, *optimizer.state[0].mu)} == {jnp.dtype(jnp.bfloat16)}

@@ -287,12 +287,13 @@ def _run(named: NamedCode, env: dict[Any, Any]) -> None:
 def _require_own(variable: Variable, name: str, strategy: StrategyLike) -> None:
     if variable.strategy is strategy:
         return
+    argument = variable.name if variable.name.isidentifier() else "variable"
     raise StrategyMismatchError(
         message(
             f"{name} needs variables of {strategy!r}",
             got=f"variable {variable.name!r} of {variable.strategy!r}",
             why="workers pull the values of variables from its servers, which do not have this one",
             fix="create it under `with strategy.scope():` of the strategy that runs the step; or "
-            f"pass its value as an argument: args=({variable.name}.value,)",
+            f"pass its value as an argument: args=({argument}.value,)",
         )
     )

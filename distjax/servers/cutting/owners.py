@@ -161,12 +161,21 @@ def _foreign_text(
     lives += f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
     other, whole = foreign[0].variable, ""
     if any(part.is_shard for part in foreign):
-        whole = "; or leave it whole: partitioner=lambda shape, dtype: [1, ...] for its shape"
+        whole = "; or leave variables whole: partitioner=lambda shape, dtype: [1] * len(shape)"
+    fix = f"{_ONE_SERVER}, where all variables live together{whole}"
+    if other.isidentifier():  # not a slot or an accumulator, such as w/accumulator
+        fix = (
+            f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
+            f"them live together: with strategy.extended.colocate_vars_with({other}): ...; or "
+            f"{_ONE_SERVER}{whole}"
+        )
     return message(
         f"{name} needs merges whose variables live at one server",
         got=f"{what}, computed at server {server}, from variables {lives}",
         why="servers do not talk to each other: each updates what it has, from what a worker "
         "sends; a shard of a partitioned variable from its own rows",
-        fix=f"pass the worker's value of it: ctx.merge_call(fn, args=({other}.value,)); or make "
-        f"them live together: with strategy.extended.colocate_vars_with({other}): ..." + whole,
+        fix=fix,
     )
+
+
+_ONE_SERVER = "dj.ParameterServerStrategy(servers=1)"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from distjax.data.global_batches import GlobalBatches
 from distjax.data.input_context import InputContext
@@ -82,9 +84,12 @@ def distribute_dataset(
     method = "distribute_dataset"
     options = as_input_options(options, method)
     _require_iterable(dataset, f"{method} needs an iterable of batches")
+    _require_no_fields(dataset, method)
     layout = InputLayout(topology, options.copy, options.shard == OWN)
     splitter = GlobalBatches(layout.num_rows, options.partial)
-    return DistributedDataset(dataset, splitter, layout, options)
+    distributed = DistributedDataset(dataset, splitter, layout, options)
+    _require_no_features(dataset, method)  # after the error for rows that R does not divide
+    return distributed
 
 
 def distribute_datasets_from_function(
@@ -139,5 +144,37 @@ def _require_iterable(dataset: object, expected: str) -> None:
             why="each of its items is a batch or element: a tree of arrays",
             fix="[{'x': x[i : i + G], 'y': y[i : i + G]} for i in range(0, len(x), G)], or a "
             "loader or dataset object that gives such batches",
+        )
+    )
+
+
+def _require_no_fields(dataset: object, method: str) -> None:
+    fields = getattr(dataset, "_fields", None)
+    if not isinstance(dataset, tuple) or fields is None:
+        return
+    raise TypeError(
+        message(
+            f"{method} needs an iterable of batches, not one tree of arrays",
+            got=f"a {type(dataset).__name__}, a NamedTuple with the fields {list(fields)}",
+            why="its items would be the batches: all of one field, then all of the next",
+            fix="[x] if x is one batch; [jax.tree.map(lambda a: a[i : i + G], x) for i in "
+            "range(0, N, G)] for batches of G of its N examples",
+        )
+    )
+
+
+def _require_no_features(dataset: object, method: str) -> None:
+    # A row of integers is a batch of labels or indices as often.
+    is_array = isinstance(dataset, (np.ndarray, jax.Array))
+    if not is_array or dataset.ndim != 2 or not jnp.issubdtype(dataset.dtype, jnp.floating):
+        return
+    raise TypeError(
+        message(
+            f"{method} needs an iterable of batches, not an array of examples",
+            got=describe_value(dataset),
+            why="each of its rows would be a batch, and the numbers of a row would be split over "
+            "the replicas",
+            fix="[x[i : i + G] for i in range(0, len(x), G)] for batches of G rows; list(x) if "
+            "each row is a batch of numbers",
         )
     )

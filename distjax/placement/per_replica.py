@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from distjax import jax_compat
 from distjax.errors import LocalityError, describe_value, message
+from distjax.placement.axis_rules import MIXED
+from distjax.placement.row_flow import axis_of_layout, is_in_front, note_rows, replica_axis
 from distjax.placement.topology import Topology, unplaced_topology
 from distjax.placement.transfer import is_elsewhere, local_rows, transfer
 from distjax.tables import Table, as_html
@@ -24,6 +27,7 @@ AuxData = tuple[Topology, tuple[int, ...]]
 _ARRAYS = (jax.Array, np.ndarray)
 
 
+_LENGTH = "len(x)"
 _UNPACKING = "a loop or unpacking"
 #: What needs one value, and the methods by which Python asks a PerReplica for it.
 _REFUSED = {
@@ -36,7 +40,7 @@ _REFUSED = {
     "int(x)": ("int",),
     "complex(x)": ("complex",),
     "round(x)": ("round",),
-    "len(x)": ("len",),
+    _LENGTH: ("len",),
     "a length or an index": ("index",),
     "a condition": ("bool",),
     _UNPACKING: ("iter",),
@@ -49,6 +53,14 @@ _WHY_REFUSED = (
 _REDUCE = "strategy.reduce('mean', x) for a loss ('sum' for counts)"
 
 
+#: What in JAX 0.10 to 0.12 asks whether an argument of `jnp` is an array; no library is answered.
+_ASKS_FOR_ARRAY = "_arraylike"
+_FOR_JAX = (
+    "strategy.run(fn, args=(x,)), where fn sees the value of its replica; x.map(jnp.exp) for the "
+    "value of each; strategy.reduce('mean', x) for one value; x.stacked for all, [R, ...]"
+)
+
+
 class PerReplica:
     """One value per replica, held as one global array of shape [R, ...].
 
@@ -58,8 +70,9 @@ class PerReplica:
 
     As a pytree node it has one leaf, the stacked array, which is what `jax.tree.map` sees.
     Its treedef remembers ``stacked.shape``. Unflattening with an array of exactly this shape,
-    of any dtype, gives a PerReplica. An array of another shape (a row, a mean) or a float is
-    no longer a value per replica, and takes the PerReplica's place in the tree as it is.
+    of any dtype, or one that surely has the replica axis in front (``a[:, k]``), gives a
+    PerReplica. Any other array (a row, a mean) or a float takes the PerReplica's place in the
+    tree as it is; `run` and its like refuse it if it holds the values of all replicas still.
     Anything that is not a value (a sharding, a spec, an axis, None) stays wrapped.
 
     `pickle`, `copy.copy` and `copy.deepcopy` give a PerReplica of a NumPy array [R, ...] on no
@@ -90,6 +103,8 @@ class PerReplica:
     def __init__(self, stacked: PyTree, topology: Topology):
         self.stacked = stacked
         self.aux: AuxData = topology, tuple(stacked.shape)
+        if topology.mesh is None or isinstance(stacked, jax_compat.Tracer):
+            note_rows(stacked, topology)
 
     @property
     def topology(self) -> Topology:
@@ -183,6 +198,8 @@ class PerReplica:
     if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
 
         def __getattr__(self, name: str) -> NoReturn:
+            if name == "__jax_array__" and sys._getframe(1).f_code.co_name == _ASKS_FOR_ARRAY:
+                raise TypeError(_no_conversion_text(self, "a function of JAX", _FOR_JAX))
             # Libraries ask for underscored names, and `copy` for slots that are not set yet.
             is_of_arrays = name[:1] != "_" and name not in PerReplica.__slots__
             if not is_of_arrays or not hasattr(type(self.stacked), name):
@@ -205,6 +222,8 @@ class PerReplica:
 def _refuse(value: PerReplica, what: str) -> NoReturn:
     if not isinstance(value.stacked, _ARRAYS):
         raise TypeError(_no_array_text(what, value))
+    if what == _LENGTH and value.shape:
+        raise TypeError(_length_text(value))
     batches = "; [(x, y)] is a dataset of one batch, (x, y) of two" if what == _UNPACKING else ""
     raise TypeError(
         message(
@@ -214,6 +233,16 @@ def _refuse(value: PerReplica, what: str) -> NoReturn:
             fix=f"{_REDUCE}; strategy.local_results(x) for each of them; or use it inside "
             f"strategy.run(fn, args=(x,)){batches}",
         )
+    )
+
+
+def _length_text(value: PerReplica) -> str:
+    return message(
+        "len(x) needs one value, not one value per replica",
+        got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
+        why="it may mean the rows of a replica, the rows of the global batch, or the replicas",
+        fix="x.shape[0], the rows of each replica; x.num_replicas * x.shape[0], those of the "
+        "global batch; x.num_replicas, the replicas",
     )
 
 
@@ -230,21 +259,21 @@ def with_aux(stacked: PyTree, aux: AuxData) -> PerReplica:
     """Returns a PerReplica of an array [R, ...] known to have this aux data."""
     value = _new(PerReplica)
     value.stacked, value.aux = stacked, aux
+    if aux[0].mesh is None or isinstance(stacked, jax_compat.Tracer):
+        note_rows(stacked, aux[0])
     return value
 
 
 def _unflatten(aux: AuxData, children: tuple[Any, ...]) -> Any:
-    # `jax.tree.map` calls this for every leaf, so the common path makes no calls.
+    # `jax.tree.map` calls this for every leaf, so the common path makes few calls.
     (child,) = children
     try:
-        if child.shape != aux[1] and isinstance(child.shape, tuple):
-            return child
+        is_other = child.shape != aux[1] and isinstance(child.shape, tuple)
     except AttributeError:
-        if isinstance(child, (float, complex)):
-            return child
-    value = _new(PerReplica)
-    value.stacked, value.aux = child, aux
-    return value
+        return child if isinstance(child, (float, complex)) else with_aux(child, aux)
+    if not is_other:
+        return with_aux(child, aux)
+    return with_aux(child, (aux[0], child.shape)) if is_in_front(child, *aux) else child
 
 
 _new = object.__new__
@@ -281,6 +310,7 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     """
     if not isinstance(value.stacked, _ARRAYS):
         raise LocalityError(_no_array_text(where, value))
+    require_in_front(value, topology, where)
     if value.topology == topology:
         return_to_replicas(value)
         return
@@ -300,6 +330,19 @@ def require_same_topology(value: PerReplica, topology: Topology, where: str) -> 
     )
 
 
+def require_in_front(value: PerReplica, topology: Topology, where: str) -> None:
+    """Raises a LocalityError if tree code has put the replica axis elsewhere, as a transpose."""
+    stacked = value.stacked
+    if isinstance(stacked, jax_compat.Tracer):
+        axis = replica_axis(stacked, topology)
+    elif not isinstance(stacked, jax.Array) or stacked.sharding == topology.per_replica:
+        return
+    else:
+        axis = axis_of_layout(stacked, topology)
+    if axis not in (None, 0, MIXED):
+        raise LocalityError(_turned_text(where, value))
+
+
 def return_to_replicas(value: PerReplica) -> None:
     """Moves the array back, in place, if `jax.device_put` took it off the replicas' devices."""
     if is_elsewhere(value.stacked, set(value.topology.devices)):
@@ -311,14 +354,15 @@ def _move(value: PerReplica, topology: Topology) -> None:
         value.stacked = transfer(value.stacked, topology.per_replica)
 
 
-def _no_conversion_text(value: PerReplica) -> str:
+def _no_conversion_text(value: PerReplica, what: str = "numpy", fix: str = "") -> str:
     if not isinstance(value.stacked, _ARRAYS):
-        return _no_array_text("numpy", value)
+        return _no_array_text(what, value)
     return message(
-        "numpy needs one value, not one value per replica",
+        f"{what} needs one value, not one value per replica",
         got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}",
         why="it is not said whether the values are rows of one batch, or to be combined",
-        fix=f"{_how_to_read(value)}; strategy.gather(x, axis=0) for the rows of a batch; "
+        fix=fix
+        or f"{_how_to_read(value)}; strategy.gather(x, axis=0) for the rows of a batch; "
         "strategy.reduce('mean', x)",
     )
 
@@ -338,6 +382,16 @@ def _how_to_read(value: PerReplica) -> str:
     if getattr(value.stacked, "is_fully_addressable", True):
         return "x.stacked, which has the replica axis in front"
     return "strategy.local_results(x), the values of this process"
+
+
+def _turned_text(where: str, value: PerReplica) -> str:
+    return message(
+        f"{where} needs the replica axis in front of a PerReplica",
+        got=f"a PerReplica of {value.num_replicas} values of shape {value.shape}, whose axes were "
+        "put in another order",
+        why="jax.tree.map sees the array [R, ...], and row r of it is the value of replica r",
+        fix="x.map(jnp.transpose), which sees the value of each replica",
+    )
 
 
 def _no_array_text(where: str, value: PerReplica) -> str:

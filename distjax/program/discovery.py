@@ -23,6 +23,7 @@ from distjax.errors import TraceLeakError, message
 from distjax.objects.object_arguments import ObjectArguments
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.row_flow import stand_in
 from distjax.placement.transfer import transfer
 from distjax.program.initial_values import InitialValues, as_global
 from distjax.program.output_spec import OutputSpec
@@ -185,6 +186,8 @@ def discover(
     def trace(*arrays: jax.Array) -> list[Any]:
         state = TraceState(local_view=False, creations=log)
         remember(arrays, list(map(recall, given)))
+        for array, argument in zip(arrays, given, strict=True):
+            stand_in(array, argument)
         with frames.with_frame(step.frame(state)) as entered:
             result = step.emit(state, *jax.tree.unflatten(treedef, arrays))
             partitioned = PartitionedTree(result, _is_result)

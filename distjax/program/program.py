@@ -71,7 +71,7 @@ class Program:
     ):
         self._step = step
         self._on_second_call = on_second_call
-        self._require = require or (lambda args, kwargs: None)
+        self.require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
@@ -201,7 +201,7 @@ class Program:
         Each round makes progress: a compiled signature, more variables, or arguments that
         `jit` accepts.
         """
-        self._require(args, kwargs)
+        self.require(args, kwargs)
         fixes = iter((self._compile_anew, _leave_explicit_meshes, self._place))
         try:
             while True:
@@ -304,7 +304,7 @@ class Program:
     def _lower(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> jax.stages.Lowered:
-        self._require(args, kwargs)
+        self.require(args, kwargs)
         args, kwargs = self._mark_objects(args, kwargs, is_data=is_array_or_struct)
         with self._tracing:
             try:

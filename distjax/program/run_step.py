@@ -14,7 +14,7 @@ from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import is_placeholder
 from distjax.objects.stateful_args import StatefulArgs, emit_run, extract_objects
 from distjax.placement.bare_rows import require_not_split
-from distjax.placement.per_replica import is_per_replica
+from distjax.placement.per_replica import PerReplica, is_per_replica, require_in_front
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import is_elsewhere, transfer
 from distjax.program.jit import CompiledFunction, donated_numbers
@@ -85,9 +85,12 @@ def _require_no_bare_rows(
     """
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_one_argument)
     for path, leaf in leaves:
-        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-            where = user_path(jax.tree_util.keystr(path), argument_names)
-            require_not_split(leaf, topology, f"argument {where} of {name}")
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, PerReplica)):
+            where = f"argument {user_path(jax.tree_util.keystr(path), argument_names)} of {name}"
+            if isinstance(leaf, PerReplica):
+                require_in_front(leaf, topology, where)
+            else:
+                require_not_split(leaf, topology, where)
 
 
 def _is_one_argument(value: object) -> bool:

@@ -27,8 +27,15 @@ _TRACED_VALUE = (
 )
 #: JAX's messages for a traced value as a shape, a length or an index.
 _AS_NUMBER = re.compile("Shapes must be 1D|`length`|__index__")
+#: Messages for a traced value whose number is needed, that of `f"{x:.3f}"` among them.
+_AS_VALUE = re.compile("of concrete values.*Trace|unsupported format string passed to .*Tracer")
 #: JAX's message for several PRNG keys in the place of one, with their shape.
 _SEVERAL_KEYS = re.compile(r"accepts a single key, but was given a key array of shape (\(.*?\)) ")
+#: Messages for a PerReplica in the place of an array: those of `PerReplica`, and of `jax.lax`.
+_OF_PER_REPLICA = re.compile(
+    r"one value per replica.*\s.*a PerReplica of|as a JAX value.*\.PerReplica'"
+)
+_CAPTURED = "The PerReplica is not an argument"
 _START = "Python needs the value of a traced array"
 
 
@@ -50,7 +57,7 @@ def add_value_note(
       is_pmap: whether `dj.pmap` traced it.
     """
     text = str(error)
-    if not isinstance(error, _TRACED_VALUE) and not re.search("of concrete values.*Trace", text):
+    if not isinstance(error, _TRACED_VALUE) and not _AS_VALUE.search(text):
         return
     if any(note.startswith(_START) for note in getattr(error, "__notes__", ())):
         return
@@ -72,6 +79,17 @@ def add_value_note(
         why = "it is known only when the program runs, after float(x), x.item() or NumPy asked"
         fix = "return it, and read it outside of the step; jax.debug.print('{}', x) to print it"
     error.add_note(f"{_START}: {why}.\n  Fix: {fix}")
+
+
+def add_captured_note(error: Exception, name: str) -> None:
+    """Adds a note to the error of a PerReplica that replica function `name` captured."""
+    if not _OF_PER_REPLICA.search(str(error)):
+        return
+    if not any(note.startswith(_CAPTURED) for note in getattr(error, "__notes__", ())):
+        error.add_note(
+            f"{_CAPTURED} of {name}: it has the values of all replicas there.\n"
+            "  Fix: pass it as an argument: strategy.run(fn, args=(x,))"
+        )
 
 
 def add_keys_note(

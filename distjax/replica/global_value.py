@@ -13,6 +13,7 @@ from distjax.collectives.mapping import map_replicas
 from distjax.errors import LocalityError, message
 from distjax.jax_compat import ShapedArray
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.row_flow import note_one_value
 from distjax.placement.topology import Topology
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable
@@ -51,9 +52,10 @@ def as_user_value(value: GlobalValue, topology: Topology) -> Any:
     With one replica, it is always an array.
     """
     if not value.varying:
-        return jnp.asarray(value.array)  # jaxpr literals are not jax.Arrays
+        array = jnp.asarray(value.array)  # jaxpr literals are not jax.Arrays
+        return note_one_value(array, topology.num_replicas)
     if topology.num_replicas == 1:
-        return lax.squeeze(value.array, (0,))
+        return note_one_value(lax.squeeze(value.array, (0,)), 1)
     return PerReplica(value.array, topology)
 
 

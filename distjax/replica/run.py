@@ -16,9 +16,11 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.contracts import StrategyLike
 from distjax.context.expectation import without_expectations
+from distjax.placement.bare_rows import require_not_split
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.placement.topology import Topology, renamed_topology
 from distjax.replica.body_errors import (
+    add_captured_note,
     add_keys_note,
     add_value_note,
     require_no_other_mesh,
@@ -43,7 +45,7 @@ from distjax.replica.global_value import (
     to_variable,
 )
 from distjax.replica.mapped_results import DataFlow, stack_results
-from distjax.replica.partitioned_tree import PartitionedTree, is_array
+from distjax.replica.partitioned_tree import PartitionedTree, is_array, is_object_state
 from distjax.replica.reasons import Reasons
 from distjax.replica.replica_trace import ReplicaTrace, keep_created, trace_replica
 from distjax.replica.run_options import AS_RUN, AS_VALUES, RunOptions
@@ -153,9 +155,11 @@ def _require_same_replicas(
     fn: Callable[..., Any], partitioned: PartitionedTree, names: Sequence[str], topology: Topology
 ) -> None:
     for leaf, path in zip(partitioned.leaves, partitioned.paths, strict=True):
+        where = f"argument {user_path(path, names)} of {function_name(fn)}"
         if isinstance(leaf, PerReplica):
-            where = f"argument {user_path(path, names)} of {function_name(fn)}"
             require_same_topology(leaf, topology, where)
+        elif not is_object_state(path):
+            require_not_split(leaf, topology, where)
 
 
 def _tell_findings(
@@ -238,8 +242,9 @@ def _trace_valid(
     """Traces ``fn``; raises if it does what a replica cannot do."""
     try:
         traced = trace_replica(strategy, fn, given.partitioned, given.values, outer, topology)
-    except (TypeError, jax.errors.JAXTypeError) as error:
+    except (AttributeError, TypeError, jax.errors.JAXTypeError) as error:
         is_pmap = options.out_axes is not AS_VALUES
+        add_captured_note(error, given.name)
         add_value_note(error, given.name, given.paths, given.partitioned.leaves, is_pmap=is_pmap)
         raise
     except ValueError as error:
@@ -247,6 +252,8 @@ def _trace_valid(
         add_keys_note(error, *arguments, topology.num_replicas)
         raise
     require_no_other_mesh(given.name, traced.jaxpr, topology)
+    for captured in traced.consts:
+        require_not_split(captured, topology, f"an array that {given.name} captures")
     return traced
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from distjax import user_mesh
+from distjax import jax_compat, user_mesh
 from distjax.collectives.communication import CommunicationOptions, as_communication_options
 from distjax.context import frames
 from distjax.context.contracts import Destinations
@@ -87,8 +87,6 @@ class StrategyExtended:
         """Sets the Strategy that owns this object; called once, by Strategy."""
         self.strategy = strategy
 
-    # -- where things are -----------------------------------------------------
-
     @property
     def topology(self) -> Topology:
         """Devices, mesh and replicas."""
@@ -120,8 +118,6 @@ class StrategyExtended:
         """The devices of this process that hold variables."""
         return self.topology.local_devices
 
-    # -- replicas -------------------------------------------------------------
-
     def call_for_each_replica(
         self,
         fn: Callable[..., Any],
@@ -137,7 +133,10 @@ class StrategyExtended:
                 frames.require_enterable(self.strategy, "run")
             if frame.state is not None:
                 return run_here(self.strategy, fn, args, kwargs or {}, frame.state)
-        return self._run_programs.get(fn).call(args, kwargs or {})
+        program = self._run_programs.get(fn)
+        if self.topology.mesh is None or jax_compat.tracing():  # no layout of an array tells
+            program.require(args, kwargs or {})
+        return program.call(args, kwargs or {})
 
     def place_arguments(self, tree: PyTree) -> Any:
         """Returns the arguments of `run` with arrays from elsewhere moved to the devices."""

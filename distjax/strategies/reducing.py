@@ -31,6 +31,7 @@ from distjax.modes import ReduceOp
 from distjax.placement.bare_rows import require_not_split
 from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.row_flow import note_one_value
 from distjax.placement.topology import Topology
 from distjax.replica.cross_facts import call_as_reduction, follow_between_runs
 from distjax.replica.global_value import GlobalValue, replica_aval
@@ -113,7 +114,7 @@ def _call(
     call = lambda arrays: call_compiled(fn, arrays, topology, *static, name=told)
     outs = call_as_reduction(name, call, arrays)
     follow_between_runs(name, arrays, outs, topology)
-    return outs
+    return [note_one_value(out, topology.num_replicas) for out in outs]
 
 
 def _as_global_value(
@@ -129,10 +130,8 @@ def _as_global_value(
         return GlobalValue(leaf.stacked, True)
     if isinstance(leaf, Variable):
         return _locate_variable(extended, leaf, role, is_sum=is_sum)
-    if is_mirrored(extended.topology, leaf):
-        return GlobalValue(leaf, False)
     require_not_split(leaf, extended.topology, role)
-    return None
+    return GlobalValue(leaf, False) if is_mirrored(extended.topology, leaf) else None
 
 
 def _read_foreign(extended: ExtendedContract, leaf: PyTree, *, is_sum: bool = False) -> Any:
@@ -241,7 +240,7 @@ def _reduce_masked(
     fix = "strategy.reduce('mean', batch_losses, axis=0, mask=batch.mask)"
     require_mask(replica_aval(global_mask), shape, "reduce: mask", fix)
     axes = () if axis is None else _axes(axis, shape)
-    return call_compiled(
+    out = call_compiled(
         reduce_masked,
         (global_value.array, global_mask.array),
         extended.topology,
@@ -250,6 +249,7 @@ def _reduce_masked(
         axes,
         name="strategy.reduce with a mask",
     )
+    return note_one_value(out, extended.num_replicas)
 
 
 # -- reduce_to, broadcast_to --------------------------------------------------
@@ -353,8 +353,10 @@ def broadcast_to(extended: ExtendedContract, value: PyTree, destinations: Destin
         is_for_all = target is not None and target == extended.topology.mirrored
         if is_for_all and isinstance(x, jax_compat.Tracer):
             if extended.topology.mesh is None:  # else a step without arguments runs elsewhere
-                return jax.lax.with_sharding_constraint(x, target)
-            return place_output(x, extended.topology)
+                x = jax.lax.with_sharding_constraint(x, target)
+            else:
+                x = place_output(x, extended.topology)
+            return note_one_value(x, extended.num_replicas)
         if target is not None and not target.is_fully_addressable:
             record_write("broadcast_to", x)
         return place_on(x, _fitting(target, destinations, x, extended.topology))

@@ -11,9 +11,10 @@ from distjax import jax_compat
 from distjax.context import frames
 from distjax.context.contracts import ExtendedLike
 from distjax.errors import LocalityError, describe_value, message
-from distjax.placement.bare_rows import is_split_over_replicas
+from distjax.placement.bare_rows import holds_rows, require_not_split
 from distjax.placement.host_values import require_held, without_alias
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
+from distjax.placement.row_flow import replica_axis
 from distjax.placement.topology import Topology
 from distjax.placement.transfer import copied, transfer
 from distjax.replica.cross_facts import remember_own
@@ -109,8 +110,10 @@ def take_first(extended: ExtendedLike, tree: PyTree) -> Any:
         if isinstance(leaf, PerReplica):
             require_same_topology(leaf, topology, where)
             return _place(leaf.stacked[0], topology)
-        if not is_split_over_replicas(leaf, topology):
+        if not holds_rows(leaf, topology):
             return leaf
+        if isinstance(leaf, jax_compat.Tracer) and replica_axis(leaf, topology) != 0:
+            require_not_split(leaf, topology, where)  # there is no first row
         require_rows(leaf, where, topology)
         return _place(leaf[0], topology)
 

@@ -26,6 +26,7 @@ from distjax.errors import (
     message,
 )
 from distjax.objects.claims import HeldClaims
+from distjax.placement.bare_rows import is_split_over_replicas, require_not_split
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
 from distjax.program.program import Program
 from distjax.replica.global_value import GlobalValue, as_user_value
@@ -124,12 +125,18 @@ def _require_args(
     names = positional_names(fn)[1:]
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_per_replica)
     for path, leaf in leaves:
-        if not isinstance(leaf, PerReplica):
-            continue
         where = f"argument {user_path(jax.tree_util.keystr(path), names)}"
+        if not isinstance(leaf, PerReplica):
+            _require_one_value(leaf, extended, f"{where} of update")
+            continue
         require_same_topology(leaf, extended.topology, where)
         if not variable.policy.stacked and extended.num_replicas > 1:
             raise LocalityError(_per_replica_text(variable, fn, where, leaf))
+
+
+def _require_one_value(leaf: PyTree, extended: ExtendedContract, where: str) -> None:
+    if not is_split_over_replicas(leaf, extended.topology):  # the parts of one value may be
+        require_not_split(leaf, extended.topology, where)
 
 
 def _per_replica_text(
@@ -188,8 +195,11 @@ def update_non_slot(
     require_non_slot_devices(extended, devices, "update_non_slot")
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
     per_replica = [leaf for leaf in leaves if is_per_replica(leaf)]
-    for leaf in per_replica:
-        require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
+    for leaf in leaves:
+        if is_per_replica(leaf):
+            require_same_topology(leaf, extended.topology, "an argument of update_non_slot")
+        else:
+            _require_one_value(leaf, extended, "an argument of update_non_slot")
     if per_replica:
         result = _on_each_copy(extended, None, fn, args, kwargs)
     else:

@@ -14,6 +14,7 @@ from distjax import jax_compat
 from distjax.collectives.dense import is_sparse
 from distjax.errors import LocalityError, describe_value, message
 from distjax.placement import locality as kinds
+from distjax.placement.bare_rows import require_not_split
 from distjax.placement.host_values import require_held, require_no_mask, without_alias
 from distjax.placement.locality import Locality, is_host_memory
 from distjax.placement.per_replica import PerReplica, is_per_replica, require_same_topology
@@ -126,6 +127,7 @@ def _leaf_results(extended: ExtendedContract, leaf: PyTree) -> tuple[Any, ...]:
         require_same_topology(leaf, extended.topology, "local_results")
         return split(extended.topology, leaf.stacked, True)
     if is_mirrored(extended.topology, leaf):
+        require_not_split(leaf, extended.topology, "the value of local_results")
         return split(extended.topology, leaf, False)
     return (leaf,)
 

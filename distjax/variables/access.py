@@ -31,6 +31,7 @@ from distjax.errors import (
 )
 from distjax.modes import ReduceOp, VariableSynchronization
 from distjax.placement.per_replica import PerReplica
+from distjax.placement.row_flow import note_one_value
 from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
 from distjax.variables.casting import Array, module_of
@@ -174,11 +175,14 @@ def _read_view(variable: StoredVariable, state: State, frame: Frame) -> jax.Arra
         and variable.layout.local_form.is_split
     ):
         return state.gather(variable)
-    if not variable.policy.stacked or state.local_view:
+    if state.local_view:
         return stored
+    num_replicas = variable.strategy.extended.topology.num_replicas
+    if not variable.policy.stacked:
+        return note_one_value(stored, num_replicas)
     if frame.in_update:
         raise ContextError(_update_text(variable, frame))
-    return aggregate(variable, stored)
+    return note_one_value(aggregate(variable, stored), num_replicas)
 
 
 def aggregate(variable: StoredVariable, stored: jax.Array) -> jax.Array:

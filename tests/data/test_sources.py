@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,48 @@ def test_arrays_of_batches_are_datasets(pair):
         [[0], [1]],
         [[2], [3]],
     ]
+
+
+class Pair(typing.NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def test_a_named_tuple_of_arrays_is_no_list_of_batches(pair):
+    data = Pair(np.ones((8, 2)), np.arange(8))
+    with pytest.raises(TypeError) as info:
+        pair.distribute_dataset(data)
+    assert str(info.value) == (
+        "distribute_dataset needs an iterable of batches, not one tree of arrays.\n"
+        "  Got: a Pair, a NamedTuple with the fields ['x', 'y'].\n"
+        "  Why: its items would be the batches: all of one field, then all of the next.\n"
+        "  Fix: [x] if x is one batch; [jax.tree.map(lambda a: a[i : i + G], x) for i in "
+        "range(0, N, G)] for batches of G of its N examples"
+    )
+    halves = [jax.tree.map(lambda a: a[i : i + 4], data) for i in (0, 4)]  # noqa: B023
+    batches = list(pair.distribute_dataset(halves))
+    assert [local(pair, b.y) for b in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+@pytest.mark.parametrize("make", [np.float32, np.float16, jnp.bfloat16, jnp.float32])
+def test_an_array_of_examples_is_no_list_of_batches(pair, make):
+    data = make(np.arange(16).reshape(8, 2))
+    for partial in ("error", "pad", "drop"):
+        with pytest.raises(TypeError) as info:
+            pair.distribute_dataset(data, dj.InputOptions(partial=partial))
+        first, _, why, fix = str(info.value).split("\n")
+        assert first == "distribute_dataset needs an iterable of batches, not an array of examples."
+        assert why == (
+            "  Why: each of its rows would be a batch, and the numbers of a row would be split "
+            "over the replicas."
+        )
+        assert fix == (
+            "  Fix: [x[i : i + G] for i in range(0, len(x), G)] for batches of G rows; list(x) if "
+            "each row is a batch of numbers"
+        )
+    for batches, count in ([data[i : i + 4] for i in range(0, 8, 4)], 2), (list(data), 8):
+        assert len(list(pair.distribute_dataset(batches))) == count
+    assert len(list(pair.distribute_dataset(data.reshape(2, 4, 2)))) == 2
 
 
 def torch_loader(workers=0):

@@ -30,7 +30,6 @@ REFUSED = {
     "complex": complex,
     "index": operator.index,
     "bool": bool,
-    "len": len,
     "iter": iter,
     "contains": lambda x: 1 in x,
     "setitem": lambda x: operator.setitem(x, 0, 1),
@@ -52,7 +51,6 @@ SUBJECTS = {
     "index": "a length or an index",
     "bool": "a condition",
     "in if": "a condition",
-    "len": "len(x)",
     "iter": "a loop or unpacking",
     "unpack": "a loop or unpacking",
     "contains": "`in`",
@@ -102,6 +100,49 @@ def test_other_attributes_are_missing_as_in_any_object(pair, name):
         getattr(ids(pair), name)
     with pytest.raises(AttributeError, match="^'PerReplica' object has no attribute 'aux'$"):
         _ = object.__new__(dj.PerReplica).aux  # as `copy` and `pickle` make it
+
+
+def test_a_length_is_one_of_three(pair):
+    x = per_replica(pair, [np.int32([1, 2]), np.int32([3, 4])])
+    with pytest.raises(TypeError) as info:
+        len(x)
+    assert str(info.value) == (
+        "len(x) needs one value, not one value per replica.\n"
+        "  Got: a PerReplica of 2 values of shape (2,).\n"
+        "  Why: it may mean the rows of a replica, the rows of the global batch, or the "
+        "replicas.\n"
+        "  Fix: x.shape[0], the rows of each replica; x.num_replicas * x.shape[0], those of the "
+        "global batch; x.num_replicas, the replicas"
+    )
+    assert (x.shape[0], x.num_replicas * x.shape[0], x.num_replicas) == (2, 4, 2)
+    with pytest.raises(TypeError, match=r"^len\(x\) needs one value(.|\n)*strategy.reduce"):
+        len(ids(pair))
+
+
+JAX_FUNCTIONS = {
+    "mean": jnp.mean,
+    "exp": jnp.exp,
+    "stack": lambda x: jnp.stack([x, x]),
+    "where": lambda x: jnp.where(x, 1, 2),
+    "relu": jax.nn.relu,
+    "in jit": jax.jit(jnp.sum),
+}
+
+
+@pytest.mark.parametrize("name", JAX_FUNCTIONS)
+def test_a_function_of_jax_is_told_what_to_do(pair, name):
+    x = per_replica(pair, [np.int32([1, 2]), np.int32([3, 4])])
+    with pytest.raises(TypeError) as info:
+        JAX_FUNCTIONS[name](x)
+    assert str(info.value) == (
+        "a function of JAX needs one value, not one value per replica.\n"
+        "  Got: a PerReplica of 2 values of shape (2,).\n"
+        "  Why: it is not said whether the values are rows of one batch, or to be combined.\n"
+        "  Fix: strategy.run(fn, args=(x,)), where fn sees the value of its replica; "
+        "x.map(jnp.exp) for the value of each; strategy.reduce('mean', x) for one value; x.stacked "
+        "for all, [R, ...]"
+    )
+    assert jax.tree.map(jnp.sum, x) == 10 and jnp.sum(x.stacked) == 10
 
 
 @pytest.mark.parametrize("fn", [np.asarray, np.array, np.sin, lambda x: np.ones(2) + x])

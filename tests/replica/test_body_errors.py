@@ -146,3 +146,47 @@ def test_a_strategy_under_a_mesh_of_the_user(pair):
 def test_from_replicated_outside_of_a_scope():
     with pytest.raises(dj.errors.ContextError, match="from_replicated needs the scope of the"):
         dj.flax.from_replicated({"w": np.ones((2, 3))})
+
+
+FORMATS = {
+    "in a step": lambda s, x: s.run(lambda x: f"{x.sum():.3f}", args=(x,)),
+    "in jit": lambda s, x: dj.jit(lambda x: f"{x.stacked.sum():.3f}")(x),
+    "in vmap": lambda s, x: s.run(lambda x: jax.vmap(lambda v: f"{v:.1f}")(x), args=(x,)),
+    "by format": lambda s, x: s.run(lambda x: format(x.sum(), ".1f"), args=(x,)),
+    "by %": lambda s, x: s.run(lambda x: "%.3f" % x.sum(), args=(x,)),  # noqa: UP031
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_format_is_told_that_the_value_is_traced(pair, name):
+    x = pair.per_replica(np.ones((2, 3), np.float32))
+    with pytest.raises(TypeError) as info:
+        FORMATS[name](pair, x)
+    notes = [n for n in info.value.__notes__ if n.startswith("Python needs the value of a traced")]
+    assert len(notes) == 1 and "Fix: return it, and read it outside of the step" in notes[0]
+
+
+CAPTURED = {
+    "function": lambda s, b: s.run(lambda: jnp.sum(b)),
+    "attribute": lambda s, b: s.run(lambda: b.sum()),
+    "operator": lambda s, b: s.run(lambda x: b + x, args=(1.0,)),
+    "operand": lambda s, b: s.run(lambda x: x + b, args=(1.0,)),
+    "gradient": lambda s, b: s.run(jax.grad(lambda w: jnp.sum(w * b)), args=(1.0,)),
+    "length": lambda s, b: s.run(lambda: len(b)),
+    "lax": lambda s, b: s.run(lambda x: jax.lax.add(x, b), args=(1.0,)),
+    "in jit": lambda s, b: dj.jit(lambda b: s.run(lambda: jnp.sum(b)))(b),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_per_replica_is_told_to_be_an_argument(pair, name):
+    b = pair.per_replica(np.ones((2, 3), np.float32))
+    with pytest.raises((TypeError, AttributeError)) as info:
+        CAPTURED[name](pair, b)
+    assert "PerReplica" in str(info.value)
+    notes = [note for note in info.value.__notes__ if note.startswith("The PerReplica is not an")]
+    assert len(notes) == 1 and notes[0].endswith(
+        ": it has the values of all replicas there.\n"
+        "  Fix: pass it as an argument: strategy.run(fn, args=(x,))"
+    )
+    assert local(pair, pair.run(lambda b: jnp.sum(b), args=(b,))) == [3, 3]

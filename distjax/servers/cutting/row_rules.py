@@ -11,17 +11,9 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from distjax.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+from distjax.placement.axis_rules import ELEMENTWISE
 from distjax.servers.cutting.code import aval_of_atom, eval_equation
 
-#: Each element of the result depends on the elements of the operands at the same position.
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg "
-    "nextafter not or population_count pow real reduce_precision rem round rsqrt select_n "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient "
-    "sub tan tanh xor".split()
-)
 REDUCTIONS = frozenset(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
     "reduce_xor".split()

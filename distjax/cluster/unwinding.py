@@ -53,7 +53,7 @@ class Unwinding:
 def _handled() -> BaseException | None:
     """Returns the error that the main thread is handling; ends and interrupts of loops are none."""
     active = sys._current_exceptions()  # pyright: ignore[reportPrivateUsage]
-    found: Any = active.get(threading.main_thread().ident)
+    found: Any = active.get(threading.main_thread().ident or 0)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
     is_error = isinstance(error, (Exception, KeyboardInterrupt))
     return (

@@ -58,7 +58,7 @@ def stand_in(tracer: Any, given: Any) -> None:
         note(tracer, num_replicas, axis)
     elif isinstance(sharding := given.sharding, NamedSharding) and given.ndim:
         name = sharding.mesh.axis_names[0]  # the replicas', in meshes of distjax
-        axis = axis_of_spec(sharding.spec, sharding.mesh)
+        axis = axis_of_spec(tuple(sharding.spec), sharding.mesh)
         num_replicas = sharding.mesh.shape[name]
         if num_replicas > 1 and axis is not None and given.shape[axis] == num_replicas:
             note(tracer, num_replicas, axis)
@@ -111,9 +111,9 @@ def _behind(tracer: Any) -> Any:
     if not isinstance(tracer, jax_compat.Tracer):
         return None
     if hasattr(tracer, "get_const"):
-        const = tracer.get_const()  # pyright: ignore[reportAttributeAccessIssue]
+        const = tracer.get_const()
         return const if isinstance(const, jax.Array) else None
-    return getattr(tracer, "primal", None) if not hasattr(tracer, "batch_dim") else tracer.val  # pyright: ignore[reportAttributeAccessIssue]
+    return tracer.val if hasattr(tracer, "batch_dim") else getattr(tracer, "primal", None)
 
 
 def _axis_of_tracer(tracer: Any, topology: Topology) -> Axis:

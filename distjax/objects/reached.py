@@ -132,7 +132,8 @@ class _Search:
     def _follow_names(self) -> bool:
         """Follows what the code names in modules and classes; returns whether that was any."""
         for name in self._names & sys.modules.keys():  # imported in the function
-            if isinstance(module := sys.modules[name], types.ModuleType):
+            module: Any = sys.modules[name]  # or what another put there
+            if isinstance(module, types.ModuleType):
                 self._add_root(module, weakref.ref(module))
         for number, seen in self._by_name:
             holder = self._values[number]

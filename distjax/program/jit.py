@@ -148,7 +148,7 @@ class CompiledFunction:
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
         """Returns one that compiles anew; of a method, bound to the copy of its object."""
         if self._renew is not None:
-            return self._renew(copy.deepcopy(self._fn.__wrapped__, memo))
+            return self._renew(copy.deepcopy(vars(self._fn)["__wrapped__"], memo))
         return CompiledFunction(copy.deepcopy(self._fn, memo), self._donate_argnums, self._static)
 
     def fresh_copy(self) -> CompiledFunction:
@@ -220,7 +220,7 @@ class JitStep:
         hands_on_static: bool,
     ):
         self._fn, self._frame, self._hands_on_static = fn, frame, hands_on_static
-        self.function = fn.__wrapped__ if hands_on_static else fn  # type: ignore[attr-defined]
+        self.function = vars(fn)["__wrapped__"] if hands_on_static else fn
         self.name, self.argument_names = function_name(fn), positional_names(fn)
         self.donate_argnums = donate_argnums
 

@@ -106,7 +106,7 @@ def _look_up(
     with strategy.extended.tracing:
         plan = cuts.plans.get(key)
         if plan is None:
-            plan = cuts.plans[key] = _cut(strategy, fn, *tree, cuts.reached)
+            plan = cuts.plans[key] = _cut(strategy, fn, *tree, reached=cuts.reached)
     return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in jax.tree.leaves(tree)]
 
 

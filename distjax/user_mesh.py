@@ -21,6 +21,8 @@ _R = TypeVar("_R")
 
 #: What JAX returns if no mesh is set. Equal abstract meshes are one object, so `is` can compare.
 NO_MESH = jax.sharding.AbstractMesh((), ())
+#: What JAX says of code of a strategy under another mesh.
+_REFUSALS = "`set_mesh` can only be used outside", "mesh passed to shard_map", "context mesh"
 
 
 def manual_axis(mesh: jax.sharding.Mesh, axis_name: str) -> AbstractContextManager[Any]:
@@ -65,11 +67,25 @@ def ignores_user_mesh(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def is_refusal(error: ValueError) -> bool:
+    """Returns whether JAX refuses a strategy's code since the user has set a mesh."""
+    return any(text in str(error) for text in _REFUSALS)
+
+
 def off_explicit_meshes(tree: PyTree) -> Any:
     """Returns `tree` with arrays on Explicit meshes replaced by uncommitted copies."""
     off_mesh = lambda leaf: as_uncommitted(leaf) if _is_explicit(leaf) else leaf
     is_iterator = lambda x: isinstance(x, Iterator)  # JAX warns about iterators as leaves
     return jax.tree.map(off_mesh, tree, is_leaf=is_iterator)
+
+
+def leave_explicit_meshes(
+    error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> Any:
+    """Returns the arguments off explicit meshes, after a call raised; None if none is on one."""
+    if not has_explicit_mesh((args, kwargs)):
+        return None
+    return off_explicit_meshes((args, kwargs))  # JAX raises a KeyError, and more
 
 
 def has_explicit_mesh(tree: PyTree) -> bool:

@@ -58,6 +58,9 @@ class Metric(abc.ABC):
       read variables" (TF 1.15).
     """
 
+    #: What shows that another metric took its place: see `objects/reached`.
+    reached_parts = ("variables",)
+
     def __init__(self, name: str, totals: Mapping[str, jax.ShapeDtypeStruct]):
         self.name = name
         self.variables = {

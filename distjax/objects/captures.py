@@ -119,8 +119,15 @@ def is_of_a_library(value: object) -> bool:
     """Returns whether a function or an object belongs to a library that is not searched."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str):
+        if isinstance(value, types.FunctionType):  # made by `exec` with globals of one's own
+            return False
         module = type(value).__module__
     own = getattr(value, "__dict__", None)
     is_instance = not isinstance(value, types.FunctionType) and own is not None
     modules = {module, type(value).__module__} if is_instance else {module}
-    return any(m.partition(".")[0] in _LIBRARIES for m in modules)
+    return any(map(is_library, modules))
+
+
+def is_library(module: str) -> bool:
+    """Returns whether a module, by its name, is of a library that is not searched."""
+    return module.partition(".")[0] in _LIBRARIES

@@ -55,9 +55,15 @@ def _parts(value: object, depth: int) -> Iterator[tuple[str, object, int]]:
                 yield f"[{key!r}]", item, depth
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__, depth
-    elif depth < MAX_DEPTH and not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value):
+    elif depth < MAX_DEPTH and _has_state(value):
         for attribute, inner in attributes_of(value):
             yield f".{attribute}", inner, depth + 1
+
+
+def _has_state(value: object) -> bool:
+    """Returns whether a value is an object whose attributes may be the user's."""
+    is_own = not isinstance(value, _WITHOUT_STATE) and not is_of_a_library(value)
+    return is_own or isinstance(value, types.SimpleNamespace)
 
 
 def attributes_of(value: object) -> list[tuple[str, Any]]:

@@ -51,6 +51,11 @@ class ObjectArguments:
                 name = user_path(jax.tree_util.keystr(path), names)
                 self._arguments.append(_Argument(name, leaf, find_arrays(leaf.value, name)))
 
+    @property
+    def values(self) -> list[object]:
+        """The objects."""
+        return [each.static.value for each in self._arguments]
+
     def require_inputs(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[object]) -> None:
         """Raises if the trace read an array of an object that the user did not mark as static.
 

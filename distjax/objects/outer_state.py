@@ -17,14 +17,18 @@ import jax
 import numpy as np
 
 from distjax import jax_compat
-from distjax.errors import TraceLeakError
+from distjax.errors import TraceLeakError, message
 from distjax.objects.captures import names_of_globals
+from distjax.objects.following import has_variables
 from distjax.objects.held_arrays import find_arrays, leak_text
 from distjax.objects.stateful import active_bridge
 from distjax.replica.user_names import function_name
+from distjax.variables.stored_variable import StoredVariable
 
 #: What a traced value may take the place of.
-_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex)
+_VALUES = (jax.Array, np.ndarray, np.generic, int, float, complex, StoredVariable)
+#: Equal ones are often one object.
+_NUMBERS = (int, float, complex)
 #: The checks of the inner traces of this thread's current program.
 _this_thread = threading.local()
 
@@ -46,7 +50,7 @@ def checking_outer_state(
       is_whole_program: whether the program is traced when ``fn`` is.
 
     Raises:
-      TraceLeakError: it has.
+      TraceLeakError: it has; or it has exchanged what it captures.
     """
     before = _held_values(fn)
     values = {path for path, value in before.items() if not isinstance(value, jax_compat.Tracer)}
@@ -71,7 +75,9 @@ def _require_none_left(
 ) -> None:
     """Raises for what `checking_outer_state` looks for."""
     known = set(map(id, before.values()))
-    for path, value in _held_values(fn).items():
+    after = _held_values(fn)
+    _require_in_place(fn, before, after)
+    for path, value in after.items():
         if id(value) in known or not (path in values or path.startswith("self.")):
             continue
         is_in_object = _is_stateful(value)
@@ -83,6 +89,32 @@ def _require_none_left(
             raise TraceLeakError(text)
 
 
+def _require_in_place(
+    fn: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Raises if a place has what another had, which has something else now.
+
+    Only the trace would do it. What is still where it was may be in a second place, too.
+    """
+    changed = [p for p, x in before.items() if p in after and after[p] is not x]
+    homes = {id(before[p]): p for p in changed if not isinstance(before[p], _NUMBERS)}
+    for path in changed:
+        home = homes.get(id(after[path]))
+        if home is not None:
+            raise TraceLeakError(_exchange_text(function_name(fn), home, path))
+
+
+def _exchange_text(function: str, home: str, path: str) -> str:
+    return message(
+        f"{function} needs to leave what it captures in its place",
+        got=f"in {path} what was in {home} before",
+        why="a compiled step does not run its Python code again: they would be exchanged in the "
+        "trace, and at no later call",
+        fix=f"exchange them between two calls of {function}; or exchange the values of variables: "
+        "a, b = v.value, w.value; v.assign(b); w.assign(a)",
+    )
+
+
 def _is_tracer(leaf: object) -> bool:
     return isinstance(leaf, jax_compat.Tracer)
 
@@ -90,7 +122,7 @@ def _is_tracer(leaf: object) -> bool:
 def _held_values(fn: Callable[..., Any]) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for name, value in _outer_state(fn):
-        held |= find_arrays(value, name, _VALUES, _is_stateful)
+        held |= find_arrays(value, name, _VALUES, _is_one)
     return held
 
 
@@ -110,6 +142,11 @@ def _outer_state(fn: Callable[..., Any]) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
     for name in names_of_globals(code):
         yield name, inner.__globals__.get(name)
+
+
+def _is_one(value: object) -> bool:
+    """Returns whether a value counts as one, whatever it holds."""
+    return _is_stateful(value) or has_variables(value)
 
 
 def _is_stateful(value: object) -> bool:

@@ -63,6 +63,8 @@ class Optimizer:
 
     #: Which argument of the merge holds the gradients: see `UserMerge.reduces`.
     reduced_argument = 0
+    #: What shows that another optimizer, or other variables, took its place: see `objects/reached`.
+    reached_parts = ("_state",)
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -32,6 +32,9 @@ class OptimizerState:
       slots: the leaves of `tree` that are slots, by the variable they belong to.
       non_slots: the other variables among the leaves of `tree`.
     """
+
+    #: `init` makes another state: see `objects/reached`.
+    is_compared_whole: ClassVar = True
 
     tree: Any
     slots: dict[Variable, list[Variable]]

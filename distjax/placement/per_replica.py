@@ -417,3 +417,15 @@ def require_local(value: object, method: str) -> None:
             fix="pass it: strategy.run(fn, args=(x,))",
         )
     )
+
+
+def off_their_devices(tree: PyTree) -> Any:
+    """Returns uncommitted arguments, which the program may move to its devices."""
+
+    def uncommitted(leaf: PyTree) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=None)
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+        return jax_compat.as_uncommitted(leaf) if is_array else leaf
+
+    return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)

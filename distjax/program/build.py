@@ -18,6 +18,7 @@ import jax
 from distjax import jax_compat
 from distjax.cluster.job import job
 from distjax.collectives.throttle import is_throttled, make_token
+from distjax.objects.reached import Reached
 from distjax.program.discovery import Discovered, discover
 from distjax.program.output_spec import OutputSpec, as_static_output
 from distjax.program.signatures import Jitted, Signature, Signatures
@@ -64,6 +65,7 @@ class Build:
         step may be traced inside of `jit`.
       is_remote: whether an array of `writes` is kept elsewhere: see `StoredArray`.
       facts: what the last trace knew of each array result.
+      reached: the objects that the function used, and how it came to them.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Build:
     offered: dict[int, Discovered | None]
     is_remote: bool
     facts: list[Fact | None] = dataclasses.field(default_factory=list)
+    reached: Reached = dataclasses.field(default_factory=Reached)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -135,6 +138,7 @@ class Build:
     def offer(self, found: Discovered, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Offers a trace of these arguments to the next call of this thread."""
         self.signatures.add(args, kwargs, self._collect_all())
+        found.record(self.reached)
         self.facts[:] = found.facts
         self.offered[threading.get_ident()] = found
 
@@ -183,6 +187,7 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         values = dict(zip(threaded, (*written, *read), strict=True))
         if found is None or not found.fits(args, kwargs, values):
             found = discover(step, args, kwargs, CreationLog())
+            found.record(build.reached)
         if not build.covers(found):
             raise UnknownVariables(found)
         arrays, spec, new = found.evaluate(args, kwargs, values)
@@ -195,12 +200,10 @@ def make_build(step: Step, discovered: Discovered, former: Build | None) -> Buil
         written = [new.get(v, values[v]) for v in writes]
         return written, as_static_output(spec), outputs, token
 
-    donate_argnums = (0, *(3 + number for number in step.donate_argnums))
-
     def jit_anew() -> Jitted:
         body = lambda *operands: emit(*operands)  # JAX shares caches between jits of one function
         body.__name__ = body.__qualname__ = discovered.name
-        return jax.jit(body, donate_argnums=donate_argnums)
+        return jax.jit(body, donate_argnums=(0, *(3 + n for n in step.donate_argnums)))
 
     spans = (discovered,) if former is None else (discovered, former)
     build = Build(

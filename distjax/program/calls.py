@@ -127,7 +127,9 @@ def start_uninterrupted(
     return call_uninterrupted(start_first)
 
 
-def require_no_nan(error: Exception | None, step: Step, build: Build | None) -> None:
+def require_no_nan(
+    error: Exception | None, step: Step, build: Build | None, args: tuple[Any, ...]
+) -> None:
     """Raises a FloatingPointError if `error` comes from `jax.debug_nans` or `debug_infs`.
 
     JAX then calls the function again, operation by operation, with arrays that are gone.
@@ -136,14 +138,17 @@ def require_no_nan(error: Exception | None, step: Step, build: Build | None) -> 
       error: the error of an attempt to start the program, if any.
       step: what the program compiles.
       build: the program.
+      args: the positional arguments.
     """
     cause = None if error is None else error.__context__
     if not isinstance(error, NotCompiled) or "FloatingPoint" not in type(cause).__name__:
         return
-    raise FloatingPointError(_nan_text(step, build)) from cause
+    donated = jax.tree.leaves([arg for i, arg in enumerate(args) if i in step.donate_argnums])
+    are_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in donated)
+    raise FloatingPointError(_nan_text(step, build, are_gone)) from cause
 
 
-def _nan_text(step: Step, build: Build | None) -> str:
+def _nan_text(step: Step, build: Build | None, are_gone: bool) -> str:
     writes = build is not None and build.writes
     if writes:
         fix = (
@@ -156,7 +161,7 @@ def _nan_text(step: Step, build: Build | None) -> str:
             "then names the operation"
         )
     gone = "variables that it writes have no value now" if writes else "JAX looks at its results"
-    if step.donate_argnums:
+    if are_gone:
         gone += ", and arguments named in donate_argnums are gone"
     return message(
         f"{step.name} needs finite values while jax.debug_nans or jax.debug_infs is on",

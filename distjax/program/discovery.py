@@ -21,6 +21,7 @@ from distjax.collectives.joining import join_maps
 from distjax.context import frames
 from distjax.errors import TraceLeakError, message
 from distjax.objects.object_arguments import ObjectArguments
+from distjax.objects.reached import Reached
 from distjax.objects.stateful import active_bridge
 from distjax.placement.per_replica import PerReplica
 from distjax.placement.row_flow import stand_in
@@ -51,6 +52,7 @@ class Discovered:
       writes: variables that are written.
       created: variables that were created, not yet initialized.
       facts: what is known about each array result.
+      roots: the function and the Python objects among its arguments, until they are recorded.
       takes_spread: whether an argument is an array on several devices, where it is not traced.
       initial_values: those of the created variables.
     """
@@ -72,6 +74,7 @@ class Discovered:
         self._consts, self._signature = consts, signature
         self._partitioned, self._per_replica = partitioned, per_replica
         self._log = log
+        self.roots: list[Any] = []
         self.writes = writes
         self.created = list(log.values)
         self.facts, self.takes_spread = facts, takes_spread
@@ -105,6 +108,12 @@ class Discovered:
         topologies = (aux[0] for kind, aux in nodes_of(treedef) if kind is PerReplica)
         yield from (t.mesh for t in topologies if t.mesh is not None)
         yield from _meshes_of(self._jaxpr)
+
+    def record(self, reached: Reached) -> None:
+        """Records the objects that the trace has reached, once."""
+        roots, self.roots = self.roots, []
+        if roots:
+            reached.record(roots, (*self.reads, *self.writes, *self.created))
 
     @property
     def results(self) -> list[tuple[str, bool]]:
@@ -216,6 +225,7 @@ def discover(
     error = found.pop("error", None)
     signature = signature_of((args, kwargs))
     discovered = Discovered(step.name, jaxpr, consts, signature, log=log, **found)
+    discovered.roots = [step.function, *objects.values]
     _let_later_traces_initialize(discovered, step, args, kwargs)
     if error is not None:
         if not jax_compat.tracing():  # now, not in the next trace, whose context differs

@@ -14,10 +14,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import get_abstract_mesh
 
-from distjax import jax_compat, user_mesh
+from distjax import user_mesh
 from distjax.context import frames
 from distjax.context.expectation import without_expectations
 from distjax.context.frames import Frame
@@ -27,7 +26,7 @@ from distjax.objects.claims import HeldClaims
 from distjax.objects.program_form import ObjectKeywords
 from distjax.objects.stateful import active_bridge
 from distjax.objects.stateful_args import StatefulArgs, emit_call, extract_objects
-from distjax.placement.per_replica import is_per_replica
+from distjax.placement.per_replica import off_their_devices
 from distjax.program.ahead import LoweredProgram
 from distjax.program.error_notes import add_argument_note, explain_devices
 from distjax.program.program import Program, Require
@@ -51,6 +50,7 @@ class CompiledFunction:
       static: names of arguments that are Python values.
       require: for a function that passes its arguments on to `run`: raises for those that
         `run` rejects. Such a function receives static values still marked.
+      renew: for such a function: returns the like for a copy of the user's function.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class CompiledFunction:
         donate_argnums: tuple[int, ...],
         static: frozenset[str],
         require: Require | None = None,
+        renew: Callable[[Callable[..., Any]], CompiledFunction] | None = None,
     ):
         functools.update_wrapper(self, fn)
         self._fn, self._donate_argnums, self._static = fn, donate_argnums, static
-        self._require = require
+        self._require, self._renew = require, renew
         self._programs: dict[Any, Program] = {}
         self._outermost: Program | None = None  # of the default context
         self._off_mesh: set[Program] = set()
@@ -134,7 +135,9 @@ class CompiledFunction:
             return ignoring(args, kwargs)
         try:
             return call(args, kwargs)
-        except (ValueError, TypeError, AssertionError, KeyError, NotImplementedError) as error:
+        except ValueError as error:
+            if not user_mesh.is_refusal(error):
+                raise  # the user's function is not called again for an error of its own
             try:
                 result = ignoring(args, kwargs)
             except Exception:
@@ -144,12 +147,14 @@ class CompiledFunction:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
         """Returns one that compiles anew; of a method, bound to the copy of its object."""
-        fn, require = copy.deepcopy((self._fn, self._require), memo)
-        return CompiledFunction(fn, self._donate_argnums, self._static, require)
+        if self._renew is not None:
+            return self._renew(copy.deepcopy(vars(self._fn)["__wrapped__"], memo))
+        return CompiledFunction(copy.deepcopy(self._fn, memo), self._donate_argnums, self._static)
 
     def fresh_copy(self) -> CompiledFunction:
         """Returns a copy that shares no compiled program with this one."""
-        return CompiledFunction(self._fn, self._donate_argnums, self._static, self._require)
+        own = self._donate_argnums, self._static, self._require, self._renew
+        return CompiledFunction(self._fn, *own)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds a decorated method to its object."""
@@ -194,18 +199,6 @@ def _call_within(frame: Frame, fn: CompiledFunction, *args: PyTree, **kwargs: Py
         return fn(*args, **kwargs)
 
 
-def _off_their_devices(tree: PyTree) -> Any:
-    """Returns uncommitted arguments, which the program may move to its devices."""
-
-    def uncommitted(leaf: PyTree) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf.update(sharding=None)
-        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
-        return jax_compat.as_uncommitted(leaf) if is_array else leaf
-
-    return jax.tree.map(uncommitted, tree, is_leaf=is_per_replica)
-
-
 class JitStep:
     """A function of `dj.jit`, as the step of a program.
 
@@ -227,6 +220,7 @@ class JitStep:
         hands_on_static: bool,
     ):
         self._fn, self._frame, self._hands_on_static = fn, frame, hands_on_static
+        self.function = vars(fn)["__wrapped__"] if hands_on_static else fn
         self.name, self.argument_names = function_name(fn), positional_names(fn)
         self.donate_argnums = donate_argnums
 
@@ -246,7 +240,7 @@ class JitStep:
 
     def place(self, tree: PyTree) -> Any:
         """Returns uncommitted arguments, which the program may move to its devices."""
-        return _off_their_devices(tree)
+        return off_their_devices(tree)
 
     def find_objects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], held: HeldClaims | None

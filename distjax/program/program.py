@@ -34,6 +34,7 @@ from distjax.program.calls import (
     trace_and_start,
 )
 from distjax.program.discovery import Discovered, discover
+from distjax.program.former_builds import FormerBuilds
 from distjax.program.output_spec import OutputSpec
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
@@ -54,9 +55,6 @@ Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
 class Program:
     """A step as one compiled program.
 
-    The first two calls determine whether calls pass stateful objects; if a later call is the first
-    to do so, its trace finds out, so that a call without objects pays nothing.
-
     Args:
       step: the step to compile.
       on_second_call: called once, at the second call.
@@ -73,6 +71,7 @@ class Program:
         self._on_second_call = on_second_call
         self.require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
+        self._formers = FormerBuilds()
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
         self._feedback: Feedback | None = None
@@ -89,6 +88,9 @@ class Program:
         """Runs the program and returns the user's results."""
         build = self._build
         if build is None or not self._is_plain:
+            return self._call_slowly(args, kwargs)
+        is_current = build.reached.is_current
+        if is_current is not None and not is_current():
             return self._call_slowly(args, kwargs)
         if self._step.donate_argnums and (handed_out or build.spans_devices):
             args = self._prepare_donated(args)
@@ -115,7 +117,7 @@ class Program:
           kwargs: keyword arguments.
           error: the error of an attempt to start the build, if any.
         """
-        require_no_nan(error, self._step, self._build)  # first: it donated the arguments
+        require_no_nan(error, self._step, self._build, args)  # first: it donated the arguments
         if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
             self._meets_user_mesh, self._is_plain = True, False
             return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs)
@@ -169,7 +171,7 @@ class Program:
 
         `finish` is part of the step: it is called again if a signal raises meanwhile.
         """
-        build = self._build
+        build = self._current_build()
         if build is None or self._marks_objects:
             args, kwargs = self._mark_objects(args, kwargs)
         require_guarded(self._step.name, self._recreated)
@@ -193,6 +195,15 @@ class Program:
         )
         return spec.results(result) if finish is None else result()
 
+    def _current_build(self) -> Build | None:
+        """Returns the build for the objects that the function reaches now; None: there is none."""
+        build = self._build
+        if build is None or not build.reached.is_the_same():
+            with self._tracing:
+                if self._build is build:
+                    self._build = self._formers.exchange(build)
+        return self._build
+
     def _start_after(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
     ) -> tuple[Any, OutputSpec]:
@@ -202,10 +213,10 @@ class Program:
         `jit` accepts.
         """
         self.require(args, kwargs)
-        fixes = iter((self._compile_anew, _leave_explicit_meshes, self._place))
+        fixes = iter((self._compile_anew, user_mesh.leave_explicit_meshes, self._place))
         try:
             while True:
-                require_no_nan(error, self._step, self._build)
+                require_no_nan(error, self._step, self._build, args)
                 if isinstance(error, UnknownVariables):
                     with self._tracing, phase(f"tracing {self._step.name}"):
                         self._rebuild(error.discovered, args, kwargs)
@@ -305,6 +316,7 @@ class Program:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
     ) -> jax.stages.Lowered:
         self.require(args, kwargs)
+        self._current_build()
         args, kwargs = self._mark_objects(args, kwargs, is_data=is_array_or_struct)
         with self._tracing:
             try:
@@ -351,8 +363,8 @@ class Program:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
         """Traces the step; returns a build with its variables, offered the trace."""
         build = self._build
-        if build is not None:
-            self._watch.record(args, kwargs)
+        if build is not None or self._formers.is_replacing:
+            self._watch.record(args, kwargs, is_replacing=build is None)
         discovered = discover(self._step, args, kwargs, CreationLog())
         if build is None or not build.covers(discovered):
             return self._rebuild(discovered, args, kwargs)
@@ -372,6 +384,7 @@ class Program:
         build = make_build(self._step, discovered, self._build)
         build.offer(discovered, args, kwargs)
         self._build = build
+        self._formers.replace_by(build)
         return build
 
     # -- donated arguments ----------------------------------------------------
@@ -386,11 +399,3 @@ class Program:
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
         step = self._step
         require_undeleted(step.name, step.argument_names, step.donate_argnums, args)
-
-
-def _leave_explicit_meshes(
-    error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> Any:
-    if not user_mesh.has_explicit_mesh((args, kwargs)):
-        return None
-    return user_mesh.off_explicit_meshes((args, kwargs))  # JAX raises a KeyError, and more

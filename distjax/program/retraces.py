@@ -39,14 +39,25 @@ class RetraceWatch:
         self._warn_at = FIRST_WARNING
         self._last: dict[str, str] = {}
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records one more compilation; warns at 8, 16, 32, ..."""
+    def record(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_replacing: bool = False
+    ) -> None:
+        """Records one more compilation; warns at 8, 16, 32, ...
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          is_replacing: whether it is for other objects that the function captures.
+        """
         self._count += 1
         before, self._last = self._last, _describe(args, kwargs, self._argument_names)
         if self._count < self._warn_at:
             return
         self._warn_at *= 2
         ordinal = f"{self._count}{'nd' if self._count == 32 else 'th'}"
+        if is_replacing:
+            self._warn_of_objects(ordinal)
+            return
         changed = [
             f"{path}: {before.get(path, 'absent')} -> {now}"
             for path, now in self._last.items()
@@ -59,6 +70,20 @@ class RetraceWatch:
                 got=f"a change of {'; '.join(changed[:4]) or 'the tree of arguments'}",
                 why="each new shape, dtype or Python value is a program of its own",
                 fix="pad batches to one shape, and pass numbers that change as arrays",
+            ),
+            RecompilationWarning,
+            stacklevel=user_lines.user_stacklevel(),
+        )
+
+    def _warn_of_objects(self, ordinal: str) -> None:
+        warnings.warn(
+            message(
+                f"{self._name} is compiled for the {ordinal} time and needs the objects that it "
+                "captures to stay the same",
+                got="a new variable, metric, optimizer or layer in place of one that it used",
+                why="a compiled program is made for the variables that it was traced with",
+                fix="make it once and set it back: metric.reset(), v.assign(...), or a learning "
+                "rate as a variable",
             ),
             RecompilationWarning,
             stacklevel=user_lines.user_stacklevel(),

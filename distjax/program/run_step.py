@@ -42,6 +42,11 @@ class RunStep:
         self.name = function_name(resolve())
         self.argument_names = positional_names(resolve())
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self._resolve()
+
     def frame(self, state: TraceState) -> Frame:
         """Returns a frame of cross-replica context."""
         return Frame(self._extended.strategy, state=state)
@@ -131,4 +136,5 @@ def compile_on_replicas(
 
     donated = donated_numbers(fn, donate_argnums)
     require = _bare_rows_check(strategy.extended, fn)
-    return CompiledFunction(run_on_replicas, donated, frozenset(), require)
+    renew = lambda copied: compile_on_replicas(strategy, copied, donate_argnums)
+    return CompiledFunction(run_on_replicas, donated, frozenset(), require, renew)

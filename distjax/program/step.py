@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from distjax.context.frames import Frame
@@ -33,6 +33,11 @@ class Step(Protocol):
     @property
     def ignores_user_mesh(self) -> bool:
         """Whether it runs without the mesh that the user has set (`jax.set_mesh`)."""
+        ...
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
         ...
 
     def frame(self, state: TraceState) -> Frame:

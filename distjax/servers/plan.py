@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from distjax.jax_compat import ShapedArray
+from distjax.objects.reached import Reached
 from distjax.variables.storage import StoredArray
 
 
@@ -121,11 +122,19 @@ class Cuts:
 
     Attributes:
       confirm_reused: called when the same function comes again: it is not made anew for each call.
+      reached: the objects that the function used, and how it came to them.
       plans: by signature.
       by_kinds: (plan, dtypes of the arguments) by a key that is quick to compute; only for
         arguments whose leaves are all arrays and numbers.
     """
 
     confirm_reused: Callable[[], None]
+    reached: Reached = dataclasses.field(default_factory=Reached)
     plans: dict[Hashable, Plan] = dataclasses.field(default_factory=dict)
     by_kinds: dict[Hashable, tuple[Plan, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Forgets everything: the function would reach other objects now."""
+        self.plans.clear()
+        self.by_kinds.clear()
+        self.reached.forget()

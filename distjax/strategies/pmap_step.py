@@ -37,7 +37,8 @@ class PmapStep:
         options: RunOptions,
         donate_argnums: tuple[int, ...],
     ):
-        self._strategy, self._fn, self._arguments = strategy, fn, arguments
+        self._strategy, self._arguments = strategy, arguments
+        self.function = self._fn = fn
         self._options = dataclasses.replace(options, leaves_program=True)
         self.name, self.argument_names = arguments.function, arguments.names
         self.donate_argnums = donate_argnums

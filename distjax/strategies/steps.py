@@ -269,6 +269,11 @@ class LoopStep:
         self._extended, self._resolve = extended, resolve
         self.name = f"steps of {function_name(resolve())}"
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self._resolve()
+
     def frame(self, state: TraceState) -> Frame:
         """Returns a frame of cross-replica context."""
         return Frame(self._extended.strategy, state=state)

@@ -263,6 +263,7 @@ class UpdateStep:
         self, extended: ExtendedContract, variable: Variable | None, fn: Callable[..., Any]
     ):
         self._extended, self._variable, self._fn = extended, variable, fn
+        self.function = fn
         self.name = "update_non_slot" if variable is None else f"update of {variable.name}"
 
     def frame(self, state: TraceState) -> Frame:

@@ -14,6 +14,7 @@ from distjax.context.expectation import without_expectations
 from distjax.errors import ContextError, StrategyMismatchError, message
 from distjax.objects.object_arguments import ObjectArguments
 from distjax.objects.outer_state import checking_outer_state
+from distjax.objects.reached import Reached
 from distjax.objects.stateful_args import has_objects
 from distjax.placement.per_replica import PerReplica, require_same_topology
 from distjax.program.discovery import signature_of
@@ -58,6 +59,8 @@ def cut_step(
     cuts: Cuts = strategy.extended.cuts.get(fn)
     if cuts.plans:
         cuts.confirm_reused()
+    if not cuts.reached.is_the_same():
+        cuts.forget()
     leaves, treedef = jax.tree.flatten((given, named))
     kinds = tuple(map(_kind_of, leaves))
     key = treedef, kinds, jax_compat.trace_context()
@@ -103,7 +106,7 @@ def _look_up(
     with strategy.extended.tracing:
         plan = cuts.plans.get(key)
         if plan is None:
-            plan = cuts.plans[key] = _cut(strategy, fn, *tree)
+            plan = cuts.plans[key] = _cut(strategy, fn, *tree, reached=cuts.reached)
     return plan, [_as_flat(x, jax_compat.aval_of(x).dtype) for x in jax.tree.leaves(tree)]
 
 
@@ -113,8 +116,9 @@ def _cut(
     fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
+    reached: Reached,
 ) -> Plan:
-    """Traces a step and cuts it."""
+    """Traces a step and cuts it; records what it reached."""
     _require_outside_traces(fn)
     partitioned = PartitionedTree((args, kwargs), lambda leaf: is_array(leaf) or is_number(leaf))
     names = positional_names(fn)
@@ -124,6 +128,7 @@ def _cut(
     objects = ObjectArguments((args, kwargs), names)
     with checking_outer_state(fn):
         traced = trace_replica(strategy, fn, partitioned, values, outer, topology)
+    reached.record([fn, *objects.values], [*outer.read_order, *traced.written])
     objects.require_no_leaks(function_name(fn), traced.result.objects)
     objects.require_inputs(traced.jaxpr, traced.consts)
     if topology.num_replicas > 1:

@@ -398,3 +398,11 @@ def _make_cpu_client() -> Any:
 
 if not _backends.backends_are_initialized():  # replaces JAX's factory to record the line
     jeb.register_backend_factory("cpu", _make_cpu_client, priority=0, fail_quietly=False)
+
+
+def forget_refusals(jitted: Any) -> None:
+    """Lets JAX use its fast path for arguments that a jitted function has refused before.
+
+    Once its body has raised for them, the fast path is off for good: 25 us become 350 (0.10, 0.12).
+    """
+    getattr(jitted, "_clear_cache", lambda: None)()

@@ -1,10 +1,10 @@
-"""Interrupts at chosen lines: an exception raised by a trace function, never by a timer.
+"""Interrupts at chosen lines: Ctrl-C, sent by a trace function, never by a timer.
 
-A signal raises between two steps of the interpreter. Here `sys.settrace` does: it counts the
-lines that a call passes in the modules of interest, and raises at the n-th. The same n is the
-same line each time, so that a campaign is a loop over n. Signals come at fewer places than
-lines: after calls of C, at loops and where functions begin. The garbage collector waits
-meanwhile: what it runs would be counted too.
+`sys.settrace` counts the lines that a call passes in the modules of interest, and sends SIGINT at
+the n-th. The same n is the same line each time, so that a campaign is a loop over n. Python handles
+the signal there, or where distjax lets it. From a terminal, signals come at fewer places than
+lines: after calls of C, at loops and where functions begin. The garbage collector waits meanwhile:
+what it runs would be counted too.
 
 Two things are not lines to be interrupted at. When a block of `with` ends, its line is passed
 once more before `__exit__` is called; CPython handles no signal there, and a lock would stay
@@ -18,12 +18,11 @@ import dis
 import functools
 import gc
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Set
 from types import CodeType, FrameType
 from typing import Any
-
-from tests.own_threads import in_own_thread
 
 #: Says of a frame whether its lines count.
 Frames = Callable[[FrameType], bool]
@@ -32,7 +31,7 @@ _MAX_FAILURES = 3  # after which a campaign ends: the lines beside them mostly f
 
 
 class Interrupt(KeyboardInterrupt):
-    """Raised by the trace function: one that came out of a call is told from a user's Ctrl-C."""
+    """Raised by the handler: one that came out of a call is told from a user's Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +77,10 @@ def interrupted(
     look: Callable[[FrameType], None] | None = None,
     after_calls: Frames | None = None,
 ) -> Outcome:
-    """Calls ``call()`` and raises `Interrupt` at the n-th line that counts.
+    """Calls ``call()`` and interrupts it at the n-th line that counts.
 
     Args:
-      call: what is interrupted, in this thread.
+      call: what is interrupted, in the main thread.
       n: which line, from 1 on; ``math.inf`` only counts.
       frames: which frames' lines count.
       after: lines count once this is true; asked before each line until it is.
@@ -90,7 +89,12 @@ def interrupted(
         it returned counts too. CPython handles signals there, for functions in C.
     """
     tracer = _Tracer(n, frames, after, look, after_calls)
+
+    def handle(*_: object) -> None:
+        raise Interrupt(tracer.line)
+
     former, collects = sys.gettrace(), gc.isenabled()
+    handler = signal.signal(signal.SIGINT, handle)
     gc.disable()
     sys.settrace(tracer.entered)
     error = result = None
@@ -100,6 +104,7 @@ def interrupted(
         error = caught
     finally:
         sys.settrace(former)
+        signal.signal(signal.SIGINT, handler)
         if collects:
             gc.enable()
     _drop_tracebacks(error)
@@ -120,7 +125,6 @@ def campaign(
     *,
     limit: int,
     stride: int = 1,
-    own_threads: bool = False,
     may_be_none: bool = False,
     **options: Any,
 ) -> None:
@@ -132,7 +136,6 @@ def campaign(
       frames: as in `interrupted`, which takes the `options` too.
       limit: more lines than this are an error: the campaign would be long.
       stride: how many lines further the next interrupt is.
-      own_threads: gives each call a thread: what it breaks in one is not the next one's.
       may_be_none: whether it is right that no line counts, say as all is in other threads.
 
     Raises:
@@ -154,7 +157,7 @@ def campaign(
     for n in itertools.count(1, stride):
         assert n <= limit, f"more than {limit} lines: raise the stride, or the limit"
         call = functools.partial(is_reached, n)
-        if not (in_own_thread(call) if own_threads else call()):
+        if not call():
             assert n > 1 or may_be_none, "no line was counted: nothing that ran fits"
             break
         if len(failures) == _MAX_FAILURES:
@@ -198,7 +201,7 @@ class _Tracer:
             code = frame.f_code
             module = frame.f_globals.get("__name__")
             self.line = f"{module}:{frame.f_lineno} ({code.co_qualname})"
-            raise Interrupt(self.line)
+            signal.raise_signal(signal.SIGINT)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ strategy declare it themselves (`strategies.contracts` declares the complete int
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
@@ -69,7 +68,6 @@ class ExtendedLike(Protocol):
 
     is_default: bool
     wraps: bool
-    variable_lock: threading.RLock
 
     @property
     def strategy(self) -> StrategyLike:

@@ -11,7 +11,7 @@ import jax
 from distjax.cluster.agreement import agree
 from distjax.cluster.facts import ComparedFact, describe_on_host, describe_program
 from distjax.placement.per_replica import is_per_replica
-from distjax.program.build import Build
+from distjax.program.launch import Build
 from distjax.replica.user_names import user_path
 from distjax.typing import PyTree
 from distjax.variables.variable import Variable

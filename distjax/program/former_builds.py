@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import weakref
 
-from distjax.program.build import Build
+from distjax.program.launch import Build
 
 #: How many builds are kept whose variables are all in use by a later one.
 _MAX_KEPT = 8

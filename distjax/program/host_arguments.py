@@ -15,7 +15,6 @@ from zlib import crc32
 import jax
 import numpy as np
 
-from distjax.placement.host_values import is_narrowed, require_held
 from distjax.typing import PyTree
 
 #: The largest array that every call checks; larger ones are compared at a signature's first call.
@@ -63,40 +62,6 @@ def checksum(
         elif isinstance(leaf, (int, complex)):
             found = crc32(b"%a," % leaf, found)  # a comma: 1 and 11 are not 11 and 1
     return found
-
-
-def find_narrowed(
-    paths: tuple[LeafPath, ...], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-) -> tuple[LeafPath, ...]:
-    """Returns those of the paths that lead to integers of 64 bits, of which JAX makes 32."""
-    given = (args, *_user_kwargs(kwargs))
-    return tuple(path for path in paths if is_narrowed(_follow(path, given)))
-
-
-def require_arguments_held(
-    paths: tuple[LeafPath, ...], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], name: str
-) -> None:
-    """Raises an OverflowError for an argument with integers that would wrap around.
-
-    Args:
-      paths: where such integers were when the signature was compiled.
-      args: positional arguments.
-      kwargs: keyword arguments.
-      name: the name of the function.
-    """
-    given = (args, *_user_kwargs(kwargs))
-    for path in paths:
-        try:
-            leaf = _follow(path, given)
-        except (AttributeError, LookupError, TypeError):
-            return  # of another signature, which the compiled function refuses
-        require_held(leaf, f"an argument of {name}")
-
-
-def _follow(path: LeafPath, tree: PyTree) -> Any:
-    for get, key in path:
-        tree = get(tree, key)
-    return tree
 
 
 def _is_on_host(leaf: PyTree) -> bool:

@@ -14,7 +14,7 @@ from distjax.cluster.facts import describe_program
 from distjax.program.step import Step
 from distjax.variables import access
 from distjax.variables.agreement import agree_on_creation
-from distjax.variables.donation import hand_out
+from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 
 

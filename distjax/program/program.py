@@ -1,9 +1,9 @@
-"""Program: a step compiled per signature, with its variables threaded through.
+"""Program: a step compiled at its first call, and for each new kind of arguments.
 
 A program grows. The first call traces the step and finds the variables that it touches; a build
-threads them (see `build`) through a `jax.jit` for each signature (see `signatures`). A signature
-that touches more variables replaces the build by one that threads these too. All of this happens
-before any lock on variables is taken; then the call starts (see `calls`).
+threads them through a `jax.jit` (see `launch`). Arguments of other types are traced and compiled
+when `jit` refuses them; a trace that touches more variables replaces the build by one that threads
+these too. All of this happens before the lock on variables is taken.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ import jax
 from distjax import jax_compat, user_mesh
 from distjax.cluster.alone import warn_unless_joined
 from distjax.cluster.phases import phase
-from distjax.errors import ContextError
+from distjax.errors import ContextError, message
 from distjax.objects.claims import HeldClaims
 from distjax.objects.stateful import StatefulObjectFound
+from distjax.placement.host_values import is_narrowed, require_held
 from distjax.placement.per_replica import is_per_replica, return_to_replicas
-from distjax.program.agreement import agree_on_program
-from distjax.program.build import Build, NotCompiled, UnknownVariables, make_build
-from distjax.program.calls import (
-    Finish,
-    require_guarded,
-    require_no_nan,
-    require_outside_traces,
-    start,
-    start_uninterrupted,
-    trace_and_start,
-)
+from distjax.program import launch_watchers as launch_watchers  # registers itself
 from distjax.program.discovery import Discovered, discover
 from distjax.program.former_builds import FormerBuilds
-from distjax.program.output_spec import OutputSpec
+from distjax.program.launch import (
+    Build,
+    Finish,
+    NotTraced,
+    UnknownVariables,
+    require_outside_traces,
+)
 from distjax.program.retraces import RetraceWatch
 from distjax.program.step import Step
 from distjax.replica.feedback import Feedback
@@ -43,10 +40,10 @@ from distjax.replica.partitioned_tree import is_array, is_array_or_struct, mark_
 from distjax.replica.static import mark_modules
 from distjax.typing import PyTree
 from distjax.variables.creation_log import CreationLog, require_no_trace
-from distjax.variables.donation import copy_handles, handed_out, require_undeleted
+from distjax.variables.storage import copy_handles, require_undeleted
 
 #: A possible remedy for a call that `jit` rejected: returns new arguments, or None.
-Fix = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+Remedy = Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
 
 #: Raises for (args, kwargs) that a trace, which does not see layouts, cannot reject.
 Require = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -72,10 +69,11 @@ class Program:
         self.require = require or (lambda args, kwargs: None)
         self._build: Build | None = None
         self._formers = FormerBuilds()
+        self._takes_wide_integers = False
         self._tracing = threading.RLock()  # one thread at a time traces the step
         self._num_calls = 0
         self._feedback: Feedback | None = None
-        self._is_plain = False  # there is a build, and nothing to do before starting it
+        self._is_plain = False  # there is a build, and nothing to do but to launch it
         self._has_no_objects = False
         self._meets_user_mesh = False
         self._marks_objects = False
@@ -86,41 +84,40 @@ class Program:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program and returns the user's results."""
-        build = self._build
-        if build is None or not self._is_plain:
-            return self._call_slowly(args, kwargs)
-        is_current = build.reached.is_current
-        if is_current is not None and not is_current():
-            return self._call_slowly(args, kwargs)
-        if self._step.donate_argnums and (handed_out or build.spans_devices):
-            args = self._prepare_donated(args)
-        try:
-            outputs, spec = start(build, args, kwargs)
-        except Exception as error:
-            refused = error
-        else:
-            if spec.recreated:
-                self._recreated, self._is_plain = spec.recreated, False
-            return outputs if spec.unpack is None else spec.unpack(outputs)
+        build, refused = self._build, None
+        is_current = build.reached.is_current if build is not None else None
+        if build is not None and self._is_plain and (is_current is None or is_current()):
+            if self._takes_wide_integers:
+                self._require_held(args, kwargs)
+            if self._step.donate_argnums:
+                args = self._prepare_donated(args)
+            try:
+                outputs, spec = build.launch(args, kwargs)
+            except Exception as error:
+                refused = error
+            else:
+                if spec.recreated:
+                    self._recreated, self._is_plain = spec.recreated, False
+                return outputs if spec.unpack is None else spec.unpack(outputs)
         try:  # outside the handler, so that the user's errors are not chained to `refused`
             return self._call_slowly(args, kwargs, refused)
         finally:
             del refused  # its traceback holds this frame, and the arguments
 
     def _call_slowly(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
     ) -> Any:
-        """Runs the program when a call is more than the start of a build.
+        """Runs the program when a call is more than the launch of a build.
 
         Args:
           args: positional arguments.
           kwargs: keyword arguments.
-          error: the error of an attempt to start the build, if any.
+          error: the error of an attempt to launch the build, if any.
         """
         require_no_nan(error, self._step, self._build, args)  # first: it donated the arguments
         if self._step.ignores_user_mesh and user_mesh.has_user_mesh():
             self._meets_user_mesh, self._is_plain = True, False
-            return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs)
+            return user_mesh.ignores_user_mesh(self._call_slowly)(args, kwargs, None)
         if self._has_no_objects:
             try:
                 return self._run(args, kwargs, error=error)
@@ -169,26 +166,36 @@ class Program:
     ) -> Any:
         """Runs the program and returns the user's results; what `finish` returns builds them.
 
-        `finish` is part of the step: it is called again if a signal raises meanwhile.
+        Each round of the loop makes progress: a compiled signature, more variables, or arguments
+        that `jit` accepts; or it raises.
         """
+        _require_guarded(self._step.name, self._recreated)
         build = self._current_build()
         if build is None or self._marks_objects:
             args, kwargs = self._mark_objects(args, kwargs)
-        require_guarded(self._step.name, self._recreated)
+        if self._takes_wide_integers:
+            self._require_held(args, kwargs)
         if self._step.donate_argnums:
             args = self._prepare_donated(args)
-        started = None
-        if build is not None and error is None:
-            try:
-                started = start(build, args, kwargs, finish)
-            except Exception as refused:
-                error = refused
+        if build is None:
+            error = NotTraced()
+        remedies = iter((self._compile_anew, user_mesh.leave_explicit_meshes, self._place))
         try:
-            result, spec = started or self._start_after(
-                error or NotCompiled(), args, kwargs, finish
-            )
+            while True:
+                offer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+                if error is not None:
+                    args, kwargs = self._remedy(error, args, kwargs, remedies)
+                    offer = self._compile(args, kwargs)
+                build = self._build
+                assert build is not None, "compiled above"
+                try:
+                    with offer:
+                        result, spec = build.launch(args, kwargs, finish)
+                    break
+                except Exception as refused:
+                    error = refused
         finally:
-            del error
+            del error  # its traceback holds this frame, and the arguments
         self._recreated = spec.recreated
         self._is_plain = self._has_no_objects and not (
             self._marks_objects or self._recreated or self._meets_user_mesh
@@ -204,66 +211,33 @@ class Program:
                     self._build = self._formers.exchange(build)
         return self._build
 
-    def _start_after(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
-    ) -> tuple[Any, OutputSpec]:
-        """Starts the program after an attempt that ended in `error`, or raises it.
+    # -- what a call that was refused needs -----------------------------------
 
-        Each round makes progress: a compiled signature, more variables, or arguments that
-        `jit` accepts.
-        """
-        self.require(args, kwargs)
-        fixes = iter((self._compile_anew, user_mesh.leave_explicit_meshes, self._place))
-        try:
-            while True:
-                require_no_nan(error, self._step, self._build, args)
-                if isinstance(error, UnknownVariables):
-                    with self._tracing, phase(f"tracing {self._step.name}"):
-                        self._rebuild(error.discovered, args, kwargs)
-                elif not isinstance(error, NotCompiled):
-                    args, kwargs = self._retry_args(error, args, kwargs, fixes)
-                try:
-                    return self._start_compiled(args, kwargs, finish)
-                except Exception as again:
-                    error = again
-        finally:
-            del error  # its traceback holds this frame, and the arguments
-
-    def _start_compiled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
-    ) -> tuple[Any, OutputSpec]:
-        """Compiles the signature without any variable lock, then starts the program."""
-        build = self._build
-        if build is not None and build.switch(args, kwargs):
-            with contextlib.suppress(NotCompiled):
-                return start(build, args, kwargs, finish)
-        with phase(f"compiling {self._step.name}"):
-            build = self._compile(args, kwargs)
-        if not build.writes or build.is_remote:
-            return trace_and_start(build, args, kwargs, finish)
-        with contextlib.suppress(NotCompiled):
-            return start_uninterrupted(build, args, kwargs, finish)
-        # JAX is configured for this thread only, or compiles nothing at all.
-        return trace_and_start(build, args, kwargs, finish)
-
-    def _retry_args(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], fixes: Iterator[Fix]
+    def _remedy(
+        self,
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        remedies: Iterator[Remedy],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments that `jit` accepts in place of these, or raises `error`.
+        """Returns arguments for another attempt after `error`, or raises it.
 
         Args:
-          error: the error that `jit` raised.
+          error: what the launch raised.
           args: positional arguments.
           kwargs: keyword arguments.
-          fixes: those not yet tried in this call.
+          remedies: those not yet tried in this call.
         """
-        build = self._build
-        if build is not None:
+        require_no_nan(error, self._step, self._build, args)
+        if isinstance(error, UnknownVariables):
+            with self._tracing, phase(f"tracing {self._step.name}"):
+                self._rebuild(error.found, args, kwargs)
+        if isinstance(error, (NotTraced, UnknownVariables)):
+            return args, kwargs
+        for variable in self._build.variables if self._build is not None else ():
             try:
-                with build.lock:  # else an array being donated by another thread would seem deleted
-                    for variable in build.variables:
-                        variable.stored.require()
-                        variable.stored.require_present()
+                variable.stored.require()
+                variable.stored.require_present()
             except ContextError as lost:  # by this launch, unless that says the same
                 raise lost from None if isinstance(error, ContextError) else error
         if "deleted" in str(error):
@@ -272,10 +246,10 @@ class Program:
             marked = self._mark_objects(args, kwargs)
             if self._marks_objects:
                 return marked
-        for fix in fixes:
-            fixed = fix(error, args, kwargs)
-            if fixed is not None:
-                return fixed
+        for remedy in remedies:
+            changed = remedy(error, args, kwargs)
+            if changed is not None:
+                return changed
         raise error
 
     def _compile_anew(
@@ -283,7 +257,7 @@ class Program:
     ) -> Any:
         if not jax_compat.is_broken_cache(error):
             return None
-        self._build = None  # the variables' arrays move to the next build
+        self._build = None
         return args, kwargs
 
     def _place(self, error: Exception, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
@@ -306,7 +280,54 @@ class Program:
             self._marks_objects, self._is_plain = True, False
         return marked
 
-    # -- building -------------------------------------------------------------
+    # -- tracing and compiling --------------------------------------------------
+
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Traces and compiles for these arguments, while no lock of variables is held.
+
+        Returns the context for the launch: in it `jit` may trace the step, as `jax.disable_jit`
+        does at each call. Without variables there is no lock to hold up anyone, so the launch
+        itself compiles what was traced here.
+        """
+        with self._tracing, phase(f"compiling {self._step.name}"):
+            self.require(args, kwargs)
+            self._require_held(args, kwargs)
+            build, found = self._build, None
+            if build is None or not build.variables:
+                build, found = self._trace(args, kwargs)
+            if build.variables:
+                require_outside_traces(build)
+            if jax_compat.compiles() and (build.variables or build.on_compiled):
+                build = self._compile_ahead(build, found, args, kwargs)
+                found = None
+            jax_compat.forget_refusals(build.jitted)
+            return build.offering(found)
+
+    def _compile_ahead(
+        self,
+        build: Build,
+        found: Discovered | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Build:
+        """Compiles a program for these arguments; returns the build that has it."""
+        try:
+            try:
+                lowered = build.lower(args, kwargs, found)
+            except NotTraced:
+                build, found = self._trace(args, kwargs)
+                lowered = build.lower(args, kwargs, found)
+        except UnknownVariables:
+            raise
+        except Exception:  # a class among the arguments takes only arrays: the launch compiles
+            return build
+        for compiled in build.on_compiled:
+            compiled(build, lowered, args, kwargs)
+        with contextlib.suppress(Exception):  # the launch will raise it
+            lowered.compile()
+        return build
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """Returns the program lowered for these arguments; structs among them stand for arrays."""
@@ -327,67 +348,46 @@ class Program:
                 args, kwargs = self._on_devices(args, kwargs)
                 return self._lower_traced(args, kwargs)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Returns a build that has compiled this signature, or whose call will compile it."""
-        with self._tracing:
-            build = self._build
-            if build is None or not build.variables:
-                build = self._trace(args, kwargs)
-            if not jax_compat.compiles():
-                return build  # the call evaluates the trace
-            # Without variables there is no lock, so the call compiles; in a job it is timed.
-            while build.variables or (build.spans_processes and not jax_compat.tracing()):
-                require_outside_traces(build)
-                try:
-                    lowered = build.lower(args, kwargs)
-                except Exception:
-                    break  # a class among the arguments takes only arrays: the call compiles
-                if lowered is None:
-                    build = self._trace(args, kwargs)
-                    continue
-                if build.spans_processes:
-                    names = self._step.argument_names
-                    agreed = agree_on_program(build, lowered, names, args, kwargs)
-                    build.record_agreed(args, kwargs, agreed)
-                with contextlib.suppress(Exception):  # the call will raise it
-                    lowered.compile()
-                break
-            return build
-
     def _lower_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
-        build = self._build or self._trace(args, kwargs)
-        while (lowered := build.lower(args, kwargs)) is None:
-            build = self._trace(args, kwargs)
-        return lowered
+        if self._build is not None:
+            with contextlib.suppress(NotTraced):
+                return self._build.lower(args, kwargs)
+        build, found = self._trace(args, kwargs)
+        return build.lower(args, kwargs, found)
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build:
-        """Traces the step; returns a build with its variables, offered the trace."""
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Build, Discovered]:
+        """Traces the step; returns a build with its variables, and the trace."""
         build = self._build
         if build is not None or self._formers.is_replacing:
             self._watch.record(args, kwargs, is_replacing=build is None)
-        discovered = discover(self._step, args, kwargs, CreationLog())
-        if build is None or not build.covers(discovered):
-            return self._rebuild(discovered, args, kwargs)
-        build.offer(discovered, args, kwargs)
-        return build
+        found = discover(self._step, args, kwargs, CreationLog())
+        if build is None or not build.covers(found):
+            return self._rebuild(found, args, kwargs)
+        build.record(found)
+        return build, found
 
     def _rebuild(
-        self, discovered: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Build:
+        self, found: Discovered, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Build, Discovered]:
         """Adds the variables of one more trace to the build, after initializing new ones."""
-        created = discovered.created
+        created = found.created
         if created:
             require_no_trace(created[0].name)
-            discovered.initial_values.store(self._step, args, kwargs)
-            discovered = discover(self._step, args, kwargs, CreationLog(made=created))
+            found.initial_values.store(self._step, args, kwargs)
+            found = discover(self._step, args, kwargs, CreationLog(made=created))
         warn_unless_joined(self._step.name)
-        build = make_build(self._step, discovered, self._build)
-        build.offer(discovered, args, kwargs)
-        self._build = build
+        self._build = build = Build(self._step, found, self._build)
         self._formers.replace_by(build)
-        return build
+        return build, found
 
-    # -- donated arguments ----------------------------------------------------
+    # -- what JAX would do to arguments in silence ------------------------------
+
+    def _require_held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises an OverflowError for host integers of 64 bits that would wrap around."""
+        for leaf in jax.tree.leaves((args, kwargs)):
+            if is_narrowed(leaf):
+                self._takes_wide_integers = True
+                require_held(leaf, f"an argument of {self._step.name}")
 
     def _prepare_donated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments, copying arrays that variables would lose by donation."""
@@ -399,3 +399,66 @@ class Program:
     def _require_undeleted(self, args: tuple[Any, ...]) -> None:
         step = self._step
         require_undeleted(step.name, step.argument_names, step.donate_argnums, args)
+
+
+def require_no_nan(
+    error: Exception | None, step: Step, build: Build | None, args: tuple[Any, ...]
+) -> None:
+    """Raises a FloatingPointError if `error` comes from `jax.debug_nans` or `debug_infs`.
+
+    JAX then calls the function again, operation by operation, with arrays that are gone.
+
+    Args:
+      error: the error of an attempt to start the program, if any.
+      step: what the program compiles.
+      build: the program.
+      args: the positional arguments.
+    """
+    cause = None if error is None else error.__context__
+    if not isinstance(error, NotTraced) or "FloatingPoint" not in type(cause).__name__:
+        return
+    donated = jax.tree.leaves([arg for i, arg in enumerate(args) if i in step.donate_argnums])
+    are_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in donated)
+    raise FloatingPointError(_nan_text(step, build, are_gone)) from cause
+
+
+def _nan_text(step: Step, build: Build | None, are_gone: bool) -> str:
+    writes = build is not None and build.writes
+    if writes:
+        fix = (
+            "restore a checkpoint or assign them; to find the operation, call a part of the "
+            "step that writes no variable"
+        )
+    else:
+        fix = (
+            "jax.jit(part)(rows of one replica) for a part of the step without reductions: JAX "
+            "then names the operation"
+        )
+    gone = "variables that it writes have no value now" if writes else "JAX looks at its results"
+    if are_gone:
+        gone += ", and arguments named in donate_argnums are gone"
+    return message(
+        f"{step.name} needs finite values while jax.debug_nans or jax.debug_infs is on",
+        got="nan or inf in a result" + (", or in a variable that it writes" if writes else ""),
+        why=f"the step has run: {gone}",
+        fix=fix,
+    )
+
+
+def _require_guarded(name: str, recreated: tuple[str, ...]) -> None:
+    """Raises if variables are `recreated` by every trace of the step of that name.
+
+    Raises:
+      ContextError: naming them.
+    """
+    if not recreated:
+        return
+    raise ContextError(
+        message(
+            f"{name} needs to create its variables once",
+            got=f"in a second call, an unguarded constructor of {', '.join(map(repr, recreated))}",
+            why="the constructor runs at every trace, but a compiled call runs none",
+            fix="create the variables outside, or guard them: "
+            "`if self.v is None: self.v = dj.Variable(...)`",
+        )
+    )

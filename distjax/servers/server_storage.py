@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from distjax.placement.transfer import transfer
 from distjax.servers.cutting.sizes import num_bytes
 from distjax.servers.placement import ServerLayout, ServerPlacement
 from distjax.servers.server_contract import ParameterServer
-from distjax.variables.storage import RemoteStorage, Stored
+from distjax.variables.storage import RemoteStorage, Stored, VariableLock
 from distjax.variables.stored_variable import StoredVariable
 
 
@@ -82,12 +81,10 @@ class ServerStorage(RemoteStorage):
       device: where fetched values are placed.
     """
 
-    __slots__ = ("_device", "_is_made", "_read_at", "_servers", "_written_at", "parts")
-
     def __init__(
         self,
         name: str,
-        lock: threading.RLock,
+        lock: VariableLock,
         parts: tuple[Part, ...],
         servers: Sequence[ParameterServer],
         placement: ServerPlacement,
@@ -128,7 +125,7 @@ class ServerStorage(RemoteStorage):
     def add(self, amount: jax.Array) -> None:
         """Adds to the value, at each server in one operation."""
         self.require_made()
-        self._swaps += 1
+        self._num_changes += 1
         with jax_compat.outside_traces():
             for number, parts in self._written_at.items():
                 self._servers[number].add({part.key: _slice(amount, part) for part in parts})
@@ -141,8 +138,9 @@ class ServerStorage(RemoteStorage):
     def require_present(self) -> None:
         """Does nothing: servers are always there."""
 
-    def _put(self, array: Stored | None) -> None:
-        self._swaps += 1
+    def put(self, array: Stored | None) -> None:
+        """Sends a value to the servers."""
+        self._num_changes += 1
         if isinstance(array, jax.Array):
             with jax_compat.outside_traces():
                 self._send(array)

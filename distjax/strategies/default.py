@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,7 +34,7 @@ from distjax.strategies.steps import MultiStepContext, make_steps_program, run_s
 from distjax.strategies.strategy import Strategy
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
-from distjax.variables.storage import StoredArray
+from distjax.variables.storage import StoredArray, VariableLock
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import PlainPlacement
@@ -60,7 +59,7 @@ class DefaultExtended:
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()
         self._containers = ComponentRegistry()
-        self.variable_lock = threading.RLock()
+        self.variable_lock = VariableLock()
 
     def bind(self, strategy: OwningStrategy) -> None:
         """Sets the Strategy that owns this object."""

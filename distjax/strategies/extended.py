@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +28,7 @@ from distjax.strategies.component_registry import ComponentRegistry
 from distjax.strategies.steps import MultiStepContext, make_steps_program, run_steps
 from distjax.typing import AxisLike, DatasetLike, PositionalArgs, PyTree, ReduceOpLike
 from distjax.variables.construct import copy_variable, make_variable
-from distjax.variables.storage import StoredArray
+from distjax.variables.storage import StoredArray, VariableLock
 from distjax.variables.stored_variable import OwningStrategy, StoredVariable
 from distjax.variables.variable import Variable
 from distjax.variables.variable_placement import VariablePlacement
@@ -78,7 +77,7 @@ class StrategyExtended:
             self.should_checkpoint = self.should_save_summary = topology.is_on_first_process
         self.wraps = wraps
         self._run_programs = FunctionCache(functools.partial(make_run_program, self))
-        self.variable_lock = threading.RLock()
+        self.variable_lock = VariableLock()
         self.step_programs = FunctionCache(functools.partial(make_steps_program, self))
         self._containers = ComponentRegistry()
         self.variables: weakref.WeakSet[Variable] = weakref.WeakSet()

@@ -23,7 +23,7 @@ from distjax.errors import ContextError, LocalityError, message
 from distjax.placement.per_replica import is_per_replica
 from distjax.placement.topology import Topology
 from distjax.typing import PyTree
-from distjax.variables.donation import hand_out
+from distjax.variables.storage import hand_out
 from distjax.variables.variable import Variable
 
 

@@ -36,10 +36,9 @@ from distjax.typing import ArrayLike, PyTree
 from distjax.variables import state as states
 from distjax.variables.casting import Array, module_of
 from distjax.variables.conversion import convert, is_number
-from distjax.variables.donation import reuse_components
 from distjax.variables.policy import PLAIN, Combine
 from distjax.variables.state import State
-from distjax.variables.storage import RemoteStorage
+from distjax.variables.storage import RemoteStorage, reuse_components
 from distjax.variables.stored_variable import StoredVariable
 
 

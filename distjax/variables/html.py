@@ -7,7 +7,7 @@ import numpy as np
 from distjax import jax_compat
 from distjax.context import frames
 from distjax.tables import Table, as_html, format_bytes
-from distjax.variables.donation import hand_out
+from distjax.variables.storage import hand_out
 from distjax.variables.stored_variable import StoredVariable
 from distjax.variables.variable_description import describe_variable
 

@@ -15,7 +15,7 @@ from distjax.traced_types import as_traced, type_of
 from distjax.typing import ArrayLike
 from distjax.variables.layouts.layout import Layout
 from distjax.variables.policy import Policy
-from distjax.variables.storage import Stored, StoredArray
+from distjax.variables.storage import Stored, StoredArray, VariableLock
 from distjax.variables.variable_placement import VariablePlacement
 
 
@@ -30,6 +30,8 @@ class OwningStrategy(StrategyLike, Protocol):
 
 class ExtendedForVariables(ExtendedLike, Protocol):
     """A strategy's `extended`, as its variables need it."""
+
+    variable_lock: VariableLock
 
     @property
     def placement(self) -> VariablePlacement: ...

@@ -33,4 +33,4 @@ def test_a_call_after_an_interrupted_first_one_works(mirrored):
         value = np.asarray(v.value).tolist()
         assert value in ([1] * 3, [2] * 3), value
 
-    campaign(make, check, is_asked_by_a_cache, stride=3, limit=300, own_threads=True)
+    campaign(make, check, is_asked_by_a_cache, stride=3, limit=300)

@@ -9,7 +9,6 @@ import pytest
 
 import distjax as dj
 from tests.interrupts import campaign, in_codes, in_packages, interrupted
-from tests.own_threads import in_own_thread
 
 OURS = in_packages("distjax")
 
@@ -73,5 +72,5 @@ def test_each_line_of_what_changes_the_context(pair, make_call):
             v = dj.Variable(jnp.zeros(3), aggregation=dj.VariableAggregation.MEAN)
         return v, make_call(pair, v)
 
-    changing = in_codes(in_own_thread(lambda: codes_that_change_the_context(make()[1])))
-    campaign(make, functools.partial(require_clean, pair), changing, limit=500, own_threads=True)
+    changing = in_codes(codes_that_change_the_context(make()[1]))
+    campaign(make, functools.partial(require_clean, pair), changing, limit=500)

@@ -1,5 +1,6 @@
 """A signal that raises at any line leaves objects as before, or as after the whole step."""
 
+import signal
 import sys
 import threading
 
@@ -30,8 +31,11 @@ class Model(nnx.Module):
 
 
 def interrupt_at(number, call):
-    """Runs `call`, raising at the given line of distjax or NNX; returns whether it got there."""
+    """Runs `call`, with Ctrl-C at the given line of distjax or NNX; returns whether it came."""
     left = number
+
+    def handle(*_):
+        raise Alarm
 
     def local(frame, event, arg):
         nonlocal left
@@ -39,13 +43,13 @@ def interrupt_at(number, call):
             left -= 1
             if left == 0:
                 sys.settrace(None)
-                raise Alarm
+                signal.raise_signal(signal.SIGINT)
         return local
 
     def tracer(frame, event, arg):
         return local if any(x in frame.f_code.co_filename for x in LIBRARIES) else None
 
-    before = sys.gettrace()
+    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, handle)
     sys.settrace(tracer)
     try:
         call()
@@ -53,6 +57,7 @@ def interrupt_at(number, call):
         return True
     finally:
         sys.settrace(before)
+        signal.signal(signal.SIGINT, handler)
     return False
 
 

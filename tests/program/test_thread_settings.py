@@ -98,7 +98,8 @@ def test_a_nan_in_a_step_that_writes_no_variable(pair, is_mapped, is_donated):
             w = call(w, good)
         with pytest.raises(FloatingPointError) as caught:
             call(w, jax.tree.map(lambda x: -x, good))
-    gone = ", and arguments named in donate_argnums are gone" if is_donated else ""
+    assert is_donated or not w.is_deleted()
+    gone = ", and arguments named in donate_argnums are gone" if w.is_deleted() else ""
     assert str(caught.value) == (
         f"{step.__qualname__} needs finite values while jax.debug_nans or jax.debug_infs is on.\n"
         "  Got: nan or inf in a result.\n"

@@ -106,8 +106,6 @@ def test_what_two_threads_read_at_once_stays_valid(pair, switch_often):
         thread.start()
     for thread in threads:
         thread.join()
-    known = {id(reference()) for reference in v.stored.handles}
-    assert {id(array) for array in held} <= known
     writer(pair, v, "run")()
     assert all(array.tolist() == [1, 1, 1, 1] for array in held)
 
@@ -154,39 +152,25 @@ def test_an_assigned_array_stays_valid(pair, where, how):
 
 @pytest.mark.parametrize("how", ["run", "jit"])
 @pytest.mark.parametrize("sync", [SYNC.ON_WRITE, SYNC.ON_READ], ids=["mirrored", "on_read"])
-def test_nothing_is_copied_when_nobody_holds(pair, how, sync, monkeypatch):
+def test_a_value_is_copied_once_if_it_was_seen(pair, how, sync, monkeypatch):
+    """Nobody can tell whether an alias of it is still held: JAX's hold no reference."""
     v = make(pair, jnp.ones(4), synchronization=sync)
     step = writer(pair, v, how)
     step()
     copies = []
     copy = jnp.copy
     monkeypatch.setattr(jnp, "copy", lambda x: copies.append(1) or copy(x))
-    np.asarray(v.value)  # looked at, and let go
-    v.local_results()
     for _ in range(3):
-        former = v.storage
+        former = v.storage  # not handed out
         step()
         assert former.is_deleted()
     assert copies == []
-    held = v.value  # of components it is a mean, and no buffer of theirs
-    expected = [1] if sync is SYNC.ON_WRITE else []
-    step()
-    assert copies == expected and held.tolist() == [5] * 4
-    step()
-    assert copies == expected  # one copy, and only one
-
-
-def test_an_array_of_before_an_eager_write_costs_no_copy(pair, monkeypatch):
-    v = make(pair, jnp.ones(4))
-    step = writer(pair, v, "jit")
-    step()
-    held = v.value
-    v.assign(jnp.zeros(4))  # new storage: what is held is no longer the variable's
-    copies = []
-    copy = jnp.copy
-    monkeypatch.setattr(jnp, "copy", lambda x: copies.append(1) or copy(x))
-    step()
-    assert copies == [] and held.tolist() == [2] * 4 and v.value.tolist() == [1] * 4
+    for num_reads in (1, 2):
+        held = [v.local_results() for _ in range(num_reads)]
+        copies.clear()
+        step(), step()
+        assert copies == [1]
+        assert all(x.tolist() == held[0][0].tolist() for parts in held for x in parts)
 
 
 def test_variables_that_are_only_read_are_not_donated(pair):

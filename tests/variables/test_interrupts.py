@@ -1,4 +1,4 @@
-"""A signal that raises in the middle of a step: each variable has its value of before or after."""
+"""Ctrl-C in the middle of a step: each variable has its value of before or after."""
 
 import random
 import signal
@@ -27,25 +27,24 @@ def make(strategy, name):
 
 
 class Alarm(BaseException):
-    """Raised where the program stands when the alarm goes off, as KeyboardInterrupt is."""
+    """Raised by a program, as an error of its callback is."""
 
 
 @pytest.fixture
-def call_until_alarm():
-    """``call_until_alarm(fn, seconds)`` calls ``fn`` again and again; so much later it is stopped.
+def call_until_interrupt():
+    """``call_until_interrupt(fn, seconds)`` calls ``fn`` again and again until Ctrl-C.
 
     Python drops what is raised while it calls a destructor, or JAX's callback for the garbage
-    collector: such an alarm stops nothing, and the calls end after the one that it fell into.
+    collector: such a signal stops nothing, and the calls end after the one that it fell into.
     """
     rung = []
 
     def ring(*_):
         rung.append(True)
-        raise Alarm
+        signal.raise_signal(signal.SIGINT)
 
-    def repeat(
-        fn,
-    ):  # a function: Python 3.13 handles signals at the end of a loop outside its `with`
+    # A function: Python 3.13 handles signals at the end of a loop outside its `with`.
+    def repeat(fn):
         while not rung:
             fn()
 
@@ -54,10 +53,10 @@ def call_until_alarm():
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             repeat(fn)
-        except Alarm:
+        except KeyboardInterrupt:
             pass
         except Exception as error:
-            if "Alarm" not in str(error):  # JAX has put it into a text of its own
+            if "KeyboardInterrupt" not in str(error):  # JAX has put it into a text of its own
                 raise
 
     before = signal.signal(signal.SIGALRM, ring)
@@ -66,7 +65,7 @@ def call_until_alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_alarms_at_any_moment_lose_no_value(pair, call_until_alarm):
+def test_interrupts_at_any_moment_lose_no_value(pair, call_until_interrupt):
     variables = [make(pair, f"w{i}") for i in range(12)]
 
     def fn(x):
@@ -78,7 +77,7 @@ def test_alarms_at_any_moment_lose_no_value(pair, call_until_alarm):
         step()
     chance, least = random.Random(0), 0.0
     for _ in range(25):
-        call_until_alarm(step, chance.uniform(0.0001, 0.004))
+        call_until_interrupt(step, chance.uniform(0.0001, 0.004))
         (held,) = {tuple(np.asarray(v.value)) for v in variables}  # all written, or none
         assert held[0] >= least
         least = held[0]

@@ -1,0 +1,93 @@
+"""Ctrl-C waits until what was begun is stored.
+
+Python handles SIGINT between any two bytecodes of the main thread, so KeyboardInterrupt may come
+between the call that donates the arrays of a step and the line that stores their successors. While
+`interrupts` are held, a handler of ours only notes the signal; `let_go` hands it to the handler
+that was there, which raises as ever. That is SIGINT as Python delivers it: handlers of other
+signals run as always, and so do exceptions that are put into a thread.
+"""
+
+from __future__ import annotations
+
+import _signal  # pyright: ignore[reportMissingImports] (signal.getsignal looks for an enum: 2 us)
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any]
+_SIGINT = int(signal.SIGINT)
+
+
+class _Held:
+    """A handler of SIGINT that waits while interrupts are held.
+
+    An object for each handler that it stands before: who exchanges handlers for a while puts back
+    the one that was there, which is ours, and it still leads to theirs.
+
+    Args:
+      former: the handler that was there.
+    """
+
+    __slots__ = ("former",)
+
+    def __init__(self, former: _Handler):
+        self.former = former
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if interrupts.depth:
+            interrupts.waiting = self.former, number, frame
+        else:
+            self.former(number, frame)
+
+
+class Interrupts:
+    """Holds back Ctrl-C in the main thread, the only one in which Python handles signals.
+
+    Attributes:
+      depth: how many times it is held.
+      waiting: the handler of a signal that came meanwhile, and its arguments.
+    """
+
+    __slots__ = ("_main", "depth", "waiting")
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self.depth = 0
+        self.waiting: tuple[_Handler, int, FrameType | None] | None = None
+
+    def hold(self) -> bool:
+        """Begins a time without Ctrl-C; returns whether `let_go` has to end it."""
+        if threading.get_ident() != self._main:
+            return False
+        self.depth += 1
+        if type(handler := _signal.getsignal(_SIGINT)) is not _Held:  # users may set theirs
+            try:
+                if callable(handler):  # else Ctrl-C is ignored, ends the process, or stays in C
+                    _signal.signal(_SIGINT, _Held(handler))
+            except BaseException:  # a signal, while the handler of the user was still there
+                self.depth -= 1
+                raise
+        return True
+
+    def let_go(self) -> None:
+        """Ends the time that `hold` began; raises what a signal in it was to raise."""
+        self.depth -= 1
+        if self.waiting is not None and self.depth == 0:
+            (former, number, frame), self.waiting = self.waiting, None
+            former(number, frame)
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """A context in which Ctrl-C waits."""
+        waits = self.hold()
+        try:
+            yield
+        finally:
+            if waits:
+                self.let_go()
+
+
+interrupts = Interrupts()

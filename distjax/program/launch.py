@@ -1,0 +1,328 @@
+"""One compiled program and its launch: arrays of variables in, arrays out, never half stored.
+
+The variables that a step reads or writes are inputs of a `jax.jit`, those that it writes donated
+inputs and outputs. A launch is plain Python, under the lock of the variables: state read, passed
+in, swapped back. Nothing is compiled there: a step is traced and compiled before, and the body of
+`jit` refuses arguments that it has not met, with `NotTraced`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+
+from distjax import jax_compat
+from distjax.errors import TraceLeakError, message
+from distjax.interrupts import interrupts
+from distjax.jax_compat import EVAL_TRACE, trace_state
+from distjax.objects.reached import Reached
+from distjax.program.discovery import Discovered, discover
+from distjax.program.output_spec import OutputSpec, as_static_output, show_end
+from distjax.program.step import Step
+from distjax.variables.creation_log import CreationLog
+from distjax.variables.storage import NewestArrays, SeveralLocks, VariableLock
+
+#: Writes the state of objects back, and returns what builds the user's results.
+Finish = Callable[[Any], Callable[[], Any]]
+
+
+class NotTraced(Exception):
+    """`jit` met arguments that are to be traced first, without the lock; nothing has happened."""
+
+
+class UnknownVariables(Exception):
+    """A trace met variables that its build does not thread, or does not write."""
+
+    def __init__(self, found: Discovered):
+        super().__init__()
+        self.found = found
+
+
+@dataclasses.dataclass(frozen=True)
+class Watcher:
+    """What a layer above the programs does around each launch of one of them.
+
+    Attributes:
+      compiled: ``compiled(build, lowered, args, kwargs)`` before the first launch with such
+        arguments, without any lock.
+      begin: ``begin(build, args, kwargs)`` before each launch, with the lock of its variables.
+      end: ``end(returned)`` after it; None: the launch raised.
+      after: ``after(returned)`` when the lock is free: the place to wait.
+    """
+
+    compiled: Callable[..., None] | None = None
+    begin: Callable[..., None] | None = None
+    end: Callable[[tuple[Any, ...] | None], None] | None = None
+    after: Callable[[tuple[Any, ...]], None] | None = None
+
+
+#: Each makes the Watcher of a new build, or None: a job's ledger, the limit on programs in flight.
+watcher_makers: list[Callable[[Build], Watcher | None]] = []
+
+
+class _Offer(threading.local):
+    """What this thread lets `jit` trace: nothing, a trace made before, or (None) the step."""
+
+    is_open = False
+    found: Discovered | None = None
+
+
+class Build:
+    """A step, compiled for the variables that its traces have met so far.
+
+    Args:
+      step: what is compiled.
+      found: the latest trace.
+      former: the build before, whose variables this one threads too; or None.
+
+    Attributes:
+      name: the user's name of the function.
+      writes: variables whose arrays are donated and replaced.
+      reads: variables that are only read.
+      lock: held while arrays of these variables are collected, donated and replaced.
+      facts: what the last trace knew of each array result.
+      spans_devices: whether the program runs on several devices, as far as traces and their
+        arguments show.
+      spans_processes: whether it runs on devices of several processes.
+      reached: the objects that the function used, and how it came to them.
+    """
+
+    def __init__(self, step: Step, found: Discovered, former: Build | None):
+        known = (former.writes, former.reads) if former is not None else ((), ())
+        self.name, self.step = step.name, step
+        self.facts: Any = None
+        self.writes = tuple(dict.fromkeys((*known[0], *found.writes)))
+        reads = dict.fromkeys((*known[1], *found.reads))
+        self.reads = tuple(v for v in reads if v not in self.writes)
+        self.variables = (*self.writes, *self.reads)
+        self.reached = Reached()
+        self.record(found)
+        self.spans_devices = (
+            found.takes_spread
+            or found.spans_devices
+            or (former is not None and former.spans_devices)
+        )
+        self.spans_processes = (
+            found.spans_processes
+            or any(v.spans_processes for v in self.variables)
+            or (former is not None and former.spans_processes)
+        )
+        locks = {id(v.stored.lock): v.stored.lock for v in self.variables} or {0: VariableLock()}
+        is_one = len(locks) == 1
+        self.lock: Any = next(iter(locks.values())) if is_one else SeveralLocks(locks.values())
+        self.is_remote = any(v.stored.is_remote for v in self.writes)
+        # Whether arrays stay in the list after a launch; what is only read may be another then.
+        self._keeps = is_one and (bool(self.writes) or not self.reads)
+        self._newest: NewestArrays | None = None
+        self._offer = _Offer()
+        made = [make(self) for make in watcher_makers]
+        self.watchers = [watcher for watcher in made if watcher is not None]
+        self._begins = [w.begin for w in self.watchers if w.begin is not None]
+        self._ends = [w.end for w in self.watchers if w.end is not None]
+        self._afters = [w.after for w in self.watchers if w.after is not None]
+        #: Who is told of a program before its first launch, though it may have no variables.
+        self.on_compiled = [w.compiled for w in self.watchers if w.compiled is not None]
+        body = lambda *operands: self._emit(*operands)  # a new function: JAX's caches go by it
+        body.__name__ = body.__qualname__ = found.name
+        self.jitted = jax.jit(body, donate_argnums=(0, *(3 + n for n in step.donate_argnums)))
+
+    def __del__(self) -> None:
+        # The lock lives as long as its strategy, and must not keep arrays of variables that are
+        # gone. A collection may interrupt any code, so this does not wait: the next launch does it.
+        newest = getattr(self, "_newest", None)
+        if newest is not None and self.lock.newest is newest and self.lock.acquire(blocking=False):
+            try:
+                if self.lock.newest is newest:
+                    self.lock.settle()
+            finally:
+                self.lock.release()
+
+    def _emit(
+        self, written: Sequence[Any], read: Sequence[Any], kwargs: dict[str, Any], *args: Any
+    ) -> Any:
+        """The body of `jit`: (new values of `writes`, how to build the results, these, a token).
+
+        The new values come first: jit pairs donated inputs with the first outputs of their shape,
+        and on one device it does not ask in which memory (JAX 0.12 too).
+        """
+        if not self._offer.is_open:
+            raise NotTraced
+        found, self._offer.found = self._offer.found, None
+        values = dict(zip(self.variables, (*written, *read), strict=True))
+        if found is None or not found.fits(args, kwargs, values):
+            found = discover(self.step, args, kwargs, CreationLog())
+        if not self.covers(found):
+            raise UnknownVariables(found)
+        self.record(found)
+        arrays, spec, new = found.evaluate(args, kwargs, values)
+        token = None
+        if self.watchers and (found.spans_devices or found.spans_processes):
+            token = show_end(spec, arrays, args, kwargs, self.step.donate_argnums)
+        written = [new.get(v, values[v]) for v in self.writes]
+        return written, as_static_output(spec), spec.pack(arrays), token
+
+    def record(self, found: Discovered) -> None:
+        """Records what one more trace reached, and what it knew of its results."""
+        if self.facts is not found.facts:
+            self.facts = found.facts
+            found.record(self.reached)
+
+    def covers(self, found: Discovered) -> bool:
+        """Returns whether the program has inputs and outputs for all variables of a trace."""
+        # A variable that is threaded, but only read so far, has no output to be written to.
+        return (
+            {*self.variables} >= {*found.reads, *found.created}
+            and {*self.writes} >= {*found.writes}
+            and (self.spans_devices or not (found.spans_devices or found.takes_spread))
+            and (self.spans_processes or not found.spans_processes)
+        )
+
+    @contextlib.contextmanager
+    def offering(self, found: Discovered | None) -> Generator[None]:
+        """A context in which `jit` may compile a trace, or (None) trace the step itself."""
+        self._offer.is_open, self._offer.found = True, found
+        try:
+            yield
+        finally:
+            self._offer.is_open, self._offer.found = False, None
+
+    def lower(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Discovered | None = None
+    ) -> jax.stages.Lowered:
+        """Returns the program lowered for these arguments, without any lock.
+
+        Raises:
+          NotTraced: they are new, and `found` was not given.
+        """
+        stored = [v.stored.read() for v in self.variables]
+        for variable, array in zip(self.variables, stored, strict=True):
+            if array is None:  # deleted is no matter here: another thread may step it
+                variable.stored.require()
+        operands = stored[: len(self.writes)], stored[len(self.writes) :], kwargs, *args
+        with contextlib.nullcontext() if found is None else self.offering(found):
+            return self.jitted.lower(*operands)
+
+    # -- the launch -------------------------------------------------------------
+
+    def launch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None = None
+    ) -> tuple[Any, OutputSpec]:
+        """Runs the program; returns what `finish` does, or its outputs, and how these are built.
+
+        No code of the user runs here: the classes of the tree that the step returns are called by
+        the caller, who launches nothing again because they raise.
+
+        Args:
+          args: positional arguments; Python objects among them are static nodes.
+          kwargs: keyword arguments.
+          finish: writes results back; part of the step.
+
+        Raises:
+          NotTraced: the arguments are new; nothing has happened.
+        """
+        if trace_state.value is not EVAL_TRACE and self.variables:
+            require_outside_traces(self)
+        if self.is_remote:
+            return self._launch_remote(args, kwargs, finish)
+        lock = self.lock
+        returned: Any = None
+        with lock:
+            waits = interrupts.hold()
+            try:
+                newest = self._newest
+                if newest is None or lock.newest is not newest:
+                    newest = self._take()
+                for begin in self._begins:
+                    begin(self, args, kwargs)
+                try:
+                    returned = self.jitted(newest.arrays, newest.read, kwargs, *args)
+                    newest.arrays, newest.ran = returned[0], True
+                    if self._keeps:
+                        lock.newest = newest  # again: a trace inside of the launch reads variables
+                    else:
+                        newest.put_back()
+                except BaseException:
+                    self._lose_deleted()
+                    raise
+                finally:
+                    for end in self._ends:
+                        end(returned)
+                (spec,) = returned[1]
+                result = returned[2] if finish is None else finish(spec.results(returned[2]))
+            finally:
+                if waits:
+                    interrupts.let_go()  # Ctrl-C raises here
+        for after in self._afters:
+            after(returned)
+        return result, spec
+
+    def _take(self) -> NewestArrays:
+        """Takes the arrays of the variables, and copies of those that must not be donated."""
+        if self.writes:
+            self.lock.settle()
+        else:
+            self.lock.show()
+        arrays = [v.stored.take_private() for v in self.writes]
+        read = [v.stored.array if v.stored.is_private else v.stored.require() for v in self.reads]
+        self._newest = NewestArrays([v.stored for v in self.writes], arrays, read)
+        return self._newest
+
+    def _lose_deleted(self) -> None:
+        """After a launch that raised: a variable whose array was donated has no value now."""
+        self.lock.settle()
+        for variable in self.writes:
+            array = variable.stored.read()
+            if isinstance(array, jax.Array) and array.is_deleted():
+                variable.stored.lose()
+
+    def _launch_remote(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Finish | None
+    ) -> tuple[Any, OutputSpec]:
+        """Launches a program that writes variables kept elsewhere, while no one else does.
+
+        Their values are fetched, and the new ones sent after the program has run: if it fails,
+        nothing has been sent.
+        """
+        with contextlib.ExitStack() as stack:
+            for extended in dict.fromkeys(v.strategy.extended for v in self.writes):
+                stack.enter_context(extended.pause_writers())
+            stack.enter_context(self.lock)
+            stored = [v.stored for v in self.writes]
+            before = [s.require() if s.is_remote else s.take_copy() for s in stored]
+            read = [v.stored.require() for v in self.reads]
+            returned = self.jitted(before, read, kwargs, *args)
+            jax.block_until_ready(returned[0])
+            (spec,) = returned[1]
+            with interrupts.held():
+                for each, array in zip(stored, returned[0], strict=True):
+                    each.swap(array)
+                result = returned[2] if finish is None else finish(spec.results(returned[2]))
+        return result, spec
+
+
+# -- foreign traces ------------------------------------------------------------
+
+
+def require_outside_traces(build: Build) -> None:
+    """Raises if the program is called in a JAX trace that would bake in its variables.
+
+    Derivatives of a read-only program are legal: their traces hold no constants.
+    """
+    if jax_compat.tracing() and (build.writes or jax_compat.staging()):
+        raise TraceLeakError(_leak_text(build))
+
+
+def _leak_text(build: Build) -> str:
+    name, variable = build.name, build.variables[0].name
+    return message(
+        f"{name} reads or writes variable {variable!r} and needs to be called "
+        "outside of JAX traces, or inside distjax.jit",
+        got="a call inside jax.jit, grad or another JAX trace",
+        why="the trace would bake in the variable's current value and lose its new one",
+        fix="compile the step with distjax.jit in place of jax.jit: it follows variables",
+    )

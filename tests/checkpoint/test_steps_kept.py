@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import distjax as dj
-from distjax.checkpoint import under_way
+from distjax.checkpoint import storage
 from distjax.errors import CheckpointError, ContextError
 from tests.cluster.test_ending import make_job
 
@@ -132,9 +132,9 @@ def test_at_the_end_every_save_is_waited_for_though_one_fails(monkeypatch):
             if self.number < 2:
                 raise CheckpointError(f"save {self.number}")
 
-    monkeypatch.setattr(under_way, "saves_under_way", [Save(0), Save(1), Save(2)])
+    monkeypatch.setattr(storage, "saves_under_way", [Save(0), Save(1), Save(2)])
     with pytest.raises(CheckpointError, match="save 0"):
-        under_way.wait_for_all()
+        storage.wait_for_all()
     assert waited == [0, 1, 2]
 
 
@@ -142,7 +142,7 @@ FORKED = """
 import multiprocessing, sys
 import numpy as np
 import distjax as dj
-from distjax.checkpoint import under_way
+from distjax.checkpoint import storage
 
 checkpointer = dj.checkpoint.Checkpointer(sys.argv[1])
 
@@ -155,7 +155,7 @@ def use():
     checkpointer.close()
 
 checkpointer.save(1, {"x": np.random.default_rng(0).normal(size=1 << 22)})
-assert checkpointer._storage in under_way.saves_under_way
+assert checkpointer._storage in storage.saves_under_way
 child = multiprocessing.get_context("fork").Process(target=use)
 child.start()
 child.join(60)

@@ -1,8 +1,9 @@
-"""Storage: the steps in a directory, written in the background and read by orbax.
+"""Storage: the steps in a directory, written in the background by orbax.
 
-One `CheckpointManager` writes, from the first save on. A query reloads it, or opens a manager of
-its own if there is none, or in a job, where each process looks without the others. Orbax is called
-on a thread that receives no signals, which it would take for failures of its own.
+One `CheckpointManager` writes, from the first save on. It is asked nothing: the steps are the
+folders with a number for a name, and a step's description is a JSON file, so a look takes neither a
+manager nor the other processes. Orbax is called on a thread that receives no signals, which it
+would take for failures of its own.
 
 - A step is complete or absent: it is written under another name and then renamed, and one to be
   removed is renamed first. So a kill leaves only whole steps. The next process that saves removes
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import os
 import shutil
@@ -46,11 +48,11 @@ from distjax.placement.transfer import require_wholly_here
 from distjax.uninterrupted import UninterruptedCalls
 
 _VALUES, _DESCRIPTION = "values", "description"  # subdirectories of a step
+_JSON_FILE = "metadata"  # in the latter
 #: Steps are moved here by a rename before their files are removed, so that a process killed
 #: meanwhile leaves no step with half of its files.
 _REMOVED = ".removed"
 _DAY = 86400  # in seconds
-_NUM_LOOKS = 5
 T = TypeVar("T")
 
 #: Storages that write, kept here even if nothing else references them.
@@ -116,7 +118,9 @@ class Storage:
             require_shared_directory(self.job, self.directory)
         self._max_to_keep = max_to_keep
         self._best_metric = best_metric
-        self._best_mode = best_mode
+        self._quality: Callable[[Mapping[str, float]], float] | None = None
+        if best_metric is not None:
+            self._quality = functools.partial(_quality, best_metric, best_mode)
         self._writer: ocp.CheckpointManager | None = None
         self._under_way: int | None = None
         # Orbax mistakes a signal's exception for its own error, and syncs devices: see
@@ -161,7 +165,9 @@ class Storage:
                 attempt = functools.partial(self._try_to_begin, self.job.process_id)
                 hear_all(self.job, "the start of a save", attempt)
             if self._writer is None:
-                self._writer = self._calls.call(lambda: self._make_manager(is_writer=True))
+                self._writer = self._calls.call(self._make_writer)
+            elif self.job is None:
+                self._reload(self._writer)
             self._under_way = step  # set first, so that an interrupted save is waited for, too
             saves_under_way.add(self)
             save = functools.partial(self._writer.save, args=ocp.args.Composite(**items))
@@ -202,8 +208,12 @@ class Storage:
         """
 
         def remove() -> None:
+            self._require_origin()
+            self._clear_removed()  # of a killed process
+            removed = os.path.join(self.directory, _REMOVED)
             try:
-                self._look(lambda manager: manager.delete(step))
+                os.makedirs(removed, exist_ok=True)
+                os.rename(self._path(step), os.path.join(removed, str(step)))
             except OSError as error:
                 raise CheckpointError(
                     message(
@@ -215,9 +225,14 @@ class Storage:
                 ) from error
 
         hear_first(self.job, "the removal of a checkpoint", remove)
-        if self.job is not None and self._writer is not None:  # another manager has removed it
-            self._calls.call(functools.partial(_retry_look, self._writer.reload))
+        if self._writer is not None:
+            self._reload(self._writer)
         self._clear_removed()
+
+    def _reload(self, writer: ocp.CheckpointManager) -> None:
+        """Lets the writer see what another checkpointer has removed, or this one without it."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # one does so right now
+            self._calls.call(writer.reload)
 
     def _clear_removed(self) -> None:
         shutil.rmtree(os.path.join(self.directory, _REMOVED), ignore_errors=True)
@@ -266,18 +281,29 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Returns the complete steps, in order."""
-        return self._ask("a look at the steps", lambda manager: sorted(manager.all_steps())) or []
+        return self._ask("a look at the steps", self._list_steps)
+
+    def _list_steps(self) -> list[int]:
+        if not os.path.isdir(self.directory):
+            return []
+        with os.scandir(self.directory) as entries:
+            return sorted(int(x.name) for x in entries if x.name.isdecimal() and x.is_dir())
 
     def best_step(self) -> int | None:
         """Returns the best step by the metric, or None if no step has it."""
-        metric = self._best_metric
-        if metric is None:
+        quality = self._quality
+        if quality is None:
             return None
 
-        def look(manager: ocp.CheckpointManager) -> int | None:
-            best = manager.best_step()
-            has_it = best is not None and metric in (manager.metrics(best) or {})
-            return best if has_it else None
+        def look() -> int | None:
+            found: list[tuple[float, int]] = []
+            for step in self._list_steps():
+                # One without a description was removed meanwhile, or is of another program.
+                with self._guard_read(step), contextlib.suppress(FileNotFoundError):
+                    metrics = self._read_description(step).get("metrics", {})
+                    if self._best_metric in metrics:
+                        found.append((quality(metrics), step))
+            return max(found)[1] if found else None
 
         return self._ask("a look at the best step", look)
 
@@ -287,16 +313,45 @@ class Storage:
         Raises:
           CheckpointError: it was not written by distjax, or is damaged.
         """
-        args = ocp.args.Composite(**{_DESCRIPTION: ocp.args.JsonRestore()})
 
-        def look(manager: ocp.CheckpointManager) -> Any:
+        def look() -> Any:
             with self._guard_read(step):
-                found = manager.restore(step, args=args)[_DESCRIPTION]
+                found = self._read_description(step)
                 if not {"format", "keys", "values"} <= set(found):
                     raise ValueError("a description that lacks its format, keys or values")
                 return found
 
         return self._ask("a look at the description of a step", look)
+
+    def _read_description(self, step: int) -> dict[str, Any]:
+        with open(os.path.join(self._path(step), _DESCRIPTION, _JSON_FILE), "rb") as file:
+            return json.load(file)
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.directory, str(step))
+
+    def _ask(self, occasion: str, look: Callable[[], T]) -> T:
+        """Returns process 0's ``look()`` on every process.
+
+        Raises:
+          CheckpointError: the directory is closed to this user, say.
+        """
+
+        def answer() -> T:
+            self._require_origin()
+            try:
+                return look()
+            except OSError as error:
+                raise CheckpointError(
+                    message(
+                        f"{occasion} needs a directory that can be read, {self.directory!r}",
+                        got=describe_error(error),
+                        why="the steps are folders in it; in a job, process 0 looks for all",
+                        fix="open it to this user: `chmod`, or another mount",
+                    )
+                ) from error
+
+        return hear_first(self.job, occasion, answer)
 
     def arrays(self, step: int, shardings: Mapping[str, Sharding | None]) -> dict[str, Any]:
         """Returns the arrays of some keys, on devices or (None) in host memory.
@@ -316,14 +371,20 @@ class Storage:
             restore_args={key: _restore_args(s) for key, s in shardings.items()},
             partial_restore=True,
         )
-        both = ocp.args.Composite(**{_VALUES: args})
+        found: dict[str, Any] = {}
+
+        def read() -> None:
+            alone = _processes(is_alone=True)
+            handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+            with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+                values = reader.restore(os.path.join(self._path(step), _VALUES), args=args)
+                found.update(jax.block_until_ready(values))
+
         with self._guard_read(step):
-            read = lambda manager: jax.block_until_ready(manager.restore(step, args=both)[_VALUES])
-            found: dict[str, Any] = {}
-            hear_all(
-                self.job, "the reading of a checkpoint", lambda: found.update(self._look(read))
-            )
-            return found
+            self._require_origin()
+            do = functools.partial(self._calls.call, _with_settings(read))
+            hear_all(self.job, "the reading of a checkpoint", do)
+        return found
 
     @property
     def _is_alone_in_a_job(self) -> bool:
@@ -348,50 +409,6 @@ class Storage:
                     "checkpointer.all_steps() lists them",
                 )
             ) from error
-
-    def _ask(self, occasion: str, look: Callable[[ocp.CheckpointManager], Any]) -> Any:
-        """Returns process 0's ``look(manager)`` on every process; None: no directory yet.
-
-        Raises:
-          CheckpointError: the directory is closed to this user, say.
-        """
-
-        def answer() -> Any:
-            try:
-                return self._look(look) if os.path.isdir(self.directory) else None
-            except OSError as error:
-                raise CheckpointError(
-                    message(
-                        f"{occasion} needs a directory that can be read, {self.directory!r}",
-                        got=describe_error(error),
-                        why="the steps are folders in it; in a job, process 0 looks for all",
-                        fix="open it to this user: `chmod`, or another mount",
-                    )
-                ) from error
-
-        return hear_first(self.job, occasion, answer)
-
-    def _look(self, look: Callable[[ocp.CheckpointManager], T]) -> T:
-        """Returns ``look(manager)``, with one that has just read the directory, by itself."""
-        self._require_origin()
-
-        def call() -> T:
-            with self._open_manager() as manager:
-                return look(manager)
-
-        return self._calls.call(_with_settings(call))
-
-    @contextlib.contextmanager
-    def _open_manager(self) -> Generator[ocp.CheckpointManager]:
-        if self._writer is not None and self.job is None:
-            _retry_look(self._writer.reload)
-            yield self._writer
-            return
-        manager = _retry_look(lambda: self._make_manager(is_writer=False))
-        try:
-            yield manager
-        finally:
-            manager.close()
 
     # -- who may use it ---------------------------------------------------------
 
@@ -427,27 +444,13 @@ class Storage:
 
     # -- orbax ----------------------------------------------------------------
 
-    def _make_manager(self, *, is_writer: bool) -> ocp.CheckpointManager:
-        metric = self._best_metric
-        quality = None if metric is None else functools.partial(_quality, metric, self._best_mode)
-        processes = ocp.options.MultiprocessingOptions()
-        if job() is not None and not (is_writer and self.job is not None):  # this process alone
-            own = jax.process_index()
-            processes = ocp.options.MultiprocessingOptions(
-                primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
-            )
-        handlers = None
-        if self._is_alone_in_a_job:  # orbax's default handlers belong to process 0
-            handlers = {
-                _DESCRIPTION: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-                _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-            }
-        if is_writer:
-            os.makedirs(self.directory, exist_ok=True)
+    def _make_writer(self) -> ocp.CheckpointManager:
+        processes = _processes(is_alone=self.job is None)
+        os.makedirs(self.directory, exist_ok=True)
         policies = ocp.checkpoint_managers
         kept: Any = policies.LatestN(self._max_to_keep)
-        if self._max_to_keep is not None and quality is not None:
-            best = policies.BestN(get_metric_fn=quality, n=self._max_to_keep)
+        if self._max_to_keep is not None and self._quality is not None:
+            best = policies.BestN(get_metric_fn=self._quality, n=self._max_to_keep)
             kept = policies.AnyPreservationPolicy([policies.LatestN(1), best])
         options = ocp.CheckpointManagerOptions(
             create=False,
@@ -456,17 +459,30 @@ class Storage:
             # once one has saved alone: they would not wait.
             async_options=ocp.AsyncOptions(
                 create_directories_asynchronously=job() is None,
-                barrier_sync_fn=WriteBarrier(self.job) if is_writer and self.job else None,
+                barrier_sync_fn=None if self.job is None else WriteBarrier(self.job),
                 timeout_secs=_DAY if self.job is None else math.ceil(self.job.timeouts.phase),
             ),
-            # What a killed process left. Not for readers: another process may be writing it.
-            cleanup_tmp_directories=is_writer,
+            cleanup_tmp_directories=True,  # what a killed process left
             todelete_subdir=_REMOVED,
             preservation_policy=kept,
-            best_fn=quality,
+            best_fn=self._quality,
             best_mode="max",
         )
+        handlers = {  # orbax's default ones belong to process 0
+            _DESCRIPTION: ocp.JsonCheckpointHandler(_JSON_FILE, multiprocessing_options=processes),
+            _VALUES: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+        }
         return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+
+
+def _processes(*, is_alone: bool) -> ocp.options.MultiprocessingOptions:
+    """Returns who takes part: the whole job, or this process alone."""
+    if job() is None or not is_alone:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process-{own}"
+    )
 
 
 def _quality(metric: str, mode: str, metrics: Mapping[str, float]) -> float:
@@ -475,14 +491,6 @@ def _quality(metric: str, mode: str, metrics: Mapping[str, float]) -> float:
     if math.isnan(value):
         return -math.inf
     return value if mode == "max" else -value
-
-
-def _retry_look(look: Callable[[], T]) -> T:
-    """Returns ``look()``, retried if another process removes a step meanwhile."""
-    for _ in range(_NUM_LOOKS - 1):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return look()
-    return look()
 
 
 def _restore_args(sharding: Sharding | None) -> ocp.RestoreArgs:

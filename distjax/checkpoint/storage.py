@@ -380,8 +380,8 @@ class Storage:
                 values = reader.restore(os.path.join(self._path(step), _VALUES), args=args)
                 found.update(jax.block_until_ready(values))
 
+        self._require_origin()
         with self._guard_read(step):
-            self._require_origin()
             do = functools.partial(self._calls.call, _with_settings(read))
             hear_all(self.job, "the reading of a checkpoint", do)
         return found
